@@ -1,0 +1,50 @@
+"""KV-cache storage for LLM inference: a shared-memory pool, fenced leases, and tiers as plugins.
+
+Importing this package loads only the names that plugins need; `Client` and `Server` are imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.errors import CacheError
+from lmcache_core.plugins.components import API_GENERATION, ComponentSpec, Finding, Kind, PluginInfo
+from lmcache_core.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
+    from lmcache_core.pool.layout import Layout
+    from lmcache_core.server.server import Server
+    from lmcache_core.tokens.namespace import Namespace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "API_GENERATION",
+    "CacheError",
+    "Client",
+    "ComponentSpec",
+    "Finding",
+    "Kind",
+    "Layout",
+    "Namespace",
+    "PluginInfo",
+    "Server",
+    "__version__",
+    "hookimpl",
+]
+
+_LAZY = {
+    "Client": "lmcache_core.client.client",
+    "Layout": "lmcache_core.pool.layout",
+    "Namespace": "lmcache_core.tokens.namespace",
+    "Server": "lmcache_core.server.server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

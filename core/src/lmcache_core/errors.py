@@ -1,0 +1,139 @@
+"""The exceptions of lmcache-core.
+
+An ordinary result (a miss, a full pool, a throttled tier) is a value and never stands here. What stands
+here is a broken promise, and every message says what happened, to which thing, and what to do next.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Retry(StrEnum):
+    """Whether the same call may succeed later."""
+
+    NEVER = "never"  # the call itself is wrong
+    LATER = "later"  # the world was wrong for a moment: try again after a pause
+    RECONNECT = "reconnect"  # the session is gone: a new one may try
+
+
+class CacheError(Exception):
+    """Base of everything this library raises. `code` is stable and travels on the wire."""
+
+    code: ClassVar[str] = "ERROR"
+    retry: ClassVar[Retry] = Retry.NEVER
+
+
+class UsageError(CacheError, ValueError):
+    """The caller's arguments are wrong: a key of the wrong length, a tensor of the wrong dtype, …"""
+
+    code = "USAGE"
+
+
+class SettingsError(CacheError, ValueError):
+    """The settings do not say a thing that can be built."""
+
+    code = "SETTINGS"
+
+
+class PluginError(CacheError):
+    """A plugin is missing, broken or refused. The message names plugin, distribution and version."""
+
+    code = "PLUGIN"
+
+
+class PoolError(CacheError):
+    """The shared-memory pool cannot be created, attached or used."""
+
+    code = "POOL"
+
+
+class PoolBusyError(PoolError):
+    """A living server owns the pool of this name."""
+
+    code = "POOL_BUSY"
+
+
+class PoolMismatchError(PoolError):
+    """What was found in the segment differs from what was expected; the message names both."""
+
+    code = "POOL_MISMATCH"
+
+
+class NotEnoughMemoryError(PoolError):
+    """The memory asked for is not there; the message has the figures and the cure."""
+
+    code = "NOT_ENOUGH_MEMORY"
+
+
+class LeaseExpiredError(CacheError):
+    """The lease id is stale: it expired, was settled long ago, or never was this session's."""
+
+    code = "LEASE_EXPIRED"
+
+
+class ClearedError(CacheError):
+    """A `clear` ended the lease before it was committed; nothing of it became visible."""
+
+    code = "CLEARED"
+
+
+class NotAttachedError(CacheError):
+    """The session has not shown that it maps the pool, so it is given no slots."""
+
+    code = "NOT_ATTACHED"
+
+
+class ProtocolError(CacheError):
+    """The peer sent what the protocol does not allow."""
+
+    code = "PROTOCOL"
+
+
+class VersionError(ProtocolError):
+    """The two sides speak no common version; the message names both."""
+
+    code = "VERSION"
+
+
+class LimitError(CacheError):
+    """A named limit of `lmcache_core.limits` was reached."""
+
+    code = "LIMIT"
+
+
+class DisconnectedError(CacheError):
+    """The server is not there, or went away during the call. The client reconnects by itself."""
+
+    code = "DISCONNECTED"
+    retry = Retry.RECONNECT
+
+
+class TierError(CacheError):
+    """A tier failed as a whole (not one of its objects). `retryable` tells the lane whether to try again."""
+
+    code = "TIER"
+    retry = Retry.LATER
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class DamagedObjectError(CacheError):
+    """Bytes that came back from a tier are not the object that was stored."""
+
+    code = "DAMAGED"
+
+
+def _tree(root: type[CacheError]) -> dict[str, type[CacheError]]:
+    found = {root.code: root}
+    for sub in root.__subclasses__():
+        found.update(_tree(sub))
+    return found
+
+
+def by_code(code: str) -> type[CacheError]:
+    """The class for a code that came over the wire; CacheError for one this version does not know."""
+    return _tree(CacheError).get(code, CacheError)

@@ -1,0 +1,81 @@
+"""The contracts that the kernel calls: the entries it shows to policies, and the eviction policy itself.
+
+They stand here, below everything else, and are re-exported by `lmcache_core.policies`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Entry(Protocol):
+    """What an eviction policy sees of a resident object. Compared and hashed by identity.
+
+    `older`, `newer` and `policy_data` belong to the one policy that holds the entry: it may keep its list
+    links and its own state there (a million residents cannot afford a dictionary beside them). Everything
+    else is read-only for the policy.
+    """
+
+    @property
+    def key(self) -> bytes:
+        """32 opaque bytes, unique together with `namespace`."""
+        ...
+
+    @property
+    def namespace(self) -> int:
+        """The 64-bit id of the object's namespace."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its eviction gives back."""
+        ...
+
+    @property
+    def holds(self) -> int:
+        """Pins and leases on it. An entry with holds is never a victim."""
+        ...
+
+    older: Any
+    newer: Any
+    policy_data: Any
+
+
+class EvictionPolicy(ABC):
+    """Decides which resident objects go first. One instance orders one store (the L1, or one tier).
+
+    The caller guarantees: one thread; every entry is inserted once, and removed once when it is gone (an
+    evicted one too: `victims` only names, the caller then calls `remove`); batches in the order of use; for
+    the keys of one request, recency is applied from the last to the first, so that a suffix goes before its
+    prefix. Policies never reverse a batch.
+
+    The policy must: be deterministic (no clock, no randomness without a seed in its settings); cost O(1) an
+    entry, whatever is resident; skip entries with holds without walking past them again and again.
+    """
+
+    @abstractmethod
+    def insert(self, entries: Sequence[Entry]) -> None:
+        """Take over objects that became resident."""
+
+    @abstractmethod
+    def access(self, entries: Sequence[Entry]) -> None:
+        """Note one use of each entry. Entries that have holds may be among them."""
+
+    @abstractmethod
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """Forget entries that are gone, for whatever reason. They may have holds."""
+
+    @abstractmethod
+    def victims(self, nbytes: int) -> list[Entry]:
+        """Entries to evict, first to go first, whose bytes sum to at least `nbytes`, or all there are.
+
+        Never an entry with holds. Names them only: asked again before any `remove`, it gives the same ones.
+        """
+
+    def held(self, entries: Sequence[Entry]) -> None:  # noqa: B027
+        """These entries' `holds` rose from zero. A policy may take them off its list until `released`."""
+
+    def released(self, entries: Sequence[Entry]) -> None:  # noqa: B027
+        """These entries' `holds` fell to zero: they may be victims again."""

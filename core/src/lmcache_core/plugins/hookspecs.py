@@ -1,0 +1,79 @@
+"""Every hook of lmcache-core. All are called at start-up or by commands, none on the data path.
+
+Each says when it is called, how results combine, what None means, and since which version it is there.
+An implementation may leave out arguments that it does not need; it gives none of them a default (pluggy passes
+nothing to an argument with a default).
+"""
+
+from __future__ import annotations
+
+from argparse import _SubParsersAction
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from lmcache_core.plugins.components import ComponentSpec, Finding, PluginInfo
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
+
+PROJECT = "lmcache_core"  # pluggy's project name and the entry-point group
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def lmcache_plugin_info() -> PluginInfo | None:
+    """Say which API generation the plugin was written for.
+
+    Called once, when the plugin is loaded, before anything else of it. None, or no implementation: the current
+    generation. A generation that this version does not serve refuses the plugin. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_components() -> Sequence[ComponentSpec]:
+    """Offer components.
+
+    Called once, when the plugin is loaded; it must import nothing heavy. Results of all plugins are joined; two
+    distributions that claim one (kind, name) are both refused. None: no components. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_check(settings: Settings) -> Sequence[Finding]:
+    """Look at the world on behalf of `lmcache-core check`: can the bucket be reached, is the folder writable?
+
+    Called only by that command, and only for plugins of which the settings use a component. Results are joined.
+    None: nothing to report. May do I/O; must end within ten seconds. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_add_commands(subparsers: _SubParsersAction[Any], benches: _SubParsersAction[Any]) -> None:
+    """Add subcommands to `lmcache-core` (`subparsers`) and to `lmcache-core bench` (`benches`):
+    `parser = subparsers.add_parser(…)`, then `parser.set_defaults(run=function)`, where
+    `function(arguments) -> int` gives the exit status.
+
+    Called when a command line is parsed; it must import nothing heavy (import inside the function). A name that
+    is taken is refused, and the plugin is recorded as broken. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_started(settings: Settings, address: str) -> None:
+    """The server answers at `address` from now on.
+
+    Called once, on the server's start-up path, before the first request. An exception is recorded and logged;
+    the server goes on. Since 0.1.
+    """
+
+
+@hookspec
+def lmcache_stopping() -> None:
+    """The server has begun to drain.
+
+    Called once. An exception is recorded and logged; the drain goes on. Since 0.1.
+    """

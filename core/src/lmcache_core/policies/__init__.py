@@ -1,0 +1,23 @@
+"""Eviction, store and prefetch policies: the contracts, and the built-in ones."""
+
+from lmcache_core.policies.contracts import (
+    Entry,
+    EvictionPolicy,
+    PrefetchPlan,
+    PrefetchPolicy,
+    StoreCandidate,
+    StorePlan,
+    StorePolicy,
+    TierView,
+)
+
+__all__ = [
+    "Entry",
+    "EvictionPolicy",
+    "PrefetchPlan",
+    "PrefetchPolicy",
+    "StoreCandidate",
+    "StorePlan",
+    "StorePolicy",
+    "TierView",
+]

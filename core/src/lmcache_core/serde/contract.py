@@ -1,0 +1,50 @@
+"""The serde contract: bytes to bytes, on the way to a tier and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from lmcache_core.pool.layout import Layout
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Serde(ABC):
+    """One transform of a codec chain. Runs in a tier's lanes: do the heavy work in calls that release the GIL.
+
+    One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's
+    header and compared on the way back, so an object encoded under other settings is a miss with a reason,
+    never wrong bytes.
+    """
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool]
+
+    def parameters(self) -> Mapping[str, str | int | float]:
+        """What a decoder must agree on. Never a secret (a key's id, not the key)."""
+        return {}
+
+    @abstractmethod
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+        """The most bytes that `encode` gives for an object of `nbytes`."""
+
+    def encoded_layout(self, layout: Layout, nbytes: int) -> Layout:
+        """What the encoded bytes look like to the next serde of the chain: opaque bytes, unless it says more."""
+        return Layout("uint8", (max(1, nbytes),))
+
+    @abstractmethod
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+        """The encoded object, as buffers that the caller sends one after the other.
+
+        `src` is read-only, one-dimensional bytes, valid until the buffers have been sent; it must not be
+        kept or changed. Raises `UsageError` for a layout that this serde cannot encode.
+        """
+
+    @abstractmethod
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+        """Write the object of `layout` into `into`, all `into.nbytes` of it.
+
+        Raises `DamagedObjectError` where `src` is not what `encode` made for this key and layout.
+        """
