@@ -1,0 +1,1 @@
+"""Messages, frames, and errors on the wire."""

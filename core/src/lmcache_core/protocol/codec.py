@@ -1,0 +1,111 @@
+"""Messages to frames and back, and the blobs inside them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from sys import byteorder
+
+import msgspec
+
+from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
+from lmcache_core.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.protocol.messages import Error, Message, Reply, Request
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+encode = _encoder.encode
+
+
+def decode_request(frame: bytes | bytearray | memoryview) -> Request:
+    """The request in a frame. Raises `ProtocolError` for anything else."""
+    try:
+        return _requests.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"not a request of this protocol: {error}") from error
+
+
+def decode_reply(frame: bytes | bytearray | memoryview) -> Reply:
+    """The reply in a frame. Raises `ProtocolError` for anything else."""
+    try:
+        return _replies.decode(frame)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"not a reply of this protocol: {error}") from error
+
+
+def encode_request(message: Message) -> bytes:
+    """The request as a frame. Raises `LimitError` where it would be too large to be read."""
+    frame = encode(message)
+    if len(frame) > FRAME_BYTES_MAX:
+        raise LimitError(
+            f"{type(message).__name__} takes {len(frame):,} bytes and a frame holds {FRAME_BYTES_MAX:,}"
+        )
+    return frame
+
+
+def error_reply(rid: int, error: CacheError) -> Error:
+    """The error frame for an exception."""
+    return Error(rid, error.code, str(error), str(error.retry))
+
+
+def join_keys(keys: Sequence[bytes]) -> bytes:
+    """The blob of keys. Raises `UsageError` naming the first key of a wrong length."""
+    blob = b"".join(keys)
+    if len(blob) != KEY_BYTES * len(keys) or any(len(key) != KEY_BYTES for key in keys):
+        for position, key in enumerate(keys):
+            if len(key) != KEY_BYTES:
+                raise UsageError(
+                    f"key {position} has {len(key)} bytes and a key has {KEY_BYTES}: "
+                    "derive keys with lmcache_core.tokens, or hash yours with SHA-256"
+                )
+    return blob
+
+
+def split_keys(blob: bytes) -> list[bytes]:
+    """The keys of a blob. Raises `ProtocolError` for one that is no whole number of keys, or too many."""
+    nbytes = len(blob)
+    if nbytes % KEY_BYTES:
+        raise ProtocolError(f"{nbytes} bytes of keys is no multiple of {KEY_BYTES}")
+    if nbytes > BATCH_KEYS_MAX * KEY_BYTES:
+        raise LimitError(
+            f"{nbytes // KEY_BYTES} keys in one frame, and it holds {BATCH_KEYS_MAX}: send pages under one lease"
+        )
+    return [blob[at : at + KEY_BYTES] for at in range(0, nbytes, KEY_BYTES)]
+
+
+def pack_u64(values: array[int]) -> bytes:
+    """Little-endian u64, packed."""
+    if byteorder == "big":
+        values = array("Q", values)
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_u64(blob: bytes) -> array[int]:
+    """The inverse of `pack_u64`."""
+    if len(blob) % 8:
+        raise ProtocolError(f"{len(blob)} bytes are no whole number of u64")
+    values = array("Q", blob)
+    if byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def pack_positions(positions: Sequence[int]) -> bytes:
+    """Positions of a lease as little-endian u32, packed."""
+    values = array("I", positions)
+    if byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_positions(blob: bytes) -> array[int]:
+    """The inverse of `pack_positions`."""
+    if len(blob) % 4 or len(blob) > 4 * BATCH_KEYS_MAX:
+        raise ProtocolError(f"{len(blob)} bytes are no list of at most {BATCH_KEYS_MAX} positions")
+    values = array("I", blob)
+    if byteorder == "big":
+        values.byteswap()
+    return values
