@@ -1,0 +1,61 @@
+"""A lookup in the tiers: what is asked, and the job that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from lmcache_core.tiers.l1 import TierReason
+
+
+class Wanted(StrEnum):
+    """Which of a request's keys are worth loading."""
+
+    PREFIX = "prefix"  # the contiguous prefix; a first key that is nowhere means nothing
+    SPARSE = "sparse"  # any position on its own
+    WINDOW = "window"  # the last `Lookup.window` keys of the longest run that ends in them (sliding attention)
+
+
+class JobStatus(StrEnum):
+    WAITING = "waiting"  # the limit of prefetches in flight is reached
+    ASKING = "asking"  # tiers are being asked which keys they have
+    LOADING = "loading"  # hits are known, loads are under way
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+class Lookup(NamedTuple):
+    """One request. `keys` are all keys in order; `missing` are the positions that the L1 lacks, ascending;
+    `tiers` names the tiers to ask (None: all); `deadline` is monotonic seconds."""
+
+    namespace: int
+    layout_id: int
+    keys: Sequence[bytes]
+    missing: Sequence[int]
+    deadline: float
+    tiers: Sequence[str] | None = None
+    wanted: Wanted = Wanted.PREFIX
+    window: int = 0
+    warm_up: bool = False  # nobody waits for it: everyone else goes first
+
+
+@dataclass(eq=False)
+class Job:
+    """The state of one lookup, to be read at any time. `on_done(job)` is called once, from `Tiering.step` or
+    `Tiering.cancel`, never from inside `Tiering.lookup`."""
+
+    id: int
+    request: Lookup
+    on_done: Callable[[Job], None]
+    status: JobStatus = JobStatus.WAITING
+    # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with
+    # SPARSE and WINDOW the number of keys. None until the tiers have answered; falls where a load fails.
+    hits: int | None = None
+    loaded: set[int] = field(default_factory=set)  # positions now in the L1 because of this job (or another's load)
+    reasons: dict[int, TierReason] = field(default_factory=dict)  # position → why it was not served
+
+    @property
+    def ended(self) -> bool:
+        return self.status in (JobStatus.DONE, JobStatus.CANCELLED)
