@@ -1,0 +1,74 @@
+"""`lmcache-core bench`: what the machine can do, and how close we come. A bench module is imported when chosen.
+
+A bench module offers `add_options(parser)` and `run(options, bench)`, where `bench` is a
+`lmcache_core.cli.bench.harness.Bench`. Its summary stands here, so that `--help` imports none of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+_HERE = "lmcache_core.cli.bench"
+
+BENCHES: dict[str, tuple[str, str]] = {
+    "rpc": (f"{_HERE}.rpc", "round trips and two-phase calls on each carrier, against a bare echo"),
+    "copy": (f"{_HERE}.copy", "store and retrieve end to end, against the best plain copy"),
+    "prompt": (
+        f"{_HERE}.prompt",
+        "a long prompt stored and retrieved by several workers, against pickle over ZMQ",
+    ),
+    "alloc": (f"{_HERE}.alloc", "allocate and free, up to a million residents"),
+    "l2": (f"{_HERE}.l2", "a disk tier against plain writes and reads of the same bytes"),
+    "policy": (f"{_HERE}.policy", "eviction policies: cost of an operation against residents"),
+    "serde": (f"{_HERE}.serde", "codec chains against a plain copy of the same bytes"),
+    "hooks": (f"{_HERE}.hooks", "a hook call against a direct method"),
+}
+
+
+class BenchParser(argparse.ArgumentParser):
+    """Asks its bench module for options only when the bench was chosen."""
+
+    def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._module = module
+
+    def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        if self._module:
+            module, self._module = self._module, ""
+            import_module(module).add_options(self)
+        return super().parse_known_args(args, namespace)
+
+
+def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str, module: str) -> None:
+    """Add the bench `name`, implemented by `module` (an import path), to `lmcache-core bench`.
+
+    For the `lmcache_add_commands` hook of plugin packages too. Imports nothing until the bench is chosen.
+    """
+    parser = benches.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        module=module,
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--quick", action="store_true", help="end within 30 seconds")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 when a target is missed")
+    parser.set_defaults(run=_runner(name, module))
+
+
+def _runner(name: str, module: str) -> Any:
+    def run(options: argparse.Namespace) -> int:
+        from lmcache_core.cli.bench.harness import Bench
+
+        with Bench(name, quick=options.quick, as_json=options.json) as bench:
+            import_module(module).run(options, bench)
+        return 1 if options.strict and not bench.met else 0
+
+    return run
