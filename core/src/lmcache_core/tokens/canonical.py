@@ -1,0 +1,145 @@
+"""Token ids, however the caller holds them, as the one form that is hashed: little-endian u32.
+
+Nothing here imports numpy or torch, and arrays never become lists of ints: a list of 131,072 tokens costs more
+to build than its keys cost to hash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from lmcache_core.errors import UsageError
+
+TOKEN_BYTES = 4
+TOKEN_ID_MAX = (1 << 32) - 1
+
+_LITTLE = sys.byteorder == "little"
+_WORD = "I"  # array's unsigned int: 4 bytes on every Linux
+_SIGNED = frozenset("ilqn")
+_INTEGERS = _SIGNED | frozenset("ILQN")  # 32 or 64 bits, as the item size says
+_NARROWED_AT_ONCE = 4096  # small enough that the temporaries are reused: large fresh ones cost more than the work
+
+Tokens = Any  # list, tuple, range, array, buffer of 32- or 64-bit integers, numpy array, torch tensor
+
+
+def token_words(tokens: Tokens) -> memoryview:
+    """The token ids as a one-dimensional view of bytes, 4 for each token, little-endian.
+
+    Takes a one-dimensional torch tensor, anything with the buffer protocol whose items are 32- or 64-bit
+    integers, or an iterable of ints. The view may share memory with `tokens`: use it before they change.
+    Raises `UsageError` naming the position of an id that is negative or does not fit 32 bits.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tokens, torch.Tensor):
+        words = _of_tensor(tokens)
+    else:
+        try:
+            view = memoryview(tokens)
+        except TypeError:
+            words = _of_iterable(tokens)
+        else:
+            words = _of_buffer(view)
+    if not _LITTLE:
+        swapped = _words(words)
+        swapped.byteswap()
+        words = memoryview(swapped)
+    return words.cast("B") if words.nbytes else memoryview(b"")
+
+
+def _of_iterable(tokens: Any) -> memoryview:
+    if isinstance(tokens, str | Mapping | Set) or not isinstance(tokens, Iterable):
+        raise UsageError(f"tokens are a {type(tokens).__name__}: give a sequence, array or tensor of token ids")
+    # Kept, because an iterator could not be walked again to say where the fault is.
+    ids = tokens if isinstance(tokens, list | tuple | range) else list(tokens)
+    try:
+        return memoryview(array(_WORD, ids))
+    except (OverflowError, TypeError) as error:
+        for position, token in enumerate(ids):
+            if not hasattr(token, "__index__"):
+                raise UsageError(
+                    f"token {position} is a {type(token).__name__}: give one-dimensional token ids, as integers"
+                ) from error
+            _check_id(position, int(token))
+        raise
+
+
+def _of_tensor(tensor: Any) -> memoryview:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ("int32", "uint32", "int64", "uint64"):
+        raise UsageError(f"tokens are a tensor of {dtype}: give int32, uint32, int64 or uint64")
+    _check_dimensions(tensor.dim(), tuple(tensor.shape))
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    local = tensor.detach().cpu().contiguous()
+    # By address: tensors have no buffer protocol, and `.numpy()` would need numpy. Copied here, while `local`
+    # keeps that memory alive.
+    raw = ctypes.string_at(local.data_ptr(), local.numel() * local.element_size())
+    signed = not dtype.startswith("u")
+    return _narrowed(raw, signed) if dtype.endswith("64") else _checked(memoryview(raw), signed)
+
+
+def _of_buffer(view: memoryview) -> memoryview:
+    _check_dimensions(view.ndim, view.shape or ())
+    prefix, kind = view.format[:-1], view.format[-1:]
+    if prefix in ("", "@", "<" if _LITTLE else ">") and kind in _INTEGERS:
+        # A prefixed or strided view cannot be cast, only copied.
+        flat = view if view.c_contiguous and not prefix else memoryview(view.tobytes())
+        if not flat.nbytes:
+            return flat
+        if view.itemsize == TOKEN_BYTES:
+            return _checked(flat, kind in _SIGNED)
+        if view.itemsize == 2 * TOKEN_BYTES:
+            return _narrowed(flat, kind in _SIGNED)
+    raise UsageError(
+        f"tokens are a buffer of format {view.format!r}, {view.itemsize} bytes an item: give native 32- or 64-bit "
+        "integers (bytes say what they mean with memoryview(…).cast('I'))"
+    )
+
+
+def _checked(words: memoryview, signed: bool) -> memoryview:
+    """32-bit ids as they are, once none is known to be negative."""
+    if signed:
+        # A negative id has the top bit of its top byte set; `isascii` looks for that bit in a whole run.
+        raw = words.tobytes()
+        top = raw[3::4] if _LITTLE else raw[0::4]
+        if not top.isascii():
+            position = next(i for i, byte in enumerate(top) if byte > 0x7F)
+            _check_id(position, int.from_bytes(raw[4 * position :][:4], sys.byteorder, signed=True))
+    return words
+
+
+def _narrowed(pairs: memoryview | bytes, signed: bool) -> memoryview:
+    """64-bit ids as 32-bit words: the low halves, once the high halves are known to be zero."""
+    raw = memoryview(pairs).cast("B")
+    words = array(_WORD)
+    step = _NARROWED_AT_ONCE * 2 * TOKEN_BYTES
+    for start in range(0, raw.nbytes, step):
+        halves = _words(raw[start : start + step])
+        low, high = (halves[0::2], halves[1::2]) if _LITTLE else (halves[1::2], halves[0::2])
+        if high.tobytes() != bytes(len(high) * TOKEN_BYTES):
+            position = next(i for i, half in enumerate(high) if half)
+            wide = high[position] << 32 | low[position]
+            negative = signed and wide >> 63
+            _check_id(start // (2 * TOKEN_BYTES) + position, wide - (1 << 64) if negative else wide)
+        words += low
+    return memoryview(words)
+
+
+def _words(raw: memoryview | bytes) -> array[int]:
+    words = array(_WORD)
+    words.frombytes(memoryview(raw).cast("B"))
+    return words
+
+
+def _check_dimensions(dimensions: int, shape: tuple[int, ...]) -> None:
+    if dimensions != 1:
+        raise UsageError(f"tokens have the shape {shape!r}: give one dimension, the tokens of one sequence")
+
+
+def _check_id(position: int, token: int) -> None:
+    if not 0 <= token <= TOKEN_ID_MAX:
+        raise UsageError(f"token {position} is {token}: token ids run from 0 to {TOKEN_ID_MAX:,}")

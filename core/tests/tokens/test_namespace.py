@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_core.errors import UsageError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens import Namespace
+
+LAYOUT = Layout("bfloat16", (2, 4, 16, 2, 8), "KLTHD")
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+
+
+def test_each_field_alone_makes_another_namespace() -> None:
+    base = Namespace("m", LAYOUT)
+    others = [
+        dataclasses.replace(base, model="n"),
+        dataclasses.replace(base, weights_version="2"),
+        dataclasses.replace(base, kv_shard=(0, 2)),
+        dataclasses.replace(base, kv_shard=(1, 2)),
+        dataclasses.replace(base, tenant_salt="s"),
+        dataclasses.replace(base, layout=Layout("float16", LAYOUT.shape, "KLTHD")),
+        dataclasses.replace(base, layout=Layout("bfloat16", (2, 4, 2, 16, 8), "KLTHD")),
+        dataclasses.replace(base, layout=Layout("bfloat16", LAYOUT.shape, "LKTHD")),
+        dataclasses.replace(base, layout=Layout("bfloat16", LAYOUT.shape)),
+    ]
+    everything = [base, *others]
+    assert len({namespace.digest for namespace in everything}) == len(everything)
+    assert len({namespace.id for namespace in everything}) == len(everything)
+
+
+@settings(deadline=None)
+@given(TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)
+def test_text_that_moves_from_field_to_field_makes_another_namespace(
+    model: str, version: str, salt: str, model2: str, version2: str, salt2: str
+) -> None:
+    one = Namespace("m" + model, LAYOUT, version, tenant_salt=salt)
+    two = Namespace("m" + model2, LAYOUT, version2, tenant_salt=salt2)
+    assert (one.digest == two.digest) == (one == two)
+    # The harder case: the same text altogether, split elsewhere.
+    joined = model + version + salt
+    three = Namespace("m" + joined, LAYOUT)
+    assert (one.digest == three.digest) == (one == three)
+
+
+def test_the_tenant_salt_is_in_no_repr_and_in_no_error() -> None:
+    salt = "hunter2-\udcff"
+    assert "hunter2" not in repr(Namespace("m", LAYOUT, tenant_salt="hunter2"))
+    assert "hunter2" not in str(Namespace("m", LAYOUT, tenant_salt="hunter2"))
+    with pytest.raises(UsageError, match="tenant_salt") as caught:
+        Namespace("m", LAYOUT, tenant_salt=salt)
+    assert "hunter2" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_a_namespace_survives_pickling() -> None:
+    namespace = Namespace("m", LAYOUT, "2", (1, 4), "salt")
+    again = pickle.loads(pickle.dumps(namespace))
+    assert again == namespace
+    assert again.digest == namespace.digest
+
+
+@pytest.mark.parametrize(
+    "shard", [(0, 0), (1, 1), (-1, 2), (0, 1, 2), [0, 1], (0, 1 << 17), (0.0, 1), (False, True)]
+)
+def test_a_kv_shard_that_is_no_part_of_a_whole_is_refused(shard: object) -> None:
+    with pytest.raises(UsageError, match="kv_shard"):
+        Namespace("m", LAYOUT, kv_shard=shard)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["model", "weights_version", "tenant_salt"])
+def test_a_field_that_is_not_text_is_refused_by_name(field: str) -> None:
+    with pytest.raises(UsageError, match=field):
+        Namespace(**{"model": "m", "layout": LAYOUT, field: b"bytes"})  # type: ignore[arg-type]
+
+
+def test_an_empty_model_and_a_layout_of_another_type_are_refused() -> None:
+    with pytest.raises(UsageError, match="model is empty"):
+        Namespace("", LAYOUT)
+    with pytest.raises(UsageError, match="give a Layout"):
+        Namespace("m", "bfloat16")  # type: ignore[arg-type]
