@@ -25,7 +25,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def lmcache_plugin_info() -> PluginInfo | None:
+def lmcache_plugin_info() -> PluginInfo | None:  # type: ignore[empty-body]  # a specification
     """Say which API generation the plugin was written for.
 
     Called once, when the plugin is loaded, before anything else of it. None, or no implementation: the current
@@ -34,7 +34,7 @@ def lmcache_plugin_info() -> PluginInfo | None:
 
 
 @hookspec
-def lmcache_components() -> Sequence[ComponentSpec]:
+def lmcache_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]  # a specification
     """Offer components.
 
     Called once, when the plugin is loaded; it must import nothing heavy. Results of all plugins are joined; two
@@ -43,7 +43,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
 
 
 @hookspec
-def lmcache_check(settings: Settings) -> Sequence[Finding]:
+def lmcache_check(settings: Settings) -> Sequence[Finding]:  # type: ignore[empty-body]  # a specification
     """Look at the world on behalf of `lmcache-core check`: can the bucket be reached, is the folder writable?
 
     Called only by that command, and only for plugins of which the settings use a component. Results are joined.

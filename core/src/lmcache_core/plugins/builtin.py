@@ -1,0 +1,39 @@
+"""The components that come with lmcache-core. They enter by the same door as everyone's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.plugins.components import ComponentSpec, Kind
+from lmcache_core.plugins.hookspecs import hookimpl
+
+_POLICIES = "lmcache_core.policies"
+
+
+@hookimpl
+def lmcache_components() -> Sequence[ComponentSpec]:
+    """What a server can do with nothing else installed."""
+    eviction, store, prefetch = Kind.EVICTION_POLICY, Kind.STORE_POLICY, Kind.PREFETCH_POLICY
+    return [
+        ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruPolicy", summary="least recently used goes first"),
+        ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopPolicy", summary="nothing is ever evicted"),
+        ComponentSpec(store, "default", f"{_POLICIES}.store:DefaultStore", summary="to every tier; L1 keeps it"),
+        ComponentSpec(
+            store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then it leaves L1"
+        ),
+        ComponentSpec(
+            prefetch,
+            "default",
+            f"{_POLICIES}.prefetch:DefaultPrefetch",
+            summary="from the first tier that has it, for one reader",
+        ),
+        ComponentSpec(
+            prefetch,
+            "retain",
+            f"{_POLICIES}.prefetch:RetainPrefetch",
+            summary="from the first tier that has it; L1 keeps it",
+        ),
+        ComponentSpec(
+            Kind.SERDE, "identity", "lmcache_core.serde.identity:IdentitySerde", summary="the bytes as they are"
+        ),
+    ]

@@ -1,0 +1,59 @@
+"""Finds who claims to be a plugin. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from lmcache_core.plugins.hookspecs import PROJECT
+
+ALLOW_LIST = "LMCACHE_CORE_PLUGINS"
+
+
+class Candidate(NamedTuple):
+    """One entry point of the group `lmcache_core`."""
+
+    name: str
+    target: str
+    distribution: str
+    version: str
+
+
+def canonical(distribution: str) -> str:
+    """The name by which distributions are compared: `LMCache_S3` and `lmcache-s3` are one."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
+
+
+def allowed_distributions(environ: Mapping[str, str]) -> frozenset[str] | None:
+    """The allow-list of `LMCACHE_CORE_PLUGINS`: None allows all, an empty value none but the built-ins."""
+    if ALLOW_LIST not in environ:
+        return None
+    return frozenset(canonical(name) for name in environ[ALLOW_LIST].split(",") if name.strip())
+
+
+def find_candidates() -> list[Candidate]:
+    """Every claim of every installed distribution, sorted, so that order never depends on the file system."""
+    found: set[Candidate] = set()
+    for distribution in importlib.metadata.distributions():
+        # The text first: parsing the metadata of everything installed would cost more than the rest of a start.
+        text = distribution.read_text("entry_points.txt")
+        if text is None or PROJECT not in text:
+            continue
+        name = distribution.metadata["Name"]
+        if not name or _is_shadowed(name, text):
+            continue
+        version = distribution.metadata["Version"] or "of unknown version"
+        for entry in distribution.entry_points:
+            if entry.group == PROJECT:
+                found.add(Candidate(entry.name, entry.value, name, version))
+    return sorted(found)
+
+
+def _is_shadowed(name: str, text: str) -> bool:
+    """Whether another copy of the distribution stands earlier on the path: that one is what an import finds."""
+    try:
+        return importlib.metadata.distribution(name).read_text("entry_points.txt") != text
+    except importlib.metadata.PackageNotFoundError:
+        return False

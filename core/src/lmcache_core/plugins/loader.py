@@ -1,0 +1,129 @@
+"""Loads what is installed. One broken plugin is recorded and the rest go on; pluggy's own loader does neither.
+
+Order: find, apply the allow-list, refuse names with two claimants, import, examine, refuse components with two
+claimants, register. Nothing here depends on the order in which the file system lists anything.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from lmcache_core.errors import PluginError
+from lmcache_core.plugins import builtin
+from lmcache_core.plugins.components import ComponentSpec, Kind
+from lmcache_core.plugins.discovery import (
+    ALLOW_LIST,
+    Candidate,
+    allowed_distributions,
+    canonical,
+    find_candidates,
+)
+from lmcache_core.plugins.examine import Examined, examine
+from lmcache_core.plugins.hookspecs import PROJECT
+from lmcache_core.plugins.records import PluginRecord, Refusal
+from lmcache_core.plugins.registry import Registry
+
+BUILTIN = "builtin"
+Loaded = tuple[Candidate, object, Examined, float]
+
+
+def load_plugins(environ: Mapping[str, str] = os.environ) -> Registry:
+    """The registry of built-ins and of everything installed that is sound and allowed. Never raises for a
+    plugin's fault: what was refused stands in `registry.refused`, and is fatal only when settings name it."""
+    from lmcache_core import __version__
+
+    registry = Registry()
+    registry.register(builtin, BUILTIN, distribution="lmcache-core", version=__version__)
+    candidates = _without_shared_names(registry, _allowed(registry, find_candidates(), environ))
+    loaded = [one for candidate in candidates if (one := _load(registry, candidate)) is not None]
+    for candidate, plugin, examined, load_s in _without_shared_components(registry, loaded):
+        record = PluginRecord(
+            candidate.name, candidate.distribution, candidate.version, examined.info, examined.components, load_s
+        )
+        registry.admit(plugin, record)
+    return registry
+
+
+def _allowed(registry: Registry, candidates: Iterable[Candidate], environ: Mapping[str, str]) -> list[Candidate]:
+    candidates = list(candidates)
+    allowed = allowed_distributions(environ)
+    if allowed is None:
+        return candidates
+    for absent in sorted(allowed - {canonical(candidate.distribution) for candidate in candidates}):
+        why = f"{ALLOW_LIST} names it, and no distribution of that name brings a plugin: pip install {absent}"
+        registry.refuse(Refusal("-", absent, "not installed", why))
+    for candidate in candidates:
+        if canonical(candidate.distribution) not in allowed:
+            _refuse(registry, candidate, f"{ALLOW_LIST} leaves it out: add {candidate.distribution} to allow it")
+    return [candidate for candidate in candidates if canonical(candidate.distribution) in allowed]
+
+
+def _without_shared_names(registry: Registry, candidates: Iterable[Candidate]) -> list[Candidate]:
+    by_name: dict[str, list[Candidate]] = defaultdict(list)
+    for candidate in candidates:
+        by_name[candidate.name].append(candidate)
+    kept = []
+    for name, claimants in by_name.items():
+        if name == BUILTIN:
+            for candidate in claimants:
+                _refuse(registry, candidate, f"the plugin name {BUILTIN!r} is reserved: rename the entry point")
+        elif len(claimants) > 1:
+            for candidate in claimants:
+                _refuse(registry, candidate, _claimed_by(claimants, f"the plugin name {name!r}"))
+        else:
+            kept.append(claimants[0])
+    return kept
+
+
+def _without_shared_components(registry: Registry, loaded: Iterable[Loaded]) -> list[Loaded]:
+    claims: dict[tuple[Kind, str], list[Candidate]] = defaultdict(list)
+    loaded = list(loaded)
+    for candidate, _, examined, _ in loaded:
+        for spec in examined.components:
+            claims[spec.kind, spec.name].append(candidate)
+    kept = []
+    for one in loaded:
+        candidate, _, examined, _ = one
+        why = ""
+        for spec in examined.components:
+            claimants = claims[spec.kind, spec.name]
+            if registry.offers(spec.kind, spec.name):
+                why = f"{spec.kind} {spec.name!r} is built in, and built-in names are reserved: rename it"
+            elif len(claimants) > 1:
+                why = _claimed_by(claimants, f"{spec.kind} {spec.name!r}")
+        if why:
+            _refuse(registry, candidate, why, examined.components)
+        else:
+            kept.append(one)
+    return kept
+
+
+def _claimed_by(claimants: Iterable[Candidate], what: str) -> str:
+    who = " and ".join(f"{each.distribution} {each.version} (plugin {each.name})" for each in claimants)
+    return (
+        f"{what} is claimed by {who}: uninstall one of them, "
+        f"or set {ALLOW_LIST} to the distributions you want, separated by commas"
+    )
+
+
+def _load(registry: Registry, candidate: Candidate) -> Loaded | None:
+    began = time.perf_counter()
+    try:
+        plugin = importlib.metadata.EntryPoint(candidate.name, candidate.target, PROJECT).load()
+        load_s = time.perf_counter() - began
+        examined = examine(registry.manager, plugin)
+    except PluginError as error:
+        _refuse(registry, candidate, str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a stranger's module does stays its own
+        _refuse(registry, candidate, f"it failed to load with {type(error).__name__}: {error}")
+    else:
+        return candidate, plugin, examined, load_s
+    return None
+
+
+def _refuse(registry: Registry, candidate: Candidate, why: str, claims: tuple[ComponentSpec, ...] = ()) -> None:
+    registry.refuse(Refusal(candidate.name, candidate.distribution, candidate.version, why, claims))

@@ -1,0 +1,243 @@
+"""What is there to build a server from: components by kind and name, and the hooks of the plugins in use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.plugins import hookspecs
+from lmcache_core.plugins.components import ComponentSpec, Kind
+from lmcache_core.plugins.examine import examine, hook_names
+from lmcache_core.plugins.records import Fault, PluginRecord, Refusal
+from lmcache_core.plugins.suggest import suggestion
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+logger = logging.getLogger(__name__)
+
+# A tier is one table: its adapter's settings stand beside ours, so these names are taken.
+TIER_FIELDS = frozenset(
+    ("type", "capacity_bytes", "eviction", "watermark", "evict_ratio")
+    + ("serde", "connections", "deadline_s", "adapter")
+)
+_RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
+_RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
+
+# Where components of the same family are found, for the error that says what to install.
+KNOWN_HOMES: dict[tuple[Kind, str], str] = {
+    (Kind.L2_ADAPTER, "fs"): "lmcache-fs",
+    (Kind.L2_ADAPTER, "s3"): "lmcache-s3",
+    (Kind.L2_ADAPTER, "redis"): "lmcache-redis",
+    (Kind.L2_ADAPTER, "mock"): "lmcache-mock",
+    (Kind.SERDE, "fp8"): "lmcache-fp8",
+    (Kind.SERDE, "zstd"): "lmcache-compress",
+    (Kind.SERDE, "lz4"): "lmcache-compress",
+    (Kind.SERDE, "aesgcm"): "lmcache-crypto",
+    **{
+        (Kind.EVICTION_POLICY, name): "lmcache-policies"
+        for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated")
+    },
+    **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
+}
+
+
+class Registry:
+    """Filled by `load_plugins`; closed when the server starts."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self.hook = HookRelay(self)
+        self.refused: list[Refusal] = []
+        self.faults: list[Fault] = []
+        self._plugins: dict[str, PluginRecord] = {}
+        self._components: dict[tuple[Kind, str], tuple[ComponentSpec, PluginRecord]] = {}
+        self._models: dict[tuple[Kind, str], type[BaseModel] | None] = {}
+        self._closed = False
+
+    # --- filling --------------------------------------------------------------------------------------------
+
+    def register(self, plugin: object, name: str, *, distribution: str = "-", version: str = "-") -> PluginRecord:
+        """Let in a plugin that the caller holds in its hands. Raises PluginError where the loader would refuse."""
+        try:
+            examined = examine(self.manager, plugin)
+        except PluginError as error:
+            raise PluginError(f"plugin {name} ({distribution} {version}) is refused: {error}") from error
+        record = PluginRecord(name, distribution, version, examined.info, examined.components)
+        self.admit(plugin, record)
+        return record
+
+    def admit(self, plugin: object, record: PluginRecord) -> None:
+        """Enter an examined plugin and its components. The names must be free."""
+        if self._closed:
+            raise PluginError(f"plugin {record} comes too late: registration closed when the server started")
+        if record.name in self._plugins:
+            raise PluginError(f"plugin {record} is refused: the name is taken by {self._plugins[record.name]}")
+        for spec in record.components:
+            if self.offers(spec.kind, spec.name):
+                owner = self._components[spec.kind, spec.name][1]
+                raise PluginError(f"plugin {record} is refused: {owner} has the {spec.kind} {spec.name!r}")
+        self.manager.register(plugin, record.name)
+        self._plugins[record.name] = record
+        for spec in record.components:
+            self._components[spec.kind, spec.name] = (spec, record)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Write down a plugin that stays out."""
+        self.refused.append(refusal)
+
+    def close(self) -> None:
+        """No plugin enters from now on. Idempotent."""
+        self._closed = True
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    @property
+    def plugins(self) -> list[PluginRecord]:
+        """The plugins in use: built-ins first, then by name."""
+        return list(self._plugins.values())
+
+    def components(self, kind: Kind) -> list[ComponentSpec]:
+        """What there is of a kind, by name."""
+        return [spec for (each, _), (spec, _) in sorted(self._components.items()) if each is kind]
+
+    def offers(self, kind: Kind, name: str) -> bool:
+        """Whether there is such a component."""
+        return (kind, name) in self._components
+
+    def owner(self, kind: Kind, name: str) -> PluginRecord:
+        """The plugin that brings a component. Raises PluginError as `spec` does."""
+        self.spec(kind, name)
+        return self._components[kind, name][1]
+
+    def spec(self, kind: Kind, name: str) -> ComponentSpec:
+        """The component of that name. Raises PluginError that says why it is not there, and what to do."""
+        found = self._components.get((kind, name))
+        if found is not None:
+            return found[0]
+        for refusal in self.refused:
+            brings = any((claim.kind, claim.name) == (kind, name) for claim in refusal.claims)
+            home = KNOWN_HOMES.get((kind, name)) == refusal.distribution
+            if brings or home or refusal.name == name:
+                raise PluginError(f"{kind} {name!r} is not usable: plugin {refusal}")
+        known = [spec.name for spec in self.components(kind)]
+        text = f"there is no {kind} {name!r}{suggestion(name, known)}"
+        if (kind, name) in KNOWN_HOMES:
+            raise PluginError(f"there is no {kind} {name!r}: pip install {KNOWN_HOMES[kind, name]}")
+        there = ", ".join(known) or "none"
+        raise PluginError(f"{text} (installed: {there}; install the package that brings it)")
+
+    def settings_model(self, kind: Kind, name: str) -> type[BaseModel] | None:
+        """The component's settings model, imported now; None where it has no settings.
+
+        Raises PluginError where it cannot be imported, is not a frozen pydantic model that forbids extra fields,
+        or has a field whose name is taken.
+        """
+        if (kind, name) not in self._models:
+            spec = self.spec(kind, name)
+            self._models[kind, name] = self._checked_model(spec) if spec.settings is not None else None
+        return self._models[kind, name]
+
+    def build(
+        self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
+    ) -> Any:
+        """One new component. `settings` is an instance of its model, or the values to make one from; `context`
+        is the AdapterContext, for adapters only. Raises PluginError naming the plugin where it cannot be built;
+        errors of ours pass as they are."""
+        spec = self.spec(kind, name)
+        model = self.settings_model(kind, name)
+        factory = self._imported(spec, spec.factory)
+        if model is not None and (settings is None or isinstance(settings, Mapping)):
+            settings = model.model_validate(dict(settings or {}))
+        arguments = (settings, context) if kind is Kind.L2_ADAPTER else (settings,)
+        try:
+            return factory(*arguments)
+        except CacheError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"{self._whose(spec)} could not be built: {type(error).__name__}: {error}"
+            ) from error
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _whose(self, spec: ComponentSpec) -> str:
+        return f"{spec.kind} {spec.name!r} of plugin {self._components[spec.kind, spec.name][1]}"
+
+    def _imported(self, spec: ComponentSpec, path: str) -> Any:
+        module, _, attribute = path.partition(":")
+        try:
+            found: Any = import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"{self._whose(spec)} could not be imported from {path}: {type(error).__name__}: {error}"
+            ) from error
+        return found
+
+    def _checked_model(self, spec: ComponentSpec) -> type[BaseModel]:
+        from pydantic import BaseModel
+
+        model = self._imported(spec, str(spec.settings))
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise PluginError(f"the settings of {self._whose(spec)} are no pydantic model: {spec.settings}")
+        if not model.model_config.get("frozen") or model.model_config.get("extra") != "forbid":
+            raise PluginError(
+                f"the settings model of {self._whose(spec)} must be frozen and forbid extra fields: "
+                'set model_config = ConfigDict(frozen=True, extra="forbid")'
+            )
+        taken = sorted(_RESERVED_FIELDS.get(spec.kind, _RESERVED_FIELDS_ELSEWHERE) & set(model.model_fields))
+        if taken:
+            raise PluginError(
+                f"the settings model of {self._whose(spec)} has a field {taken[0]!r}, which lmcache-core has in "
+                "the same table: rename it"
+            )
+        return model
+
+    def _record_fault(self, record: PluginRecord, hook: str, error: BaseException) -> None:
+        fault = Fault(record, hook, f"{type(error).__name__}: {error}")
+        self.faults.append(fault)
+        logger.warning("%s", fault)
+
+    def call(self, hook: str, plugins: Collection[str] | None = None, **arguments: Any) -> list[Any]:
+        """Call a hook of each plugin by itself, in order; of all plugins, or of those named. What a plugin
+        raises is recorded in `faults` and logged, and the rest go on. Results that are None are left out."""
+        results = []
+        modules = {name: self.manager.get_plugin(name) for name in self._plugins}
+        for name, record in self._plugins.items():
+            if plugins is not None and name not in plugins:
+                continue
+            others = [module for other, module in modules.items() if other != name]
+            try:
+                results += self.manager.subset_hook_caller(hook, others)(**arguments)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # a plugin's fault is not the server's end
+                self._record_fault(record, hook, error)
+        return results
+
+
+class HookRelay:
+    """`registry.hook.lmcache_started(settings=…, address=…)`: a list of results, never an exception."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(hook_names())
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f"there is no hook {name!r}{suggestion(name, self._names)}")
+
+        def call(**arguments: Any) -> list[Any]:
+            return self._registry.call(name, **arguments)
+
+        return call
