@@ -74,6 +74,12 @@ class EvictionPolicy(ABC):
         Never an entry with holds. Names them only: asked again before any `remove`, it gives the same ones.
         """
 
+    def resize(self, capacity_bytes: int) -> None:  # noqa: B027
+        """The store's capacity. The owner calls it before the first `insert`, and again when it changes.
+
+        Only policies that divide the capacity (or bound what they remember by it) need it.
+        """
+
     def held(self, entries: Sequence[Entry]) -> None:  # noqa: B027
         """These entries' `holds` rose from zero. A policy may take them off its list until `released`."""
 

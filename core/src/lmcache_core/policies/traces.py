@@ -1,0 +1,140 @@
+"""Request traces: which blocks each request asked for, in order. Read from JSON lines, or made up from a seed.
+
+A trace file has one JSON object a line, of which only `hash_ids` is read: one id for each block of the request,
+where equal ids mean an equal prefix up to and including that block. (The format of the public Mooncake traces.)
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from bisect import bisect_right
+from dataclasses import dataclass, fields
+from itertools import accumulate, count
+from pathlib import Path
+from typing import NamedTuple
+
+from lmcache_core.errors import UsageError
+
+
+class Trace(NamedTuple):
+    """`requests[i]` are the block ids of request i, first to last."""
+
+    name: str
+    requests: list[list[int]]
+
+    @property
+    def references(self) -> int:
+        return sum(map(len, self.requests))
+
+    @property
+    def unique_blocks(self) -> int:
+        return len({block for request in self.requests for block in request})
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in a file, named after it. UsageError names file and line where it is not one."""
+    requests = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    requests.append(_blocks(line, f"{path}:{number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a trace ({error}): give a file of JSON lines") from error
+    if not requests:
+        raise UsageError(f"{path} holds no request: give a file with one JSON object a line")
+    return Trace(path.stem, requests)
+
+
+def _blocks(line: str, place: str) -> list[int]:
+    cure = 'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up'
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{place} is not JSON ({error}): {cure}") from error
+    blocks = record.get("hash_ids") if isinstance(record, dict) else None
+    if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
+        raise UsageError(f"{place} has no usable hash_ids: {cure}")
+    return blocks
+
+
+@dataclass(frozen=True)
+class SyntheticSettings:
+    """Sessions that share prefixes and come back, some much more often than others."""
+
+    sessions: int = 400
+    turns: int = 8  # requests of a session on average; each repeats the whole session and adds to it
+    turn_blocks: int = 6  # blocks that a turn adds, on average
+    prefixes: int = 16  # shared beginnings (system prompts, documents)
+    prefix_blocks: int = 24  # blocks of a shared beginning, on average
+    skew: float = 1.0  # Zipf exponent, of prefixes over sessions and of turns over sessions in progress
+    active: int = 40  # sessions in progress at once
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("skew", "seed") else 1
+            if value < least:
+                raise UsageError(f"synthetic trace: {field.name} = {value} is below {least}")
+
+
+def parse_synthetic(text: str) -> SyntheticSettings:
+    """`sessions=400,skew=1.2,seed=7`; what is not named keeps its default, and so does all of an empty text."""
+    known = {field.name: float if field.name == "skew" else int for field in fields(SyntheticSettings)}
+    values: dict[str, float | int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in known:
+            raise UsageError(f"synthetic trace: {name!r} is not one of {', '.join(known)}")
+        try:
+            values[name] = known[name](value)
+        except ValueError as error:
+            raise UsageError(f"synthetic trace: {name} = {value!r} is not a number of the right kind") from error
+    return SyntheticSettings(**values)  # type: ignore[arg-type]  # each value was made by its field's own type
+
+
+def synthetic_trace(settings: SyntheticSettings) -> Trace:
+    """The same trace for the same settings, on every machine and version of Python."""
+    rng = random.Random(settings.seed)
+    ids = count()
+    # Shared beginnings of prefix_blocks / 2 to prefix_blocks * 3 / 2 blocks.
+    prefixes = [_fresh(ids, _around(rng, settings.prefix_blocks)) for _ in range(settings.prefixes)]
+    prefix_weights = _zipf(settings.prefixes, settings.skew)
+    active: list[tuple[list[int], int]] = []
+    waiting = settings.sessions
+    requests = []
+    while waiting or active:
+        while waiting and len(active) < settings.active:
+            active.append((list(prefixes[_draw(rng, prefix_weights)]), _around(rng, settings.turns)))
+            waiting -= 1
+        chosen = _draw(rng, _zipf(len(active), settings.skew))
+        blocks, turns_left = active.pop(chosen)
+        blocks = blocks + _fresh(ids, _around(rng, settings.turn_blocks))
+        requests.append(blocks)
+        if turns_left > 1:
+            # Back where it stood: a busy session stays busy until it ends.
+            active.insert(chosen, (blocks, turns_left - 1))
+    return Trace(f"synthetic-{settings.seed}", requests)
+
+
+def _fresh(ids: count[int], number: int) -> list[int]:
+    return [next(ids) for _ in range(number)]
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    """A whole number from about mean / 2 to about mean * 3 / 2, at least 1."""
+    low = max(1, mean - mean // 2)
+    return low + int(rng.random() * (2 * (mean - low) + 1))
+
+
+def _zipf(number: int, skew: float) -> list[float]:
+    """Cumulated weights of 1 / rank ** skew."""
+    return list(accumulate((rank + 1) ** -skew for rank in range(number)))
+
+
+def _draw(rng: random.Random, cumulated: list[float]) -> int:
+    # Only random() itself is promised to give the same numbers in later versions of Python.
+    return min(bisect_right(cumulated, rng.random() * cumulated[-1]), len(cumulated) - 1)
