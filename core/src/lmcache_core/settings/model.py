@@ -1,0 +1,267 @@
+"""The settings of a server: one frozen model. Its concrete form for one configuration, with the plugins' own
+settings models inside, is made by `lmcache_core.settings.concrete`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from lmcache_core import limits
+from lmcache_core.plugins.components import Kind
+from lmcache_core.protocol.address import NAME_PATTERN
+from lmcache_core.settings.sizes import Size
+
+TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_SWITCH_WORDS = {
+    "true": True,
+    "on": True,
+    "yes": True,
+    "1": True,
+    "false": False,
+    "off": False,
+    "no": False,
+    "0": False,
+}
+
+
+def _switch_or_path(value: Any) -> Any:
+    return _SWITCH_WORDS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    """A table of settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
+
+
+class Component(Section):
+    """A policy or serde that was chosen: its name, or a table of its name and its own settings.
+
+    In the table the component's settings stand beside `type`; here they are gathered in `settings`, an instance
+    of the component's own model (None where it has none). Build it with
+    `registry.build(kind, component.type, component.settings)`.
+    """
+
+    type: str
+    settings: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"type": value}
+        return gather(value, {"type"}, "settings", isinstance_of=Component, offers=has_own(cls, "settings"))
+
+
+def has_own(model: type[BaseModel], inner: str) -> bool:
+    """Whether the model is concrete and its component has settings of its own."""
+    return model.model_fields[inner].annotation is not Any
+
+
+def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offers: bool) -> Any:
+    """One flat table, as people write it, split into ours and, under `inner`, the component's own settings."""
+    if not isinstance(value, Mapping) or isinstance(value, isinstance_of) or not offers:
+        return value
+    split: dict[str, Any] = {name: part for name, part in value.items() if name in ours}
+    split[inner] = {name: part for name, part in value.items() if name not in ours}
+    return split
+
+
+class L1Settings(Section):
+    """The shared-memory pool."""
+
+    size_bytes: Size = Field(default=1 << 30, description="bytes of shared memory for objects")
+    backing: Literal["shm", "memfd", "hugetlb"] = Field(default="shm", description="where the memory comes from")
+    eviction: Component = Field(
+        default=Component(type="lru"), description="which objects go first when it is full"
+    )
+    watermark: Fraction = Field(
+        default=limits.L1_WATERMARK, description="fill at which eviction in the background begins"
+    )
+    evict_ratio: Fraction = Field(
+        default=limits.EVICT_RATIO, description="part of the pool that one eviction frees"
+    )
+    access: Literal["owner", "group"] = Field(
+        default="owner", description="who may attach: our uid only, or the groups in gids"
+    )
+    gids: tuple[int, ...] = Field(default=(), description="group ids that may attach when access is group")
+
+    @model_validator(mode="after")
+    def _groups(self) -> Self:
+        if self.access == "group" and not self.gids:
+            raise ValueError('access = "group" needs the ids of the groups: set gids')
+        if self.gids and self.access == "owner":
+            raise ValueError('gids are given and access is "owner": set access = "group"')
+        return self
+
+
+class LeaseSettings(Section):
+    """How long a worker may be silent."""
+
+    write_ttl_s: Seconds = Field(default=limits.WRITE_TTL_S, description="until a write lease expires")
+    read_ttl_s: Seconds = Field(default=limits.READ_TTL_S, description="until a read lease expires")
+    promise_ttl_s: Seconds = Field(default=limits.PROMISE_TTL_S, description="until a held lookup is forgotten")
+
+
+class QuarantineSettings(Section):
+    """How much memory may wait for writers that may still be writing, as a part of the pool."""
+
+    fraction_max: Fraction = Field(default=limits.QUARANTINE_FRACTION_MAX, description="all sessions together")
+    fraction_per_uid_max: Fraction = Field(
+        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the sessions of one uid"
+    )
+
+
+class ZmqSettings(Section):
+    """The carrier for those who do not share our runtime directory."""
+
+    ipc: Annotated[bool | Path, BeforeValidator(_switch_or_path)] = Field(
+        default=False, description="serve on a Unix socket: true for one in the runtime directory, or its path"
+    )
+    tcp: str | None = Field(default=None, description="serve on this address, as host:port; needs the CURVE keys")
+    curve_secret_key_file: Path | None = Field(default=None, description="file with the server's secret CURVE key")
+    curve_clients_dir: Path | None = Field(
+        default=None, description="directory of the public keys of clients allowed in"
+    )
+
+    @field_validator("tcp")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        host, _, port = value.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ValueError(f"{value!r} is no address: write host:port, as in 127.0.0.1:5555")
+        return f"{host}:{port}"
+
+    @model_validator(mode="after")
+    def _keys(self) -> Self:
+        if self.tcp is not None and (self.curve_secret_key_file is None or self.curve_clients_dir is None):
+            raise ValueError("tcp is served only with CURVE: set curve_secret_key_file and curve_clients_dir")
+        return self
+
+
+class TierSettings(Section):
+    """One L2 tier. The settings of its adapter stand in the same table, and here in `adapter`."""
+
+    type: str = Field(description="the adapter")
+    capacity_bytes: Size | None = Field(default=None, description="room on the medium; none: not limited by us")
+    eviction: Component | None = Field(
+        default=Component(type="lru"), description="which objects go first when it is full; none: never any"
+    )
+    watermark: Fraction = Field(default=limits.L1_WATERMARK, description="fill at which eviction begins")
+    evict_ratio: Fraction = Field(
+        default=limits.EVICT_RATIO, description="part of the capacity that one eviction frees"
+    )
+    serde: tuple[Component, ...] = Field(default=(), description="codec chain, in the order of encoding")
+    connections: int = Field(default=4, ge=1, le=1024, description="requests that may be under way at once")
+    deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time for one batch")
+    adapter: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        ours = set(TierSettings.model_fields) - {"adapter"}
+        return gather(value, ours, "adapter", isinstance_of=TierSettings, offers=has_own(cls, "adapter"))
+
+    @field_validator("eviction", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value == "none" else value
+
+
+class Settings(BaseSettings):
+    """Everything a server is told. Frozen; unknown names are refused."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True, case_sensitive=True
+    )
+    sources: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # of a concrete model: trees, the strongest first
+
+    name: str = Field(default="default", description="name of the server and of its pool")
+    l1: L1Settings = L1Settings()
+    lease: LeaseSettings = LeaseSettings()
+    quarantine: QuarantineSettings = QuarantineSettings()
+    chunk_tokens: int = Field(
+        default=limits.CHUNK_TOKENS, ge=1, le=1 << 20, description="tokens whose KV makes one object"
+    )
+    prefetch_in_flight_max: int = Field(
+        default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="prefetch jobs under way at once"
+    )
+    store_policy: Component = Field(
+        default=Component(type="default"), description="which tiers get what was committed"
+    )
+    prefetch_policy: Component = Field(
+        default=Component(type="default"), description="which tier loads what the L1 lacks"
+    )
+    l2: Mapping[str, TierSettings] = Field(default={}, description="the tiers, in their order")
+    l2_order: tuple[str, ...] = Field(default=(), description="order of the tiers; none: the order in the file")
+    drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to flush at the end")
+    runtime_dir: Path | None = Field(default=None, description="directory of the lifeline sockets")
+    state_dir: Path = Field(
+        default_factory=lambda: default_state_dir(), description="directory of what outlives the server"
+    )
+    zmq: ZmqSettings = ZmqSettings()
+
+    @field_validator("name")
+    @classmethod
+    def _server_name(cls, value: str) -> str:
+        if not NAME_PATTERN.fullmatch(value):
+            raise ValueError("use lower-case letters, digits, - and _, at most 64")
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Ours only: the library's own would read the environment without knowing the plugins' models."""
+        return (init_settings, *(_TreeSource(settings_cls, tree) for tree in cls.sources))
+
+    def components(self) -> Iterator[tuple[Kind, str]]:
+        """Every component that these settings name."""
+        yield Kind.EVICTION_POLICY, self.l1.eviction.type
+        yield Kind.STORE_POLICY, self.store_policy.type
+        yield Kind.PREFETCH_POLICY, self.prefetch_policy.type
+        for tier in self.l2.values():
+            yield Kind.L2_ADAPTER, tier.type
+            if tier.eviction is not None:
+                yield Kind.EVICTION_POLICY, tier.eviction.type
+            for serde in tier.serde:
+                yield Kind.SERDE, serde.type
+
+
+class _TreeSource(PydanticBaseSettingsSource):
+    """One origin of settings, read and decoded already; pydantic-settings merges it with the others."""
+
+    def __init__(self, settings_cls: type[BaseSettings], tree: Mapping[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self._tree = dict(tree)
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        return self._tree.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._tree
+
+
+def default_state_dir() -> Path:
+    """`XDG_STATE_HOME/lmcache-core`, else `~/.local/state/lmcache-core`; in a container without a home, one in
+    /var/tmp that carries the user's id."""
+    root, home = os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME")
+    if root:
+        return Path(root) / "lmcache-core"
+    return Path(home, ".local", "state", "lmcache-core") if home else Path(f"/var/tmp/lmcache-core-{os.geteuid()}")

@@ -1,0 +1,36 @@
+"""Sizes in bytes, as people write them: 8GiB, 512 MiB, 1.5TB, or a plain number."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{letter}iB".upper(): 1024**power for power, letter in enumerate("KMGT", start=1)}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+
+
+def parse_size(value: Any) -> Any:
+    """Bytes for a text like `8GiB` (1024³) or `8GB` (1000³); anything that is no text passes as it is."""
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{value!r} is no size: write a number of bytes, or one with KiB, MiB, GiB or TiB")
+    number, unit = match[1], _UNITS[match[2].upper()]
+    return int(number) * unit if "." not in number else int(float(number) * unit)
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+"""A setting in bytes. For plugins' settings models too."""
+
+
+def size_text(nbytes: int) -> str:
+    """The shortest exact way to write a size: `8GiB`, `1000`."""
+    for power, letter in reversed(list(enumerate("KMGT", start=1))):
+        if nbytes and nbytes % 1024**power == 0:
+            return f"{nbytes // 1024**power}{letter}iB"
+    return str(nbytes)
