@@ -1,0 +1,1 @@
+"""The pool: one shared-memory segment that the server owns and workers map."""

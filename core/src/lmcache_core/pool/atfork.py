@@ -1,0 +1,69 @@
+"""Descriptors that a forked child must not keep.
+
+A fork duplicates every descriptor, and with it the lock that its open file description carries: a child
+that sleeps on would keep its dead parent "alive", or a dead server's pool name taken. What registers here
+is told in the child, before any of the caller's code runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import Protocol
+
+
+class ForgottenInChild(Protocol):
+    """Something that a forked child has to let go of."""
+
+    def after_fork_in_child(self) -> None:
+        """Close descriptors and mark the object as unusable. Must not raise, lock, or touch mapped memory."""
+        ...
+
+
+_registered: weakref.WeakSet[ForgottenInChild] = weakref.WeakSet()
+
+
+def forget_in_child(owner: ForgottenInChild) -> None:
+    """Have `owner.after_fork_in_child()` called in every child that this process forks from now on."""
+    _registered.add(owner)
+
+
+def _in_child() -> None:
+    for owner in list(_registered):
+        owner.after_fork_in_child()
+    _registered.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class PrivateDescriptor:
+    """A descriptor that closes itself in a forked child. It owns `fd`, and closes it once."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_inheritable(fd, False)
+        forget_in_child(self)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`, and in a child forked since."""
+        return self._fd < 0
+
+    def fileno(self) -> int:
+        """The descriptor, -1 once closed."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close it. Again, or in a forked child: nothing happens."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def after_fork_in_child(self) -> None:
+        """Let go of the child's duplicate; the parent's lock is untouched by a close."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)

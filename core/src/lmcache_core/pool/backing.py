@@ -1,0 +1,114 @@
+"""Where the pool's bytes live: a named file in /dev/shm, an unnamed memfd, or an unnamed memfd on huge pages."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+from lmcache_core.errors import PoolError, UsageError
+from lmcache_core.limits import HUGE_PAGE_BYTES, POOL_NAME_BYTES_MAX
+
+SHM_DIR = Path("/dev/shm")
+FILE_PREFIX = "lmcache-core."
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*\Z")
+
+
+class Backing(StrEnum):
+    """What holds the pool's memory."""
+
+    SHM = "shm"  # named: tools and other containers attach by name
+    MEMFD = "memfd"  # no name to leak, no limit of /dev/shm, and sealed: no worker can truncate it
+    HUGETLB = "hugetlb"  # as memfd, from the pages that vm.nr_hugepages reserves
+
+    @property
+    def page_bytes(self) -> int:
+        """The unit in which the segment grows."""
+        return HUGE_PAGE_BYTES if self is Backing.HUGETLB else 4096
+
+
+class Access(StrEnum):
+    """Who may open the pool."""
+
+    OWNER = "owner"  # the server's uid: mode 0600
+    GROUP = "group"  # the listed gids too: mode 0660
+
+
+def check_name(name: str) -> str:
+    """The name itself, or a UsageError that says what a pool name looks like."""
+    if len(name) > POOL_NAME_BYTES_MAX or not _NAME.match(name):
+        raise UsageError(
+            f"pool name {name!r} is not usable: up to {POOL_NAME_BYTES_MAX} of a-z, 0-9, _ and -, "
+            "starting with a letter or a digit"
+        )
+    return name
+
+
+def segment_path(name: str, shm_dir: Path = SHM_DIR) -> Path:
+    """The file of a pool of backing shm."""
+    return shm_dir / f"{FILE_PREFIX}{check_name(name)}"
+
+
+def create_memfd(name: str, backing: Backing) -> int:
+    """A new, empty, unnamed segment, close-on-exec, that can still be sealed."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if backing is Backing.HUGETLB:
+        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    try:
+        return os.memfd_create(f"{FILE_PREFIX}{name}", flags)
+    except OSError as error:
+        raise PoolError(
+            f'no {backing} segment can be made for pool {name!r}: {error.strerror}; set l1.backing = "shm"'
+        ) from error
+
+
+def seal(fd: int) -> None:
+    """Fix the size for good: a truncation by a worker would be a SIGBUS for everyone."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def reopen(fd: int) -> int:
+    """A second open file description of the same segment: no lock and no position is shared with the first."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PoolError(
+            f"the pool's segment cannot be opened again through /proc/self/fd: {error.strerror}; this process "
+            "needs /proc, and read and write access by its uid or a gid of l1.gids"
+        ) from error
+
+
+def grant_access(fd: int, access: Access, gids: Sequence[int]) -> None:
+    """Set mode and groups of a segment that this process owns.
+
+    The first gid becomes the file's group; more of them need access lists, which tmpfs has and memfd lacks.
+    """
+    if access is Access.OWNER:
+        os.fchmod(fd, 0o600)
+        return
+    if not gids:
+        raise UsageError('access = "group" names no gid: list those of the engine processes')
+    try:
+        os.fchown(fd, -1, gids[0])
+        os.fchmod(fd, 0o660)
+        if len(gids) > 1:
+            os.setxattr(fd, "system.posix_acl_access", _access_list(gids[1:]))
+    except OSError as error:
+        raise PoolError(
+            f"the pool cannot be opened to gids {', '.join(map(str, gids))}: {error.strerror}; the server must "
+            "be a member of the first, and more than one needs a file system with access lists"
+        ) from error
+
+
+def _access_list(more_gids: Sequence[int]) -> bytes:
+    """The kernel's form of an access list: version 2, then (tag, permissions, id), ids ascending."""
+    undefined = 0xFFFFFFFF
+    read_write = 6
+    entries = [(0x01, read_write, undefined), (0x04, read_write, undefined)]  # owner, owning group
+    entries += [(0x08, read_write, gid) for gid in sorted(set(more_gids))]
+    entries += [(0x10, read_write, undefined), (0x20, 0, undefined)]  # mask, others
+    return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)

@@ -1,0 +1,101 @@
+"""What dead servers left behind, found and removed. What a living one holds is never touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from lmcache_core.errors import PoolBusyError, PoolError, UsageError
+from lmcache_core.pool.backing import FILE_PREFIX, SHM_DIR, check_name
+from lmcache_core.pool.ownership import OwnerLock, give_back
+
+
+class CleanState(StrEnum):
+    """What became of a file."""
+
+    REMOVED = "removed"
+    WOULD_REMOVE = "would remove"
+    OWNER_LIVES = "owner lives"
+    REFUSED = "refused"  # another user's, most often
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """One file that was found. `nbytes` of memory were given back, or would be."""
+
+    path: Path
+    state: CleanState
+    nbytes: int = 0
+    reason: str = ""
+
+
+def clean(
+    runtime_dir: Path | None = None,
+    names: Sequence[str] = (),
+    *,
+    dry_run: bool = False,
+    shm_dir: Path = SHM_DIR,
+) -> list[Cleaned]:
+    """Remove segments, lock files and sockets of dead servers.
+
+    `names` limits it to these pools. Sockets are removed with the lock file beside them (NAME.sock with
+    NAME.lock), in `runtime_dir` and one level below. Dead is whose lock is free.
+    """
+    wanted = {check_name(name) for name in names}
+    found: list[Cleaned] = []
+    for path in _files(shm_dir, f"{FILE_PREFIX}*"):
+        if _selected(path.name.removeprefix(FILE_PREFIX), wanted):
+            found += _clean(path, dry_run, segment=True)
+    if runtime_dir is not None:
+        for path in [*_files(runtime_dir, "*.lock"), *_files(runtime_dir, "*/*.lock")]:
+            if _selected(path.stem, wanted):
+                found += _clean(path, dry_run, segment=False)
+    return found
+
+
+def _files(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern)) if directory.is_dir() else []
+
+
+def _selected(name: str, wanted: set[str]) -> bool:
+    with contextlib.suppress(UsageError):
+        return check_name(name) in wanted if wanted else bool(check_name(name))
+    return False  # not a pool's name: someone else's file
+
+
+def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
+    try:
+        lock = OwnerLock.acquire_existing(path)
+    except PoolBusyError:
+        yield Cleaned(path, CleanState.OWNER_LIVES)
+        return
+    except PoolError as error:
+        yield Cleaned(path, CleanState.REFUSED, reason=str(error))
+        return
+    if lock is None:
+        return  # its owner went in an orderly way just now
+    with contextlib.closing(lock):
+        nbytes = os.fstat(lock.fileno()).st_blocks * 512 if segment else 0
+        if dry_run:
+            yield Cleaned(path, CleanState.WOULD_REMOVE, nbytes)
+            return
+        try:
+            if segment:
+                give_back(lock)
+            else:
+                _remove_socket(path)
+                lock.unlink()
+        except (PoolError, OSError) as error:
+            yield Cleaned(path, CleanState.REFUSED, reason=str(error))
+            return
+        yield Cleaned(path, CleanState.REMOVED, nbytes)
+
+
+def _remove_socket(lock_path: Path) -> None:
+    socket = lock_path.with_suffix(".sock")
+    if socket.is_socket():
+        socket.unlink()

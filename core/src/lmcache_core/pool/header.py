@@ -1,0 +1,216 @@
+"""The segment's first page, and where everything behind it stands.
+
+    offset 0   header          one page: magic, version, boot id, sizes, offsets, name, checksum
+               layouts         LAYOUTS_MAX rows of 32 bytes
+               workers         WORKERS_MAX rows of 64 bytes; the first byte of a row is its life lock
+               slabs           one u64 for each SLAB_BYTES_MIN of data
+               slots           one u64 for each PAGE_BYTES of data
+               index           reserved: INDEX_ENTRY_BYTES for each entry, a power of two of entries, twice as
+                               many as there are INDEX_OBJECT_BYTES in the data. A hole until it is used: it
+                               costs addresses, not memory
+    data_offset  data          2 MiB-aligned
+
+All numbers are little-endian. Offsets count from the start of the segment, and 0 is never an object's. The
+sizes follow from `data_bytes` and the backing alone, so a reader computes the plan again and compares: a
+header whose checksum fits but whose offsets do not is refused before one of them is used.
+
+The writer fills everything in and writes the magic last. A segment without magic is being made, or its maker
+died: nobody attaches to it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lmcache_core.errors import PoolMismatchError, UsageError
+from lmcache_core.limits import (
+    HUGE_PAGE_BYTES,
+    INDEX_ENTRY_BYTES,
+    INDEX_OBJECT_BYTES,
+    LAYOUTS_MAX,
+    PAGE_BYTES,
+    POOL_BYTES_MAX,
+    SLAB_BYTES_MIN,
+    WORKERS_MAX,
+)
+from lmcache_core.pool.backing import Backing, check_name
+
+MAGIC = b"LMCPOOL\0"
+LAYOUT_VERSION = 1
+HEADER_BYTES = PAGE_BYTES
+LAYOUT_ROW_BYTES = 32
+WORKER_ROW_BYTES = 64
+_INDEX_ENTRIES_MIN = 4096
+_BACKING_CODES = {Backing.SHM: 1, Backing.MEMFD: 2, Backing.HUGETLB: 3}
+_BACKINGS = {code: backing for backing, code in _BACKING_CODES.items()}
+
+_FORM = struct.Struct("<8s 18Q 64s")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class PoolInfo:
+    """What a worker compares before it uses an offset. Plain fields: it travels in `hello`."""
+
+    name: str
+    backing: Backing
+    nbytes: int  # the whole segment
+    data_offset: int
+    boot_id: int  # u64, new at each creation
+    layout_version: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes for slabs."""
+        return self.nbytes - self.data_offset
+
+    def __str__(self) -> str:
+        return (
+            f"pool {self.name!r} ({self.backing}, {self.nbytes:,} bytes, data at {self.data_offset:,}, "
+            f"boot id {self.boot_id:016x}, layout version {self.layout_version})"
+        )
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header's fields, in their order on the page. Bytes and offsets are in bytes, rows are counts."""
+
+    layout_version: int
+    boot_id: int
+    segment_bytes: int
+    data_offset: int
+    data_bytes: int
+    backing: Backing
+    layouts_offset: int
+    layout_rows: int
+    workers_offset: int
+    worker_rows: int
+    slabs_offset: int
+    slab_rows: int
+    slots_offset: int
+    slot_rows: int
+    index_offset: int
+    index_bytes: int
+    pid: int  # the maker's, for messages only: it means nothing in another pid namespace
+    created_ns: int  # Unix time
+    name: str
+
+    @property
+    def info(self) -> PoolInfo:
+        """What travels to workers."""
+        return PoolInfo(
+            self.name, self.backing, self.segment_bytes, self.data_offset, self.boot_id, self.layout_version
+        )
+
+
+def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int) -> Header:
+    """The header of a new segment with room for `data_bytes`, rounded up to the backing's pages."""
+    check_name(name)
+    if data_bytes < SLAB_BYTES_MIN:
+        raise UsageError(
+            f"pool {name!r} of {data_bytes:,} bytes is smaller than one slab: give it at least {SLAB_BYTES_MIN:,}"
+        )
+    if data_bytes > POOL_BYTES_MAX:
+        raise UsageError(f"pool {name!r} of {data_bytes:,} bytes is over the limit of {POOL_BYTES_MAX:,}")
+    data_bytes = round_up(data_bytes, backing.page_bytes)
+    layouts_offset = HEADER_BYTES
+    workers_offset = layouts_offset + LAYOUTS_MAX * LAYOUT_ROW_BYTES
+    slabs_offset = workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
+    slab_rows = -(-data_bytes // SLAB_BYTES_MIN)
+    slots_offset = round_up(slabs_offset + slab_rows * 8, PAGE_BYTES)
+    slot_rows = data_bytes // PAGE_BYTES
+    index_offset = round_up(slots_offset + slot_rows * 8, PAGE_BYTES)
+    entries = max(_INDEX_ENTRIES_MIN, 2 * data_bytes // INDEX_OBJECT_BYTES)
+    index_bytes = (1 << (entries - 1).bit_length()) * INDEX_ENTRY_BYTES
+    data_offset = round_up(index_offset + index_bytes, HUGE_PAGE_BYTES)
+    return Header(
+        layout_version=LAYOUT_VERSION,
+        boot_id=boot_id,
+        segment_bytes=data_offset + data_bytes,
+        data_offset=data_offset,
+        data_bytes=data_bytes,
+        backing=backing,
+        layouts_offset=layouts_offset,
+        layout_rows=LAYOUTS_MAX,
+        workers_offset=workers_offset,
+        worker_rows=WORKERS_MAX,
+        slabs_offset=slabs_offset,
+        slab_rows=slab_rows,
+        slots_offset=slots_offset,
+        slot_rows=slot_rows,
+        index_offset=index_offset,
+        index_bytes=index_bytes,
+        pid=os.getpid(),
+        created_ns=time.time_ns(),
+        name=name,
+    )
+
+
+def round_up(nbytes: int, unit: int) -> int:
+    """`nbytes`, or the next multiple of `unit`."""
+    return -(-nbytes // unit) * unit
+
+
+def encode(header: Header) -> bytes:
+    """The header's bytes, magic and checksum included."""
+    values = [getattr(header, field.name) for field in fields(header)]
+    values[5] = _BACKING_CODES[header.backing]
+    body = _FORM.pack(MAGIC, *values[:-1], header.name.encode())
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def decode(page: bytes) -> Header:
+    """The header in a segment's first bytes. Whatever they hold, nothing but a PoolMismatchError is raised."""
+    if len(page) < _FORM.size + _CHECKSUM.size:
+        raise PoolMismatchError(f"the segment holds {len(page)} bytes and a pool's header is longer")
+    body = page[: _FORM.size]
+    magic, *numbers, raw_name = _FORM.unpack(body)
+    if magic == bytes(len(MAGIC)):
+        raise PoolMismatchError("the segment has no header: it is being made, or its maker died; try again later")
+    if magic != MAGIC:
+        raise PoolMismatchError(f"the segment starts with {magic!r} and a pool starts with {MAGIC!r}")
+    version = numbers[0]
+    if version != LAYOUT_VERSION:
+        raise PoolMismatchError(
+            f"the segment has layout version {version} and this library speaks {LAYOUT_VERSION}: "
+            "use the same lmcache-core on both sides"
+        )
+    (checksum,) = _CHECKSUM.unpack_from(page, _FORM.size)
+    if checksum != zlib.crc32(body):
+        raise PoolMismatchError("the segment's header is damaged: its checksum does not fit")
+    return _checked(numbers, raw_name)
+
+
+def _checked(numbers: list[int], raw_name: bytes) -> Header:
+    backing = _BACKINGS.get(numbers[5])
+    if backing is None:
+        raise PoolMismatchError(f"the segment's header names backing {numbers[5]}, unknown to this library")
+    try:
+        name = check_name(raw_name.rstrip(b"\0").decode("ascii"))
+        expected = plan(name, numbers[4], backing, boot_id=numbers[1])
+    except ValueError as error:  # UsageError and UnicodeDecodeError: input, not a broken program
+        raise PoolMismatchError(f"the segment's header makes no sense: {error}") from error
+    values: list[Any] = [*numbers[:5], backing, *numbers[6:], name]
+    found = Header(*values)
+    for field in fields(Header):
+        if field.name in ("pid", "created_ns"):
+            continue
+        want, have = getattr(expected, field.name), getattr(found, field.name)
+        if want != have:
+            raise PoolMismatchError(f"the segment's header says {field.name} = {have} where {want} belongs")
+    return found
+
+
+def compare(found: PoolInfo, expected: PoolInfo) -> None:
+    """Raise a PoolMismatchError that names both sides, unless they are equal."""
+    if found != expected:
+        names = [f.name for f in fields(PoolInfo) if getattr(found, f.name) != getattr(expected, f.name)]
+        raise PoolMismatchError(
+            f"the segment is {found}, the server's is {expected}: {', '.join(names)} differ; "
+            "connect again to get the descriptor of the pool that is served now"
+        )

@@ -1,0 +1,63 @@
+"""The life lock: held by a process for as long as it maps the pool. Free means dead.
+
+It is an open-file-description lock on the first byte of the worker's row in the pool itself, so it works in
+any pid namespace, over any carrier, and a new server finds it too. The description is the worker's own, from
+reopening the segment: the one the server passed is shared with the server. A forked child closes its
+duplicate before it runs on, or its parent's death would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import PoolError
+from lmcache_core.pool.atfork import PrivateDescriptor, forget_in_child
+from lmcache_core.pool.backing import reopen
+
+if TYPE_CHECKING:
+    from lmcache_core.pool.segment import Segment
+
+__all__ = ["LifeLock", "PrivateDescriptor", "forget_in_child", "life_lock_free"]
+
+# struct flock with 64-bit offsets: type, whence, start, length, pid (0 for this kind of lock), padding.
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class LifeLock(PrivateDescriptor):
+    """The proof that this process lives. `closed` in a forked child: that one must connect by itself."""
+
+    def __init__(self, fd: int, row: int) -> None:
+        super().__init__(fd)
+        self.row = row
+
+    @classmethod
+    def acquire(cls, segment: Segment, row: int) -> LifeLock:
+        """Take the lock of `row`. Raises PoolError if another living process has it."""
+        fd = reopen(segment.fileno())
+        try:
+            wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, segment.life_offset(row), 1, 0)
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+            return cls(fd, row)
+        except BlockingIOError:
+            os.close(fd)
+            raise PoolError(
+                f"the life lock of worker row {row} in pool {segment.info.name!r} is held by another process: "
+                "connect again for a row of your own"
+            ) from None
+        except BaseException:
+            os.close(fd)
+            raise
+
+
+def lock_is_free(fd: int, offset: int) -> bool:
+    """True if no other open file description locks the byte at `offset`."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+    return bool(_FLOCK.unpack(answer)[0] == fcntl.F_UNLCK)
+
+
+def life_lock_free(segment: Segment, row: int) -> bool:
+    """True if nobody holds the life lock of `row`: the worker is dead, or has not taken it yet."""
+    return lock_is_free(segment.fileno(), segment.life_offset(row))

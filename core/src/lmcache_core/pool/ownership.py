@@ -1,0 +1,176 @@
+"""One server for one pool name, held by a lock that never travels.
+
+A `flock` belongs to an open file description, and goes wherever a descriptor or a mapping of it goes: to a
+worker that was passed one, to a child that was forked. So the description that carries it is neither sent
+nor mapped, and closes itself in forked children; the kernel frees the lock when the server dies, however.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import stat
+from enum import StrEnum
+from pathlib import Path
+
+from lmcache_core.errors import PoolBusyError, PoolError, PoolMismatchError
+from lmcache_core.pool import header as headers
+from lmcache_core.pool.atfork import PrivateDescriptor
+from lmcache_core.pool.mapping import punch_hole
+
+log = logging.getLogger(__name__)
+
+_TRIES = 100  # each loss means that another process unlinked the file at that moment
+
+
+class OnStale(StrEnum):
+    """What a new server does with the named segment of a dead one."""
+
+    RECREATE = "recreate"  # give its memory back and begin cold
+    REFUSE = "refuse"  # stop, and leave it to `lmcache-core clean`
+
+
+class OwnerLock(PrivateDescriptor):
+    """An exclusive lock on a file, held for as long as this process has it open."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        super().__init__(fd)
+        self.path = path
+        self.found_bytes = os.fstat(fd).st_size  # more than 0: someone was here before
+
+    @classmethod
+    def acquire(cls, path: Path) -> OwnerLock:
+        """Lock the file, making it if need be. Raises PoolBusyError where a living process holds it."""
+        for _ in range(_TRIES):
+            lock = cls._try_once(path, create=True)
+            if lock is not None:
+                return lock
+        raise PoolError(f"{path} changes under every attempt to lock it: look for a service restarting in a loop")
+
+    @classmethod
+    def acquire_existing(cls, path: Path) -> OwnerLock | None:
+        """Lock a file that is there. None where it is not; PoolBusyError where a living process holds it."""
+        for _ in range(_TRIES):
+            try:
+                lock = cls._try_once(path, create=False)
+            except FileNotFoundError:
+                return None
+            if lock is not None:
+                return lock
+        raise PoolError(f"{path} changes under every attempt to lock it")
+
+    @classmethod
+    def _try_once(cls, path: Path, *, create: bool) -> OwnerLock | None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            if create:
+                raise PoolError(f"{path.parent} does not exist: create it, or name another directory") from None
+            raise
+        except OSError as error:
+            raise PoolError(
+                f"{path} cannot be opened: {error.strerror}; it may be another user's pool: use another pool name"
+            ) from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise PoolError(f"{path} is not a file, and so no pool's")
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = cls(fd, path)
+        except BlockingIOError:
+            os.close(fd)
+            raise PoolBusyError(f"{path} is locked by a living process") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        # Whoever held it may have unlinked the name before letting go: then this is a lock on nothing.
+        if lock.named():
+            return lock
+        lock.close()
+        return None
+
+    def write_pid(self) -> None:
+        """Say in a lock file who holds it. For messages only: the lock is the truth."""
+        os.ftruncate(self.fileno(), 0)
+        os.pwrite(self.fileno(), f"{os.getpid()}\n".encode(), 0)
+
+    def named(self) -> bool:
+        """True while the locked file is the one that the path names."""
+        return same_file(self.fileno(), self.path)
+
+    def unlink(self) -> None:
+        """Remove the name, if it is still this file's. Only ever called under the lock."""
+        if not self.closed and self.named():
+            with contextlib.suppress(FileNotFoundError):
+                self.path.unlink()
+
+
+def same_file(fd: int, path: Path) -> bool:
+    """True if the path names the file that is open as `fd`."""
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    opened = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
+def own(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
+    """Lock `path`; should the creation fail later, what stands there is removed under the lock."""
+    try:
+        lock = OwnerLock.acquire(path)
+    except PoolBusyError as error:
+        raise PoolBusyError(
+            f"pool {name!r} belongs to a living server{_who(path)}, which holds {path}: stop it, or choose "
+            "another pool name"
+        ) from error
+    undo.callback(lock.close)
+    undo.callback(lock.unlink)
+    return lock
+
+
+def own_fresh(path: Path, name: str, on_stale: OnStale, undo: contextlib.ExitStack) -> tuple[OwnerLock, bool]:
+    """The lock on a new, empty segment file, and whether a dead server's had to go first."""
+    with contextlib.ExitStack() as undo_stale:
+        lock = own(path, name, undo_stale)
+        if not lock.found_bytes:
+            undo.push(undo_stale.pop_all())
+            return lock, False
+        undo_stale.pop_all()
+    with contextlib.closing(lock):
+        if on_stale is OnStale.REFUSE:
+            raise PoolError(
+                f"{path} is left over from a server that died: run lmcache-core clean, or set on_stale = "
+                f'"{OnStale.RECREATE}"'
+            )
+        give_back(lock)
+    log.warning("pool %r: recreated, since its former server died (%s)", name, path)
+    fresh = own(path, name, undo)
+    if fresh.found_bytes:
+        raise PoolBusyError(f"pool {name!r}: another server is making {path} at this moment")
+    return fresh, True
+
+
+def give_back(lock: OwnerLock) -> None:
+    """Remove the segment file of a dead owner, and free its memory even where workers still map it."""
+    try:
+        # Memory first: whoever maps the old segment reads zeros from now on, and holds nothing back.
+        punch_hole(lock.fileno(), 0, lock.found_bytes)
+        lock.unlink()
+    except OSError as error:
+        raise PoolError(
+            f"{lock.path} is stale and cannot be removed: {error.strerror}; remove it by hand"
+        ) from error
+
+
+def _who(path: Path) -> str:
+    """The owner's pid in words: from the lock file's text, or from the segment's header."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(headers.HEADER_BYTES)
+        pid = int(start) if start.strip().isdigit() else headers.decode(start).pid
+    except (OSError, PoolMismatchError):
+        return ""  # it is only for the message, and the owner may be at its very beginning
+    return f" (pid {pid})"

@@ -1,0 +1,140 @@
+"""The pool's memory, allocated and populated in the background, one step at a time.
+
+Order within a step: ask for room, allocate, then collapse into huge pages or populate. `fallocate` answers a
+full mount with ENOSPC where populating would be a SIGBUS; nothing answers a full control group but the OOM
+killer, so that is asked first. Collapsing right after the allocation costs what populating costs (0.25 s a
+GiB on memory that the machine has touched before), and then there is nothing left to populate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from lmcache_core.errors import NotEnoughMemoryError, PoolError
+from lmcache_core.limits import POPULATE_STEP_BYTES
+from lmcache_core.pool.atfork import PrivateDescriptor
+from lmcache_core.pool.backing import SHM_DIR, Backing
+from lmcache_core.pool.mapping import MADV_COLLAPSE, MADV_POPULATE_WRITE, Mapping, advise
+from lmcache_core.pool.room import Room, check_room, room
+from lmcache_core.pool.segment import Segment
+
+log = logging.getLogger(__name__)
+
+
+def populate(mapping: Mapping, offset: int, nbytes: int) -> None:
+    """Map pages for writing, all at once and without the GIL, so that no later access faults.
+
+    For bytes that are already allocated and in use this changes nothing but the page table: a worker may call
+    it for what the server has handed out.
+    """
+    held = mapping.array  # the address is only good while this is held
+    error = advise(mapping.address + offset, nbytes, MADV_POPULATE_WRITE)
+    if error in (errno.EFAULT, errno.ENOMEM):
+        raise NotEnoughMemoryError(
+            f"{nbytes:,} bytes of the pool at {offset:,} got no memory: the mount or the machine is full"
+        )
+    if error == errno.EINVAL:  # kernels before 5.14
+        _touch(mapping.address + offset, nbytes)
+    elif error:
+        raise PoolError(f"populating {nbytes:,} bytes of the pool at {offset:,} failed: {os.strerror(error)}")
+    del held
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Map pages by reading one byte of each: allocated pages are then mapped, and their content stands."""
+    for page in range(address, address + nbytes, os.sysconf("SC_PAGE_SIZE")):
+        ctypes.string_at(page, 1)
+
+
+class Populator:
+    """A thread that makes a new segment's data real, from its start to its end.
+
+    `on_progress(populated_bytes)` is called from it after each step: that many bytes of the data area, counted
+    from `data_offset`, may be handed out. `on_error(exception)` is called at most once, and ends it; what was
+    populated before stays good. Neither may raise. The segment may be closed at any time.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        on_progress: Callable[[int], None],
+        on_error: Callable[[Exception], None],
+        ask_room: Callable[[], Room] | None = None,
+        step_bytes: int = POPULATE_STEP_BYTES,
+    ) -> None:
+        self._header = segment.header
+        self._mapping = segment.mapping
+        # A descriptor of its own: the segment's may be closed, and its number reused, during a step.
+        self._fd = PrivateDescriptor(segment.worker_fd())
+        mount = segment.path.parent if segment.path else SHM_DIR
+        self._ask_room = ask_room or partial(room, segment.info.backing, mount=mount)
+        self._on_progress = on_progress
+        self._on_error = on_error
+        self._step_bytes = step_bytes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
+        self.populated_bytes = 0
+
+    def start(self) -> None:
+        """Begin. Once."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End after the step that runs now, and wait for that. True if it has ended."""
+        self._stop.set()
+        if self._thread.ident is None:
+            self._fd.close()
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of the work. True if it has ended, for whatever reason."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def done(self) -> bool:
+        """True once every byte is populated."""
+        return self.populated_bytes == self._header.data_bytes
+
+    def _run(self) -> None:
+        try:
+            while not self.done and not self._stop.is_set():
+                self._step()
+                self._on_progress(self.populated_bytes)
+        except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
+            log.error("pool %r: population ended early: %s", self._header.name, error)
+            self._on_error(error)
+        finally:
+            self._fd.close()
+
+    def _step(self) -> None:
+        header = self._header
+        offset = header.data_offset + self.populated_bytes
+        nbytes = min(self._step_bytes, header.data_bytes - self.populated_bytes)
+        so_far = f"{self.populated_bytes >> 20:,} of {header.data_bytes >> 20:,} MiB are populated"
+        what = f"the next step of pool {header.name!r} ({so_far})"
+        if header.backing is not Backing.HUGETLB:  # its mapping has reserved every page already
+            check_room(nbytes, self._ask_room(), what=what)
+        try:
+            os.posix_fallocate(self._fd.fileno(), offset, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise PoolError(f"{what} cannot be allocated: {error.strerror}") from error
+            check_room(nbytes, self._ask_room(), what=what)  # who took it, if that can still be seen
+            raise NotEnoughMemoryError(
+                f"{what} found {os.strerror(error.errno).lower()}: make the pool smaller, or free memory"
+            ) from error
+        if header.backing is not Backing.HUGETLB:
+            # Refused by older kernels, and where no huge page is free: small pages serve as well, only slower.
+            advise(self._mapping.address + offset, nbytes, MADV_COLLAPSE)
+        populate(self._mapping, offset, nbytes)
+        self.populated_bytes += nbytes

@@ -1,0 +1,339 @@
+"""The segment: the pool's memory as one process sees it.
+
+The server creates it, under locks that never travel, and removes it. Workers attach to a descriptor that the
+server passes them (or, for backing shm, to its name); they check the header before they use an offset, and
+never remove anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lmcache_core.errors import (
+    LimitError,
+    NotEnoughMemoryError,
+    PoolError,
+    PoolMismatchError,
+    UsageError,
+)
+from lmcache_core.pool import backing as backings
+from lmcache_core.pool import header as headers
+from lmcache_core.pool.atfork import forget_in_child
+from lmcache_core.pool.backing import SHM_DIR, Access, Backing
+from lmcache_core.pool.header import MAGIC, Header, PoolInfo
+from lmcache_core.pool.lifelock import lock_is_free
+from lmcache_core.pool.mapping import Mapping
+from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_fresh, same_file
+from lmcache_core.pool.room import check_room, room
+from lmcache_core.pool.tables import LayoutRow, Tables
+
+__all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
+
+
+class Segment:
+    """A mapped pool. One thread uses its tables; views may be used from any."""
+
+    def __init__(self, fd: int, header: Header, locks: Sequence[OwnerLock] = (), path: Path | None = None) -> None:
+        """For `create` and `attach_*`. Owns `fd` from here on, and `locks`, the segment's own first."""
+        self._fd = fd
+        self._locks = tuple(locks)
+        self.path = path  # None where the backing has no name, or this process does not know it
+        self.header = header
+        self.info = header.info
+        self.recreated = False  # a dead server's segment of this name was found, and given back
+        self._mapping: Mapping | None = Mapping(fd, header.segment_bytes)
+        self._buffer = self._mapping.view()
+        self._tables: Tables | None = Tables(self._buffer, header)
+        # Bound once: this is called for every slot that is granted or settled.
+        self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
+        self._forked = False
+        forget_in_child(self)
+
+    # --- making and attaching -----------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        data_bytes: int,
+        backing: Backing | str = Backing.SHM,
+        *,
+        runtime_dir: Path,
+        access: Access | str = Access.OWNER,
+        gids: Sequence[int] = (),
+        on_stale: OnStale | str = OnStale.RECREATE,
+        shm_dir: Path = SHM_DIR,
+    ) -> Segment:
+        """Make the pool, and own it until `close` or death.
+
+        `data_bytes` is what objects can have; the tables come on top. `runtime_dir` is made (0700) if it is not
+        there; a lock file NAME.lock in it holds the name. Raises PoolBusyError (a living owner),
+        NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError (all else); nothing is
+        left behind then.
+        """
+        backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
+        header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1)
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            locks = [own(runtime_dir / f"{name}.lock", name, undo)]
+            locks[0].write_pid()
+            path, recreated = None, False
+            if backing is Backing.SHM:
+                path = backings.segment_path(name, shm_dir)
+                lock, recreated = own_fresh(path, name, on_stale, undo)
+                locks.insert(0, lock)
+            check_room(_needed_bytes(header), room(backing, mount=shm_dir), what=f"pool {name!r}")
+            fd = backings.reopen(locks[0].fileno()) if path else backings.create_memfd(name, backing)
+            undo.callback(lambda: segment.close() if segment else os.close(fd))
+            segment: Segment | None = None
+            _size(fd, header, access, gids)
+            segment = cls(fd, header, locks, path)
+            segment.recreated = recreated
+            segment._publish_header()
+            undo.pop_all()
+        return segment
+
+    def _publish_header(self) -> None:
+        page = headers.encode(self.header)
+        end = len(MAGIC)
+        self._buffer[end : len(page)] = page[end:]
+        # Magic last: what has it is complete.
+        self._buffer[:end] = page[:end]
+
+    @classmethod
+    def attach_fd(cls, fd: int, expected: PoolInfo) -> Segment:
+        """Map the segment behind a descriptor that the server passed. `fd` belongs to us from now on, and is
+        closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`."""
+        try:
+            os.set_inheritable(fd, False)
+            header = _read_header(fd)
+            headers.compare(header.info, expected)
+            return cls(fd, header)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def attach_name(cls, name: str, expected: PoolInfo | None = None, *, shm_dir: Path = SHM_DIR) -> Segment:
+        """Map a pool of backing shm by its name: for tools, and for workers without a lifeline.
+
+        Python's resource tracker has no part in it, so nobody's exit removes the pool. Without `expected`,
+        whatever stands there is taken.
+        """
+        path = backings.segment_path(name, shm_dir)
+        if expected is not None and expected.backing is not Backing.SHM:
+            raise PoolError(
+                f"pool {name!r} has backing {expected.backing} and so no name to attach to: connect by the "
+                'lifeline, or set l1.backing = "shm" for the server'
+            )
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise PoolError(
+                f"{path} is not there: no server with this pool name and backing shm runs here, its name was "
+                "deleted, or this container does not share the server's /dev/shm"
+            ) from None
+        except OSError as error:
+            raise PoolError(
+                f"{path} cannot be opened: {error.strerror}; run under the server's uid, or have it set "
+                'access = "group" with one of your gids'
+            ) from error
+        try:
+            header = _read_header(fd)
+            headers.compare(header.info, expected or header.info)
+            return cls(fd, header, path=path)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # --- memory -------------------------------------------------------------------------------------------
+
+    @property
+    def mapping(self) -> Mapping:
+        """The mapping. Hold its `array` while its address is used."""
+        if self._mapping is None:
+            raise self._gone()
+        return self._mapping
+
+    def _gone(self) -> PoolError:
+        state = "belongs to the parent of this forked process" if self._forked else "is closed"
+        return PoolError(f"pool {self.info.name!r} {state}: connect again")
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole mapping, writable, format B. Any part of it keeps the memory mapped."""
+        return self.mapping.view()
+
+    def view(self, offset: int, nbytes: int, *, readonly: bool = False) -> memoryview:
+        """`nbytes` of data at an absolute `offset`, without a copy. UsageError if any of it is not data."""
+        if offset < self.header.data_offset or nbytes < 0 or offset + nbytes > self.header.segment_bytes:
+            raise UsageError(
+                f"{nbytes} bytes at offset {offset} are not within the data of pool {self.info.name!r}, "
+                f"which goes from {self.header.data_offset} to {self.header.segment_bytes}"
+            )
+        if self._mapping is None:
+            raise self._gone()
+        part = self._buffer[offset : offset + nbytes]
+        return part.toreadonly() if readonly else part
+
+    def fileno(self) -> int:
+        """This process's descriptor of the segment. It carries no lock; it is not the one to send."""
+        if self._mapping is None:
+            raise self._gone()
+        return self._fd
+
+    def worker_fd(self) -> int:
+        """A second, independent open of the segment, to be sent to one worker. The caller closes it."""
+        return backings.reopen(self.fileno())
+
+    # --- workers and layouts ------------------------------------------------------------------------------
+
+    def claim_row(self, pid: int = 0) -> tuple[int, int]:
+        """(row, nonce) of a free row of the worker table. The worker shows that it maps the pool by reading the
+        nonce there. `pid` is for messages. Rows whose life lock is still held by someone are passed over."""
+        for row in self.tables.free_rows():
+            if lock_is_free(self.fileno(), self.tables.life_offset(row)):
+                return row, self.tables.claim_row(pid, row)
+        raise LimitError(f"all {self.header.worker_rows} worker rows of pool {self.info.name!r} are taken")
+
+    def release_row(self, row: int) -> None:
+        """Give a row back, once its worker is proven dead or has said good-bye."""
+        self.tables.release_row(row)
+
+    def row_nonce(self, row: int) -> int:
+        """The nonce that stands in a row, 0 if the row is free."""
+        return self.tables.row_nonce(row)
+
+    @property
+    def tables(self) -> Tables:
+        """The tables in the mapping."""
+        if self._tables is None:
+            raise self._gone()
+        return self._tables
+
+    def life_offset(self, row: int) -> int:
+        """Where in the segment the life lock of a row lies."""
+        return self.tables.life_offset(row)
+
+    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
+        """Publish a layout under its id."""
+        self.tables.add_layout(layout_id, fingerprint, nbytes)
+
+    @property
+    def layouts(self) -> dict[int, LayoutRow]:
+        """Every published layout by its id."""
+        return self.tables.layouts
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> bool:
+        """True for the server that made it, until it is closed."""
+        return bool(self._locks)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`, and in a forked child."""
+        return self._mapping is None
+
+    def close(self) -> None:
+        """Let go. The owner also removes name and lock file. Memory stays mapped while any view of it lives."""
+        if self._mapping is None:
+            return
+        locks, self._locks = self._locks, ()
+        for lock in locks:
+            lock.unlink()
+        for lock in locks:
+            lock.close()
+        self._let_go()
+        os.close(self._fd)
+        self._fd = -1
+
+    def _let_go(self) -> None:
+        self._mapping = None
+        self._buffer = memoryview(b"")
+        self._tables = None
+        self.mark_slots = _no_slots
+
+    def after_fork_in_child(self) -> None:
+        """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing."""
+        if self._mapping is None:
+            return
+        self._locks = ()  # they have closed themselves
+        self._forked = True
+        self._let_go()
+        with contextlib.suppress(OSError):
+            os.close(self._fd)  # or a dead parent's memory would live as long as the child
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _no_slots(offsets: Sequence[int], state: int, row: int) -> None:
+    raise PoolError(f"{len(offsets)} slots are marked in a pool that is closed in this process")
+
+
+def name_exists(segment: Segment) -> bool:
+    """False once the segment's name has been deleted or given to another file. One stat: ask once a second.
+
+    A segment without a name (memfd, hugetlb) has none to lose.
+    """
+    return segment.path is None or same_file(segment.fileno(), segment.path)
+
+
+# --- the steps of create and attach -------------------------------------------------------------------------
+
+
+def _needed_bytes(header: Header) -> int:
+    # The index is a hole until it is used; only hugetlb reserves addresses and memory alike.
+    return header.segment_bytes if header.backing is Backing.HUGETLB else header.index_offset + header.data_bytes
+
+
+def _size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:
+    """Give an empty segment its size, its mode, its seals, and memory for the tables."""
+    backings.grant_access(fd, access, gids)
+    try:
+        os.ftruncate(fd, header.segment_bytes)
+        if header.backing is not Backing.SHM:
+            backings.seal(fd)
+        unit = header.backing.page_bytes
+        os.posix_fallocate(fd, 0, headers.round_up(header.index_offset, unit))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise NotEnoughMemoryError(
+                f"pool {header.name!r} got no memory for its tables ({header.index_offset:,} bytes): "
+                "make it smaller, or free memory"
+            ) from error
+        raise PoolError(f"pool {header.name!r} cannot be sized: {error.strerror}") from error
+
+
+def _read_header(fd: int) -> Header:
+    """The header of an open segment, checked against the file's size."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise PoolMismatchError("the descriptor is no memory segment")
+    try:
+        page = os.pread(fd, headers.HEADER_BYTES, 0)
+    except OSError as error:
+        raise PoolMismatchError(f"the segment's header cannot be read: {error.strerror}") from error
+    header = headers.decode(page)
+    if found.st_size != header.segment_bytes:
+        raise PoolMismatchError(
+            f"the segment has {found.st_size:,} bytes and its header says {header.segment_bytes:,}: "
+            "someone truncated it, or it is half made"
+        )
+    return header

@@ -1,0 +1,174 @@
+"""The tables in front of the data: layouts, workers, slabs, slots.
+
+The server's own memory is the truth while it lives; the tables are what it publishes for tools, and for the
+next server, which validates them like any input. One writer: the server's loop thread.
+
+    layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
+    worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
+                 u64 pid, u64 claimed at (Unix ns), 32 bytes reserved
+    slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN
+    slot word    bits 0-7 state, bits 8-23 the worker row that owns it; the word of the slot's first page
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lmcache_core.errors import LimitError, PoolError, UsageError
+from lmcache_core.limits import PAGE_BYTES, SLAB_BYTES_MIN
+from lmcache_core.pool.header import LAYOUT_ROW_BYTES, WORKER_ROW_BYTES, Header
+
+NO_ROW = 0xFFFF  # the owner of a slot that belongs to no worker: the server itself, or one of its lanes
+_PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
+
+_LAYOUT = struct.Struct("<QQQ")
+_WORKER = struct.Struct("<QQQQ")
+_NONCE_OFFSET = 8
+_U64 = struct.Struct("<Q")
+_CLAIMED = 1
+
+
+class SlotState(IntEnum):
+    """What the slot table says of a slot. Anything but FREE keeps an adopting server's hands off."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    DOOMED = 3
+    QUARANTINED = 4
+    LOADING = 5
+
+
+@dataclass(frozen=True)
+class LayoutRow:
+    """A registered layout: what two sides compare, and the bytes of one object."""
+
+    fingerprint: int
+    nbytes: int
+
+
+class Tables:
+    """Reads and writes the tables of a mapped segment. `buffer` is the whole mapping."""
+
+    def __init__(self, buffer: memoryview, header: Header) -> None:
+        self._header = header
+        self._buffer = buffer
+        self._slots = buffer[header.slots_offset : header.slots_offset + header.slot_rows * 8].cast("Q")
+        self._slabs = buffer[header.slabs_offset : header.slabs_offset + header.slab_rows * 8].cast("Q")
+        self._next_row = 0
+
+    def mark_slots(self, offsets: Sequence[int], state: int, row: int = NO_ROW) -> None:
+        """Write the slot word of each offset. The caller names starts of slots inside the data area.
+
+        About 50 ns a slot: an offset below the data, or past its end, raises after those before it were marked.
+        """
+        words = self._slots
+        word = state | row << 8
+        first_page = self._header.data_offset >> _PAGE_SHIFT
+        # A negative index would wrap around to the end of the table without a sound.
+        if offsets and min(offsets) >> _PAGE_SHIFT < first_page:
+            raise UsageError(f"slot offset {min(offsets)} lies before the data at {self._header.data_offset}")
+        try:
+            for offset in offsets:
+                words[(offset >> _PAGE_SHIFT) - first_page] = word
+        except IndexError:
+            raise UsageError(
+                f"slot offset {max(offsets)} lies past the segment's end at {self._header.segment_bytes}"
+            ) from None
+
+    def slot(self, offset: int) -> tuple[int, int]:
+        """(state, row) of the slot that starts at `offset`."""
+        word = self._slots[self._index(offset, PAGE_BYTES)]
+        return word & 0xFF, word >> 8 & 0xFFFF
+
+    def mark_slab(self, offset: int, slab_bytes: int, object_bytes: int) -> None:
+        """Say which size class a slab serves: objects of `object_bytes` (whole pages), 0 for none."""
+        if slab_bytes < 0 or slab_bytes % SLAB_BYTES_MIN or object_bytes % PAGE_BYTES:
+            raise UsageError(
+                f"a slab of {slab_bytes} bytes for objects of {object_bytes}: slabs are whole multiples of "
+                f"{SLAB_BYTES_MIN}, objects of {PAGE_BYTES}"
+            )
+        index = self._index(offset, SLAB_BYTES_MIN)
+        self._slabs[index] = object_bytes // PAGE_BYTES | slab_bytes // SLAB_BYTES_MIN << 32
+
+    def slab(self, offset: int) -> tuple[int, int]:
+        """(slab_bytes, object_bytes) of the slab that starts at `offset`."""
+        word = self._slabs[self._index(offset, SLAB_BYTES_MIN)]
+        return (word >> 32) * SLAB_BYTES_MIN, (word & 0xFFFFFFFF) * PAGE_BYTES
+
+    def _index(self, offset: int, unit: int) -> int:
+        inside = offset - self._header.data_offset
+        if inside < 0 or inside >= self._header.data_bytes or inside % unit:
+            raise UsageError(
+                f"offset {offset} is not a multiple of {unit} within the data, which starts at "
+                f"{self._header.data_offset} and has {self._header.data_bytes} bytes"
+            )
+        return inside // unit
+
+    # --- layouts ----------------------------------------------------------------------------------------
+
+    def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
+        """Publish a layout. The same id may be given again only with the same layout."""
+        if not 0 <= layout_id < self._header.layout_rows:
+            raise LimitError(f"layout id {layout_id} is over the pool's {self._header.layout_rows} layouts")
+        row = LayoutRow(fingerprint, nbytes)
+        known = self._layout(layout_id)
+        if known is not None and known != row:
+            raise UsageError(f"layout id {layout_id} is {known} and cannot become {row}")
+        _LAYOUT.pack_into(self._buffer, self._layout_offset(layout_id), fingerprint, nbytes, 1)
+
+    @property
+    def layouts(self) -> dict[int, LayoutRow]:
+        """Every registered layout by its id."""
+        rows = ((layout_id, self._layout(layout_id)) for layout_id in range(self._header.layout_rows))
+        return {layout_id: row for layout_id, row in rows if row is not None}
+
+    def _layout_offset(self, layout_id: int) -> int:
+        return self._header.layouts_offset + layout_id * LAYOUT_ROW_BYTES
+
+    def _layout(self, layout_id: int) -> LayoutRow | None:
+        fingerprint, nbytes, used = _LAYOUT.unpack_from(self._buffer, self._layout_offset(layout_id))
+        return LayoutRow(fingerprint, nbytes) if used == 1 else None
+
+    # --- workers ----------------------------------------------------------------------------------------
+
+    def life_offset(self, row: int) -> int:
+        """The segment offset of the byte that a worker's life lock covers."""
+        if not 0 <= row < self._header.worker_rows:
+            raise UsageError(f"worker row {row} is outside the table of {self._header.worker_rows}")
+        return self._header.workers_offset + row * WORKER_ROW_BYTES
+
+    def claim_row(self, pid: int, row: int) -> int:
+        """Fill in a free row and return its nonce: a worker that can say it maps the pool."""
+        nonce = secrets.randbits(64) or 1
+        _WORKER.pack_into(self._buffer, self.life_offset(row), _CLAIMED, nonce, max(pid, 0), time.time_ns())
+        return nonce
+
+    def free_rows(self) -> Iterator[int]:
+        """Rows that nobody claims, starting behind the one released last."""
+        rows = self._header.worker_rows
+        for step in range(rows):
+            row = (self._next_row + step) % rows
+            if not self.row_claimed(row):
+                yield row
+
+    def row_claimed(self, row: int) -> bool:
+        """True between claim and release."""
+        return bool(_U64.unpack_from(self._buffer, self.life_offset(row))[0])
+
+    def release_row(self, row: int) -> None:
+        """Give a row back. The caller knows that its life lock is free, or was never taken."""
+        if not self.row_claimed(row):
+            raise PoolError(f"worker row {row} is released and nobody holds it")
+        _WORKER.pack_into(self._buffer, self.life_offset(row), 0, 0, 0, 0)
+        self._next_row = (row + 1) % self._header.worker_rows
+
+    def row_nonce(self, row: int) -> int:
+        """The nonce of a claimed row, 0 of a free one. A worker reads it through its own mapping."""
+        nonce: int = _U64.unpack_from(self._buffer, self.life_offset(row) + _NONCE_OFFSET)[0]
+        return nonce
