@@ -11,7 +11,7 @@ from lmcache_core.limits import KEY_BYTES
 from lmcache_core.policies.contracts import Entry, EvictionPolicy
 from lmcache_core.policies.traces import Trace
 
-PROGRESS_REQUESTS = 256  # requests between two reports of progress: often enough for the eye, rare enough for speed
+PROGRESS_REQUESTS = 256  # requests between two reports of progress: often for the eye, rare for speed
 
 
 class Order(StrEnum):
