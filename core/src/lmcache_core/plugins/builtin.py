@@ -15,8 +15,8 @@ def lmcache_components() -> Sequence[ComponentSpec]:
     """What a server can do with nothing else installed."""
     eviction, store, prefetch = Kind.EVICTION_POLICY, Kind.STORE_POLICY, Kind.PREFETCH_POLICY
     return [
-        ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruPolicy", summary="least recently used goes first"),
-        ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopPolicy", summary="nothing is ever evicted"),
+        ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruEviction", summary="least recently used goes first"),
+        ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopEviction", summary="nothing is ever evicted"),
         ComponentSpec(store, "default", f"{_POLICIES}.store:DefaultStore", summary="to every tier; L1 keeps it"),
         ComponentSpec(
             store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then it leaves L1"
