@@ -42,8 +42,9 @@ def clean(
 ) -> list[Cleaned]:
     """Remove segments, lock files and sockets of dead servers.
 
-    `names` limits it to these pools. Sockets are removed with the lock file beside them (NAME.sock with
-    NAME.lock), in `runtime_dir` and one level below. Dead is whose lock is free.
+    `names` limits it to these pools. Lock files NAME.lock are looked for in `runtime_dir` and one level below;
+    with one goes the socket NAME.sock beside it, or, in a directory called NAME, every socket there. Dead is
+    whose lock is free.
     """
     wanted = {check_name(name) for name in names}
     found: list[Cleaned] = []
@@ -87,7 +88,7 @@ def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
             if segment:
                 give_back(lock)
             else:
-                _remove_socket(path)
+                _remove_sockets(path)
                 lock.unlink()
         except (PoolError, OSError) as error:
             yield Cleaned(path, CleanState.REFUSED, reason=str(error))
@@ -95,7 +96,9 @@ def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
         yield Cleaned(path, CleanState.REMOVED, nbytes)
 
 
-def _remove_socket(lock_path: Path) -> None:
-    socket = lock_path.with_suffix(".sock")
-    if socket.is_socket():
-        socket.unlink()
+def _remove_sockets(lock_path: Path) -> None:
+    """The sockets that the lock covers: its namesake's, and in a directory of the pool's own all of them."""
+    own_directory = lock_path.parent.name == lock_path.stem
+    for path in lock_path.parent.glob("*" if own_directory else f"{lock_path.stem}.sock"):
+        if path.is_socket():
+            path.unlink()

@@ -156,7 +156,9 @@ def own_fresh(path: Path, name: str, on_stale: OnStale, undo: contextlib.ExitSta
 def give_back(lock: OwnerLock) -> None:
     """Remove the segment file of a dead owner, and free its memory even where workers still map it."""
     try:
-        # Memory first: whoever maps the old segment reads zeros from now on, and holds nothing back.
+        # Memory first, or it would stay with the workers that still map it. They read zeros from now on. (A page
+        # that they touch costs memory again, and where the mount is full by then, a SIGBUS: a worker lets go
+        # of a pool as soon as its server is gone.)
         punch_hole(lock.fileno(), 0, lock.found_bytes)
         lock.unlink()
     except OSError as error:

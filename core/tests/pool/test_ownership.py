@@ -1,0 +1,238 @@
+"""One server for one pool name, whoever dies and however."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.errors import PoolBusyError, PoolError
+from lmcache_core.pool import header
+from lmcache_core.pool.backing import segment_path
+from lmcache_core.pool.header import PoolInfo
+from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.ownership import OwnerLock
+from lmcache_core.pool.segment import OnStale, Segment, name_exists
+
+MIB = 1 << 20
+Make = Callable[..., Segment]
+
+SERVE = """
+    import os, sys
+    from pathlib import Path
+    from lmcache_core.pool.segment import Segment
+    from lmcache_core.pool.populate import Populator
+    name, data_mib, run, shm = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
+    segment = Segment.create(name, data_mib << 20, sys.argv[5], runtime_dir=run, shm_dir=shm)
+    populator = Populator(segment, on_progress=lambda n: None, on_error=print)
+    populator.start()
+    populator.wait()
+    print(populator.done, segment.recreated, flush=True)
+"""
+WAIT = "    input()\n"
+DEV_SHM = Path("/dev/shm")
+
+
+@pytest.mark.parametrize("backing", ["shm", "memfd"])
+def test_a_second_server_is_refused_and_told_who_lives(
+    spawn: Any, pool_name: str, runtime_dir: Path, backing: str
+) -> None:
+    server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, backing)
+    assert server.read() == "True False"
+    with pytest.raises(PoolBusyError, match=f"pid {server.pid}"):
+        Segment.create(pool_name, 4 * MIB, backing, runtime_dir=runtime_dir)
+    # The loser has left everything as it was.
+    with pytest.raises(PoolBusyError):
+        Segment.create(pool_name, 4 * MIB, backing, runtime_dir=runtime_dir)
+
+
+def test_a_server_with_another_runtime_directory_is_refused_too(make: Make, tmp_path: Path) -> None:
+    segment = make()
+    with pytest.raises(PoolBusyError, match=f"pid {os.getpid()}"):
+        Segment.create(segment.info.name, 4 * MIB, runtime_dir=tmp_path / "elsewhere")
+    assert name_exists(segment)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_killed_servers_pool_is_recreated_within_one_pools_memory(
+    spawn: Any, small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
+) -> None:
+    shm = small_mount(64)  # holds one pool of 48 MiB, and never two
+    server = spawn(SERVE + WAIT, pool_name, 48, runtime_dir, shm, "shm")
+    assert server.read() == "True False"
+    with Segment.attach_name(pool_name, shm_dir=shm) as worker:
+        old = worker.view(worker.info.data_offset, worker.info.data_bytes)
+        old[:4] = b"mine"
+        server.kill()
+        successor = spawn(SERVE + WAIT, pool_name, 48, runtime_dir, shm, "shm")
+        assert successor.read() == "True True"
+        # The old mapping reads zeros to its end, without a SIGBUS, and shares nothing with the new one. Only
+        # a part of it is read: each page costs the mount one again, and there is no room for all of them.
+        assert not any(old[:: 64 * 4096])
+        assert not name_exists(worker)
+        with Segment.attach_name(pool_name, shm_dir=shm) as again:
+            assert again.info.boot_id != worker.info.boot_id
+        del old
+
+
+def test_a_stale_pool_of_another_size_is_recreated(
+    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
+) -> None:
+    server = spawn(SERVE + WAIT, pool_name, 8, runtime_dir, DEV_SHM, "shm")
+    server.read()
+    server.kill()
+    segment = make(2 * MIB)
+    assert segment.recreated
+    assert segment_path(pool_name).stat().st_size == segment.info.nbytes
+
+
+@pytest.mark.parametrize("garbage", [b"", b"x", bytes(5000), b"LMCPOOL\0" + bytes(9000)])
+def test_garbage_under_the_pools_name_is_replaced(make: Make, pool_name: str, garbage: bytes) -> None:
+    segment_path(pool_name).write_bytes(garbage)
+    segment = make()
+    assert segment.recreated == bool(garbage)
+    Segment.attach_name(pool_name, segment.info).close()
+
+
+def test_a_stale_pool_is_refused_where_settings_say_so(
+    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
+) -> None:
+    server = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, "shm")
+    server.read()
+    server.kill()
+    with pytest.raises(PoolError, match="lmcache-core clean"):
+        make(on_stale=OnStale.REFUSE)
+    assert segment_path(pool_name).exists()
+
+
+@pytest.mark.parametrize("backing", ["shm", "memfd"])
+def test_a_descriptor_with_a_worker_does_not_keep_a_dead_server_alive(
+    spawn: Any, make: Make, pool_name: str, runtime_dir: Path, backing: str
+) -> None:
+    script = """
+        import array, socket, time
+        ends = socket.socket(fileno=int(sys.argv[6]))
+        fd = segment.worker_fd()
+        ends.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+        input()
+    """
+    ours, theirs = socket.socketpair()
+    arguments = [pool_name, "4", str(runtime_dir), str(DEV_SHM), backing, str(theirs.fileno())]
+    source = textwrap.dedent(SERVE) + textwrap.dedent(script)
+    with (
+        ours,
+        theirs,
+        subprocess.Popen(
+            [sys.executable, "-c", source, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        ) as server,
+    ):
+        _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
+        server.kill()
+        server.wait(60)
+    info = _info_of(fd)
+    with Segment.attach_fd(fd, info) as worker:
+        life = LifeLock.acquire(worker, 0)
+        segment = make(backing=backing)
+        assert segment.info.boot_id != worker.info.boot_id
+        life.close()
+
+
+def _info_of(fd: int) -> PoolInfo:
+    return header.decode(os.pread(fd, header.HEADER_BYTES, 0)).info
+
+
+def test_of_many_servers_at_once_exactly_one_wins(spawn: Any, pool_name: str, runtime_dir: Path) -> None:
+    dead = spawn(SERVE + WAIT, pool_name, 4, runtime_dir, DEV_SHM, "shm")
+    dead.read()
+    dead.kill()
+    script = """
+        import sys
+        from pathlib import Path
+        from lmcache_core.errors import PoolBusyError
+        from lmcache_core.pool.segment import Segment
+        print("ready", flush=True)
+        input()
+        try:
+            segment = Segment.create(sys.argv[1], 4 << 20, runtime_dir=Path(sys.argv[2]))
+            print(segment.info.boot_id, flush=True)
+        except PoolBusyError:
+            print("refused", flush=True)
+        input()
+    """
+    # Each with a directory of its own: only the segment's own lock can tell them apart.
+    rivals = [spawn(script, pool_name, runtime_dir / str(i)) for i in range(6)]
+    for rival in rivals:
+        rival.read()
+    for rival in rivals:
+        rival.tell()
+    answers = [rival.read() for rival in rivals]
+    assert answers.count("refused") == 5
+    (winner,) = [answer for answer in answers if answer != "refused"]
+    with Segment.attach_name(pool_name) as found:
+        assert str(found.info.boot_id) == winner
+
+
+def test_a_forked_child_neither_keeps_nor_removes_its_parents_pool(
+    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
+) -> None:
+    fork = """
+        pid = os.fork()
+        if pid == 0:
+            segment.close()
+            print(os.getpid(), os.path.exists(segment.path), flush=True)
+            sys.stdin.read()
+            os._exit(0)
+        os.waitpid(pid, 0)
+    """
+    server = spawn(textwrap.dedent(SERVE) + textwrap.dedent(fork), pool_name, 4, runtime_dir, DEV_SHM, "shm")
+    assert server.read() == "True False"
+    child_pid, still_there = server.read().split()
+    assert still_there == "True"
+    server.kill()
+    try:
+        os.kill(int(child_pid), 0)
+        assert make().recreated
+    finally:
+        os.kill(int(child_pid), signal.SIGKILL)
+
+
+def test_a_lock_on_an_unlinked_file_is_no_lock(tmp_path: Path) -> None:
+    path = tmp_path / "x.lock"
+    first = OwnerLock.acquire(path)
+    path.unlink()
+    second = OwnerLock.acquire(path)
+    assert not first.named()
+    assert second.named()
+    first.unlink()
+    assert path.exists(), "a lock on another file removed the name"
+    first.close()
+    second.close()
+
+
+def test_a_symbolic_link_under_the_pools_name_is_not_followed(make: Make, pool_name: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    segment_path(pool_name).symlink_to(victim)
+    with pytest.raises(PoolError, match="cannot be opened"):
+        make()
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_refused_creation_leaves_nothing_behind(
+    small_mount: Callable[[int], Path], pool_name: str, runtime_dir: Path
+) -> None:
+    shm = small_mount(8)
+    with pytest.raises(PoolError, match="needs"):
+        Segment.create(pool_name, 64 * MIB, runtime_dir=runtime_dir, shm_dir=shm)
+    assert not list(shm.iterdir())
+    assert not list(runtime_dir.iterdir())
