@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from lmcache_core.pool.backing import Backing, segment_path
 from lmcache_core.pool.segment import Segment
 
@@ -154,6 +154,6 @@ def huge_pages() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def no_descriptor_leaks() -> Iterator[None]:
     # Autouse, so it is set up before the others and looks after they have cleaned up.
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     yield
-    assert len(os.listdir("/proc/self/fd")) <= before, "the test left descriptors open"
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before, "the test left descriptors open"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lmcache_core.errors import PoolBusyError, PoolError
 from lmcache_core.pool import header
 from lmcache_core.pool.backing import segment_path

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from lmcache_core.errors import PoolError, PoolMismatchError, UsageError
 from lmcache_core.limits import HUGE_PAGE_BYTES
 from lmcache_core.pool.backing import Access, Backing, segment_path
