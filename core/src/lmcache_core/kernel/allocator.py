@@ -1,0 +1,283 @@
+"""Slots for objects: exact size classes in slabs, and whole slabs from class to class.
+
+The pool's slab area is a row of equal *units*. A *slab* is a run of units given to one size class and divided
+into equal slots; an object larger than a unit gets a slab of its own run. Taking and giving back cost O(1) a
+slot and touch no memory of the pool. An empty slab stays with its class until another one needs its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.states import State
+from lmcache_core.limits import OBJECT_BYTES_MAX, PAGE_BYTES, SLAB_BYTES, SLAB_BYTES_MIN
+
+UNITS_WANTED = 64  # a small pool is divided at least this finely, so that several classes find room in it
+SLAB_UNITS_MAX = 8  # slots that fit a unit badly get slabs of up to this many units …
+WASTE_MAX = 1 / 8  # … until no more than this share of the slab is lost at its end
+
+ABSENT, FREE, TAKEN = 0, 1, 2  # a unit: not populated yet, in no slab, in a slab
+
+
+def slab_bytes_for(pool_bytes: int) -> int:
+    """The unit for a pool: 64 MiB, and in small pools the power of two that gives at least 64 units."""
+    unit = SLAB_BYTES
+    while unit > SLAB_BYTES_MIN and pool_bytes < unit * UNITS_WANTED:
+        unit //= 2
+    return unit
+
+
+def slot_bytes_for(nbytes: int) -> int:
+    """The size class of an object: whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class SizeClass:
+    """All slabs of one slot size. `open` holds those with a free slot; the last one is filled first."""
+
+    __slots__ = ("open", "slabs", "slot_bytes", "slots", "slots_used", "units_best", "units_least")
+
+    def __init__(self, slot_bytes: int, unit_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.units_least = -(-slot_bytes // unit_bytes)
+        self.units_best = self._best(unit_bytes)
+        self.open: dict[Slab, None] = {}
+        self.slabs = 0
+        self.slots = 0
+        self.slots_used = 0
+
+    @property
+    def slots_free(self) -> int:
+        return self.slots - self.slots_used
+
+    def _best(self, unit_bytes: int) -> int:
+        for units in range(self.units_least, max(self.units_least, SLAB_UNITS_MAX) + 1):
+            if units * unit_bytes % self.slot_bytes <= units * unit_bytes * WASTE_MAX:
+                return units
+        return self.units_least
+
+
+class Slab:
+    """A run of units divided into slots of one size."""
+
+    __slots__ = (
+        "end", "first_unit", "free", "fresh", "nbytes", "residents", "size_class", "slot_bytes", "slots", "start",
+        "units", "used",
+    )  # fmt: skip
+
+    def __init__(self, size_class: SizeClass, first_unit: int, units: int, start: int, nbytes: int) -> None:
+        self.size_class = size_class
+        self.slot_bytes = size_class.slot_bytes
+        self.first_unit = first_unit
+        self.units = units
+        self.start = start
+        self.nbytes = nbytes
+        self.slots = nbytes // self.slot_bytes
+        self.end = start + self.slots * self.slot_bytes
+        self.used = 0
+        self.fresh = start  # slots from here to `end` were never taken: not even a list entry stands for them
+        self.free: list[int] = []  # offsets that came back; the last one goes out first, its page is the warmest
+        # Slot → its incarnation, to empty a slab without searching. A freed slot keeps its last one, in state
+        # FREE, until it is taken again: clearing it would cost a division for each slot given back.
+        self.residents: list[Incarnation | None] = [None] * self.slots
+
+    def take(self, slots: int) -> list[int]:
+        """Offsets of up to `slots` free slots, at least one while there is any."""
+        free = self.free
+        if free:
+            offsets = free[-slots:]
+            del free[-slots:]
+        else:
+            end = min(self.fresh + slots * self.slot_bytes, self.end)
+            offsets = list(range(self.fresh, end, self.slot_bytes))
+            self.fresh = end
+        return offsets
+
+    def live(self) -> list[Incarnation]:
+        """What stands in its slots now."""
+        return [item for item in self.residents if item is not None and item.state is not State.FREE]
+
+    def evictable(self) -> bool:
+        """Nothing in it is written, doomed, quarantined or held."""
+        return all(item.state is State.READY and not item.holds for item in self.live())
+
+
+class Allocator:
+    """Divides the slab area: `pool_bytes` from `data_offset` on, of which `populate` says how much is there."""
+
+    def __init__(self, pool_bytes: int, data_offset: int, unit_bytes: int) -> None:
+        if unit_bytes < SLAB_BYTES_MIN or unit_bytes % PAGE_BYTES:
+            raise UsageError(f"slab_bytes {unit_bytes:,} must be whole pages and at least {SLAB_BYTES_MIN:,}")
+        if pool_bytes < unit_bytes:
+            raise UsageError(
+                f"a pool of {pool_bytes:,} bytes is smaller than one slab of {unit_bytes:,}: enlarge it"
+            )
+        self.pool_bytes = pool_bytes // PAGE_BYTES * PAGE_BYTES
+        self.data_offset = data_offset
+        self.unit_bytes = unit_bytes
+        self.populated_bytes = 0
+        self.used_bytes = 0
+        self.classes: dict[int, SizeClass] = {}
+        units = -(-self.pool_bytes // unit_bytes)  # the last one may be shorter
+        self._units = bytearray(units)  # searched with `find`, at the speed of memchr
+        self._owners: list[Slab | None] = [None] * units
+        self._populated_units = 0
+        self._empty: dict[Slab, None] = {}
+        self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since the last look
+
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    def populate(self, nbytes_total: int) -> None:
+        """The first `nbytes_total` bytes of the area may be handed out."""
+        self.populated_bytes = max(self.populated_bytes, min(nbytes_total, self.pool_bytes))
+        whole = self.populated_bytes == self.pool_bytes
+        units = len(self._units) if whole else self.populated_bytes // self.unit_bytes
+        for unit in range(self._populated_units, units):
+            self._units[unit] = FREE
+        self._populated_units = max(units, self._populated_units)
+
+    @property
+    def warming(self) -> bool:
+        """Memory is still to come."""
+        return self.populated_bytes < self.pool_bytes
+
+    @property
+    def units_free(self) -> int:
+        return self._units.count(FREE)
+
+    @property
+    def empty_bytes(self) -> int:
+        """Bytes that any class may have: units in no slab, and slabs without an object."""
+        loose = sum(self._run_bytes(unit, 1) for unit, state in enumerate(self._units) if state == FREE)
+        return loose + sum(slab.nbytes for slab in self._empty)
+
+    # --- slots ----------------------------------------------------------------------------------------------
+
+    def size_class(self, nbytes: int) -> SizeClass:
+        """The class of objects of `nbytes`, made when it is first asked for."""
+        slot_bytes = slot_bytes_for(nbytes)
+        found = self.classes.get(slot_bytes)
+        if found is None:
+            found = self.classes[slot_bytes] = SizeClass(slot_bytes, self.unit_bytes)
+        return found
+
+    def fits(self, size_class: SizeClass) -> bool:
+        """Whether an empty pool could hold one."""
+        return size_class.slot_bytes <= min(self.pool_bytes, slot_bytes_for(OBJECT_BYTES_MAX))
+
+    def place(self, size_class: SizeClass, objects: Sequence[Incarnation]) -> int:
+        """Give slots to the objects, first to last; how many got one before class and area were full."""
+        placed, count = 0, len(objects)
+        slot_bytes = size_class.slot_bytes
+        while placed < count:
+            if size_class.open:
+                slab = next(reversed(size_class.open))
+            else:
+                grown = self.grow(size_class)
+                if grown is None:
+                    break
+                slab = grown
+            offsets = slab.take(count - placed)
+            if not slab.used:
+                del self._empty[slab]
+            slab.used += len(offsets)
+            if slab.used == slab.slots:
+                del size_class.open[slab]
+            start, residents = slab.start, slab.residents
+            for item, offset in zip(objects[placed : placed + len(offsets)], offsets, strict=True):
+                item.offset = offset
+                item.slab = slab
+                residents[(offset - start) // slot_bytes] = item
+            placed += len(offsets)
+        size_class.slots_used += placed
+        self.used_bytes += placed * slot_bytes
+        return placed
+
+    def free(self, objects: Iterable[Incarnation]) -> None:
+        """Take back the slots of objects that are in state FREE now."""
+        nbytes = 0
+        for item in objects:
+            slab = item.slab
+            size_class = slab.size_class
+            slab.free.append(item.offset)
+            if slab.used == slab.slots:
+                size_class.open[slab] = None
+            slab.used -= 1
+            size_class.slots_used -= 1
+            nbytes += slab.slot_bytes
+            if not slab.used:
+                self._empty[slab] = None
+                slab.free = []  # whole again: its slots go out in order once more
+                slab.fresh = slab.start
+        self.used_bytes -= nbytes
+
+    # --- slabs ----------------------------------------------------------------------------------------------
+
+    def slabs_to_empty(self, size_class: SizeClass, around: Slab, known_busy: set[Slab]) -> list[Slab] | None:
+        """Slabs that, emptied, make room for one more slab of `size_class` where `around` stands; None if
+        something there is held. `known_busy` collects slabs found to be held, so that none is looked at twice."""
+        units = size_class.units_least
+        first = max(0, around.first_unit - units + 1)
+        last = min(around.first_unit + around.units, len(self._units) - units + 1)
+        for start in range(first, last):
+            if self._run_bytes(start, units) < size_class.slot_bytes:
+                continue
+            run = range(start, start + units)
+            if any(self._units[unit] == ABSENT for unit in run):
+                continue
+            slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
+            if known_busy.intersection(slabs):
+                continue
+            busy = [slab for slab in slabs if not slab.evictable()]
+            if not busy:
+                return slabs
+            known_busy.update(busy)
+        return None
+
+    def dissolve(self, slabs: Sequence[Slab]) -> None:
+        """Return empty slabs to all classes."""
+        for slab in slabs:
+            assert not slab.used, "only an empty slab goes back"
+            del self._empty[slab]
+            size_class = slab.size_class
+            del size_class.open[slab]
+            size_class.slabs -= 1
+            size_class.slots -= slab.slots
+            for unit in range(slab.first_unit, slab.first_unit + slab.units):
+                self._units[unit] = FREE
+                self._owners[unit] = None
+            slab.residents = []
+            self.assigned.append((slab.start, slab.nbytes, 0))
+
+    def grow(self, size_class: SizeClass) -> Slab | None:
+        """Give the class one more slab, of units that are in none or in an empty one of another class."""
+        run = self._find_run(size_class)
+        if run is None:
+            self.dissolve([slab for slab in self._empty if slab.size_class is not size_class])
+            run = self._find_run(size_class)
+        if run is None:
+            return None
+        first, units = run
+        start = self.data_offset + first * self.unit_bytes
+        slab = Slab(size_class, first, units, start, self._run_bytes(first, units))
+        for unit in range(first, first + units):
+            self._units[unit] = TAKEN
+            self._owners[unit] = slab
+        self._empty[slab] = None
+        size_class.open[slab] = None
+        size_class.slabs += 1
+        size_class.slots += slab.slots
+        self.assigned.append((slab.start, slab.nbytes, slab.slot_bytes))
+        return slab
+
+    def _find_run(self, size_class: SizeClass) -> tuple[int, int] | None:
+        for units in dict.fromkeys((size_class.units_best, size_class.units_least)):
+            first = self._units.find(bytes([FREE]) * units)
+            if first >= 0 and self._run_bytes(first, units) >= size_class.slot_bytes:
+                return first, units
+        return None
+
+    def _run_bytes(self, first: int, units: int) -> int:
+        return min((first + units) * self.unit_bytes, self.pool_bytes) - first * self.unit_bytes

@@ -1,0 +1,137 @@
+"""What the kernel answers: one byte a key on the wire, and the shapes around those bytes."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Grant(IntEnum):
+    """The status of one key in the answer to a prepare, a lookup or a pin."""
+
+    GRANTED = 0
+    EXISTS = 1  # stored already: nothing to write
+    BUSY = 2  # someone (perhaps this very batch) is writing it
+    FULL = 3  # no room, even after eviction
+    WARMING = 4  # no room yet: the pool is still being populated
+    TOO_LARGE = 5  # no pool of this size can hold it
+    QUOTA = 6  # the session's quarantine, or the pinned bytes, are at their cap
+    MISS = 7  # the reason stands beside it
+    LOADING = 8  # a lane is bringing it from a tier
+
+
+class Settled(IntEnum):
+    """What became of one position of a lease."""
+
+    COMMITTED = 0
+    ABORTED = 1
+    FINISHED = 2
+    CLEARED = 3  # a clear came first: nothing became visible
+    NOT_HELD = 4  # never granted
+    OPEN = 5  # granted and not settled yet; only `lease_status` shows it
+
+
+class Reason(IntEnum):
+    """Why a key was not served."""
+
+    NONE = 0
+    NEVER_STORED = 1  # or so long ago that nothing is remembered
+    EVICTED = 2
+    EXPIRED = 3  # its writer did not commit in time
+    CLEARED = 4
+    QUOTA = 5
+    TIER_ERROR = 6
+    LATE = 7
+    DAMAGED = 8
+    DROPPED = 9  # stored to the tiers and deleted from the L1, or dropped with its one reader
+    WRITER_DIED = 10
+    BEING_WRITTEN = 11
+    NO_ROOM = 12  # was offered when the pool was full
+    OTHER_LAYOUT = 13  # stored under another layout than the one asked for
+    ABORTED = 14  # its writer gave up
+
+
+class LeaseKind(IntEnum):
+    """The three kinds of lease."""
+
+    PROMISE = 0
+    READ = 1
+    WRITE = 2
+
+
+@dataclass(slots=True)
+class Grants:
+    """The answer to a prepare: all columns are positional with the keys of the call.
+
+    `offsets` are absolute in the pool, 0 where nothing was granted. `reasons` is empty when no key is a MISS.
+    """
+
+    lease_id: int
+    deadline: float
+    statuses: bytearray
+    reasons: bytearray
+    offsets: array[int]
+
+
+@dataclass(slots=True)
+class Lookup:
+    """The answer to a lookup. `promise_id` is 0 where nothing was held."""
+
+    statuses: bytearray
+    reasons: bytearray
+    promise_id: int = 0
+    deadline: float = 0.0
+
+
+@dataclass(slots=True)
+class LeaseStatus:
+    """`answers[i]` is the `Settled` of position i."""
+
+    lease_id: int
+    kind: LeaseKind
+    open: bool  # something is left to settle
+    expired: bool
+    deadline: float
+    answers: bytearray
+
+
+@dataclass(slots=True)
+class Cleared:
+    """`objects` and `nbytes` left the index; `doomed` more were being written or loaded and will not appear."""
+
+    objects: int
+    nbytes: int
+    doomed: int
+
+
+@dataclass(slots=True)
+class ClassUsage:
+    """One size class of the allocator."""
+
+    slot_bytes: int
+    slabs: int
+    slots: int
+    slots_used: int
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the kernel holds now; every figure is kept up to date and costs nothing that grows with residents."""
+
+    pool_bytes: int
+    populated_bytes: int
+    used_bytes: int  # bytes of all slots that are not free
+    bytes_by_state: dict[str, int]
+    objects_by_state: dict[str, int]
+    leases_by_kind: dict[str, int]
+    sessions: int
+    sessions_lost: int  # their connection ended, their death is not proven
+    quarantine_by_uid: dict[int, int]  # overdue bytes: names the culprit
+    quarantine_by_session: dict[int, int]
+    pinned_bytes: int
+    pinned_objects: int
+    fragmentation: float  # share of the free populated bytes that only their own size class can use
+    slabs_free: int  # units that belong to no class
+    classes: list[ClassUsage] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)

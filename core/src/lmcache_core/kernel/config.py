@@ -1,0 +1,48 @@
+"""What a kernel is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache_core import limits
+from lmcache_core.errors import UsageError
+
+
+@dataclass(slots=True)
+class KernelConfig:
+    """Sizes and times of one kernel.
+
+    `pool_bytes` counts the slab area alone, which starts at `data_offset` in the segment. `slab_bytes` is the
+    unit it is divided in; 0 takes `allocator.slab_bytes_for(pool_bytes)`.
+    """
+
+    pool_bytes: int
+    data_offset: int = 0
+    slab_bytes: int = 0
+    write_ttl_s: float = limits.WRITE_TTL_S
+    read_ttl_s: float = limits.READ_TTL_S
+    promise_ttl_s: float = limits.PROMISE_TTL_S
+    watermark: float = limits.L1_WATERMARK
+    evict_ratio: float = limits.EVICT_RATIO
+    quarantine_fraction_max: float = limits.QUARANTINE_FRACTION_MAX
+    quarantine_fraction_per_uid_max: float = limits.QUARANTINE_FRACTION_PER_UID_MAX
+    pinned_fraction_max: float = limits.PINNED_FRACTION_MAX
+    settled_leases_remembered: int = limits.SETTLED_LEASES_REMEMBERED
+    lost_keys_remembered: int = 32_768  # why a key is gone: some 5 MB at most
+
+    def __post_init__(self) -> None:
+        for name in (
+            "watermark", "evict_ratio", "quarantine_fraction_max", "quarantine_fraction_per_uid_max",
+            "pinned_fraction_max",
+        ):  # fmt: skip
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)} and must be above 0 and at most 1")
+        for name in ("write_ttl_s", "read_ttl_s", "promise_ttl_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} is {getattr(self, name)} and must be above 0")
+        if self.data_offset % limits.PAGE_BYTES:
+            raise UsageError(f"data_offset {self.data_offset:#x} must be a multiple of {limits.PAGE_BYTES}")
+        if not 0 < self.pool_bytes <= limits.POOL_BYTES_MAX:
+            raise UsageError(
+                f"pool_bytes {self.pool_bytes:,} must be above 0 and at most {limits.POOL_BYTES_MAX:,}"
+            )

@@ -1,0 +1,80 @@
+"""What the kernel wants done, in the order in which it was decided.
+
+The caller takes the list after every call (also after one that raised) and applies it before it replies:
+a slot is marked in the pool before anyone hears that it was granted. Effects carry whole batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache_core.kernel.answers import LeaseKind, Reason
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.states import State
+
+
+@dataclass(slots=True)
+class SlotsMarked:
+    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table (else 0)."""
+
+    offsets: list[int]
+    state: State
+    row: int
+
+
+@dataclass(slots=True)
+class SlabAssigned:
+    """`nbytes` from `offset` on belong to the size class of `slot_bytes` now; 0: to no class."""
+
+    offset: int
+    nbytes: int
+    slot_bytes: int
+
+
+@dataclass(slots=True)
+class Committed:
+    """These became visible. `loaded`: they came from a tier."""
+
+    objects: list[Incarnation]
+    loaded: bool
+
+
+@dataclass(slots=True)
+class Read:
+    """A session has finished reading these; some may have been dropped with that."""
+
+    objects: list[Incarnation]
+
+
+@dataclass(slots=True)
+class Evicted:
+    """These left the index to make room; their slots are free."""
+
+    objects: list[Incarnation]
+
+
+@dataclass(slots=True)
+class Removed:
+    """These left the index for another reason; slots that are still held follow later."""
+
+    objects: list[Incarnation]
+    reason: Reason
+
+
+@dataclass(slots=True)
+class LeaseExpired:
+    """Tell the session: it is to answer (commit, abort or finish) when its copies are done."""
+
+    session_id: int
+    lease_id: int
+    kind: LeaseKind
+
+
+@dataclass(slots=True)
+class LoadDoomed:
+    """A clear or the deadline doomed what a lane is loading under this lease: cancel it, then abort."""
+
+    lease_id: int
+
+
+Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | LoadDoomed

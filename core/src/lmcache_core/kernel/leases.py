@@ -1,0 +1,250 @@
+"""Leases: numbered, dated permissions, and the book they stand in.
+
+A lease's id is its fencing token: boot epoch and counter, never used twice. Positions count through all pages of
+a lease. The book knows open leases, remembers settled ones for a while, and knows which deadline is next.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from lmcache_core.errors import LeaseExpiredError, UsageError
+from lmcache_core.kernel.answers import LeaseKind, LeaseStatus, Settled
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.sessions import Session
+from lmcache_core.kernel.states import State
+
+COUNTER_BITS = 40  # a million leases a second for twelve days, below 24 bits of boot epoch
+STALE_DEADLINES_KEPT = 64  # a heap this small is not worth sifting
+REMEMBERED_BYTES_MAX = 16 << 20  # answers of settled leases: one byte a position
+
+_OPEN, _NOT_HELD = int(Settled.OPEN), int(Settled.NOT_HELD)
+
+
+class Lease:
+    """A permission for a batch of slots. `entries[i]` is what position i still holds; `answers[i]` its `Settled`."""
+
+    __slots__ = (
+        "answers", "charged_bytes", "deadline", "entries", "expired", "id", "kind", "live", "namespace", "pending",
+        "queued", "session", "ttl_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lease_id: int,
+        kind: LeaseKind,
+        session: Session,
+        namespace: int,
+        live: State,
+        ttl_s: float,
+        now: float,
+    ) -> None:
+        self.id = lease_id
+        self.kind = kind
+        self.session = session
+        self.namespace = namespace
+        self.live = live  # the state of what it writes: WRITING or LOADING; READY for reads and promises
+        self.ttl_s = ttl_s
+        self.deadline = now + ttl_s
+        self.entries: list[Incarnation | None] = []
+        self.answers = bytearray()
+        self.pending = 0
+        self.expired = False
+        self.charged_bytes = 0  # its share of the quarantine
+        self.queued = False  # its deadline stands in the book's heap
+
+    def held(self) -> list[Incarnation]:
+        """What it still holds, by position."""
+        return [item for item in self.entries if item is not None]
+
+    def add_page(self, entries: list[Incarnation | None], granted: int) -> None:
+        self.entries += entries
+        self.pending += granted
+        if granted == len(entries):
+            self.answers += bytes((_OPEN,)) * granted
+        else:
+            self.answers += bytes([_NOT_HELD if item is None else _OPEN for item in entries])
+
+    def settle(self, positions: Sequence[int] | None, answer: Settled) -> tuple[list[Incarnation], list[int]]:
+        """Let go of what the positions (None: all) still hold: those objects, and where they stood.
+
+        They are answered with `answer`; what was settled before keeps its first answer.
+        """
+        entries, answers = self.entries, self.answers
+        if positions is None:
+            let_go = [item for item in entries if item is not None]
+            if len(let_go) == len(entries):
+                where = list(range(len(entries)))
+            else:
+                where = [at for at, item in enumerate(entries) if item is not None]
+            self.entries = [None] * len(answers)
+            self.answers = answers.replace(bytes((_OPEN,)), bytes((answer,)))
+            self.pending = 0
+            return let_go, where
+        self.check_positions(positions)
+        let_go, where = [], []
+        for at in positions:
+            item = entries[at] if at < len(entries) else None
+            if item is not None:
+                entries[at] = None
+                answers[at] = answer
+                let_go.append(item)
+                where.append(at)
+        self.pending -= len(let_go)
+        return let_go, where
+
+    def check_positions(self, positions: Sequence[int]) -> None:
+        count = len(self.answers)
+        for at in positions:
+            if not 0 <= at < count:
+                raise UsageError(f"position {at} is not in lease {self.id:#x}, which has {count}: count from 0")
+
+    def answered(self, positions: Sequence[int] | None) -> bytearray:
+        """The answer of each position asked for; None: of every position of the lease."""
+        return bytearray(self.answers) if positions is None else bytearray([self.answers[at] for at in positions])
+
+    def status(self) -> LeaseStatus:
+        return LeaseStatus(
+            self.id, self.kind, self.pending > 0, self.expired, self.deadline, bytearray(self.answers)
+        )
+
+
+class LeaseBook:
+    """All leases: open by id, settled ones for a while, deadlines in order."""
+
+    def __init__(self, epoch: int, remembered_max: int) -> None:
+        self._next_id = (epoch << COUNTER_BITS) + 1
+        self._open: dict[int, Lease] = {}
+        self._settled: dict[int, Lease] = {}
+        self._settled_order: deque[Lease] = deque()
+        self._settled_bytes = 0
+        self._settled_max = remembered_max
+        self._deadlines: list[tuple[float, int, Lease]] = []
+        self._stale_deadlines = 0
+        self.by_kind = [0] * len(LeaseKind)
+        self.stale = 0  # refused: not that session's, or too late
+
+    def new_id(self) -> int:
+        lease_id = self._next_id
+        self._next_id += 1
+        return lease_id
+
+    def open(self, lease: Lease) -> None:
+        self._open[lease.id] = lease
+        lease.session.leases[lease.id] = lease
+        self.by_kind[lease.kind] += 1
+        self._push(lease)
+
+    def extend(self, lease: Lease, entries: list[Incarnation | None], granted: int) -> None:
+        """Add a page. A lease whose earlier pages are all settled opens again if this one grants something."""
+        if lease.pending:
+            lease.add_page(entries, granted)
+        elif granted:
+            if self._settled.pop(lease.id, None) is not None:
+                self._settled_bytes -= len(lease.answers)
+            lease.entries = [None] * len(lease.answers)
+            lease.add_page(entries, granted)
+            self.open(lease)
+        else:
+            lease.answers += bytes((_NOT_HELD,)) * len(entries)
+            self._settled_bytes += len(entries) if lease.id in self._settled else 0
+
+    def close(self, lease: Lease) -> None:
+        """All is settled: remember the answers for a while."""
+        del self._open[lease.id]
+        del lease.session.leases[lease.id]
+        self.by_kind[lease.kind] -= 1
+        if lease.queued:
+            self._stale_deadlines += 1
+            self._sift()
+        self.remember(lease)
+
+    def remember(self, lease: Lease) -> None:
+        lease.entries = []
+        self._settled[lease.id] = lease
+        self._settled_order.append(lease)
+        self._settled_bytes += len(lease.answers)
+        while len(self._settled_order) > self._settled_max or self._settled_bytes > REMEMBERED_BYTES_MAX:
+            oldest = self._settled_order.popleft()
+            if self._settled.pop(oldest.id, None) is not None:  # None: it was reopened since
+                self._settled_bytes -= len(oldest.answers)
+
+    def find(self, session: Session, lease_id: int, kind: LeaseKind | None) -> Lease:
+        """The session's lease of that id, open or remembered. Raises `LeaseExpiredError` and counts otherwise."""
+        lease = self.of_session(session, lease_id)
+        if lease is None:
+            raise self.refusal(
+                f"lease {lease_id:#x} is not session {session.id}'s, or was settled long ago: prepare again"
+            )
+        if kind is not None and lease.kind is not kind:
+            raise UsageError(
+                f"lease {lease_id:#x} is a {lease.kind.name} lease and this call settles {kind.name} leases"
+            )
+        return lease
+
+    def of_session(self, session: Session, lease_id: int) -> Lease | None:
+        """The session's lease of that id, open or remembered, if there is one."""
+        lease = self._open.get(lease_id) or self._settled.get(lease_id)
+        return lease if lease is not None and lease.session is session else None
+
+    def find_promise(self, promise_id: int, namespace: int) -> Lease | None:
+        """A promise that any session of its namespace may redeem; None, and counted, when it is no more."""
+        promise = self._open.get(promise_id)
+        if promise is not None and promise.kind is LeaseKind.PROMISE and promise.namespace == namespace:
+            return promise
+        if promise_id not in self._settled:  # redeemed by another rank of the same request: no mystery
+            self.stale += 1
+        return None
+
+    def refusal(self, message: str) -> LeaseExpiredError:
+        self.stale += 1
+        return LeaseExpiredError(message)
+
+    def renew(self, lease: Lease, now: float) -> None:
+        # The heap keeps the old deadline; `due` looks at the lease and puts it back.
+        lease.deadline = max(lease.deadline, now + lease.ttl_s)
+
+    def all(self) -> Iterable[Lease]:
+        return self._open.values()
+
+    # --- deadlines ------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `due` may have something; perhaps too early, never too late."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def due(self, now: float) -> Iterable[Lease]:
+        """Open leases whose time is up; each is given once and marked expired."""
+        heap = self._deadlines
+        while heap and heap[0][0] <= now:
+            lease = heapq.heappop(heap)[2]
+            lease.queued = False
+            if lease.id not in self._open:
+                self._stale_deadlines -= 1
+            elif lease.deadline > now:
+                self._push(lease)
+            else:
+                lease.expired = True
+                yield lease
+
+    def _push(self, lease: Lease) -> None:
+        if lease.queued:  # it was settled and reopened before its old deadline passed
+            self._stale_deadlines -= 1
+        else:
+            lease.queued = True
+            heapq.heappush(self._deadlines, (lease.deadline, lease.id, lease))
+
+    def _sift(self) -> None:
+        # Settled leases leave the heap once they outnumber the open ones: O(1) a lease over time.
+        if self._stale_deadlines > STALE_DEADLINES_KEPT and self._stale_deadlines * 2 > len(self._deadlines):
+            kept = []
+            for entry in self._deadlines:
+                lease = entry[2]
+                lease.queued = lease.id in self._open
+                if lease.queued:
+                    kept.append(entry)
+            heapq.heapify(kept)
+            self._deadlines[:] = kept  # in place: `due` may be walking it
+            self._stale_deadlines = 0

@@ -1,0 +1,142 @@
+"""Incarnations, and the table that finds the visible or coming one of a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.states import State
+from lmcache_core.limits import KEY_BYTES
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.allocator import Slab
+
+SHARDS = 256  # a dictionary grows in one go: 1,000,000 keys in one stalled for 174 ms, in 256 for less than one
+SHARD_FROM_KEYS = 2048  # below this a namespace is one dictionary: a tenant with ten keys must not cost 16 KiB
+
+
+class Incarnation:
+    """One object in one slot. A key may have had many; at most one of them stands in the table.
+
+    Satisfies `Entry`. It is built field by field in `Writing`: a call of `__init__` for each key costs more
+    than the rest of the grant.
+    """
+
+    __slots__ = (
+        "generation",
+        "holds",
+        "key",
+        "layout_id",
+        "namespace",
+        "nbytes",
+        "newer",
+        "offset",
+        "older",
+        "policy_data",
+        "slab",
+        "state",
+        "temporary",
+    )
+
+    key: bytes
+    namespace: int
+    nbytes: int  # of its slot: what its eviction gives back
+    holds: int  # read leases, promises and pins on it
+    older: Any
+    newer: Any
+    policy_data: Any
+    offset: int
+    layout_id: int
+    generation: int  # grows with every grant, so a slot never shows one twice
+    state: State
+    slab: Slab
+    temporary: bool  # loaded for one reader, dropped with it
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.state.name} {self.key.hex()[:8]} of namespace {self.namespace:#x}: "
+            f"{self.nbytes:,} bytes at {self.offset:#x}, holds {self.holds}>"
+        )
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise `UsageError` naming the first key that is not 32 bytes."""
+    if set(map(len, keys)) - {KEY_BYTES}:
+        at = next(i for i, key in enumerate(keys) if len(key) != KEY_BYTES)
+        raise UsageError(
+            f"key {at} is {len(keys[at])} bytes long and a key has {KEY_BYTES}: derive keys with tokens/"
+        )
+
+
+class NamespaceTable:
+    """key → incarnation, for one namespace. Hot loops reach into `shards` and `mask` themselves:
+    the shard of a key is `shards[(key[0] ^ key[31]) & mask]`, which spreads digests and counters alike."""
+
+    __slots__ = ("mask", "shards")
+
+    def __init__(self) -> None:
+        self.shards: list[dict[bytes, Incarnation]] = [{}]
+        self.mask = 0
+
+    def make_ready_for(self, keys: int) -> None:
+        """Split before the one dictionary becomes large enough to stall; costs its 2,048 entries, once."""
+        if self.mask == 0 and len(self.shards[0]) + keys > SHARD_FROM_KEYS:
+            whole = self.shards[0]
+            self.shards = [{} for _ in range(SHARDS)]
+            self.mask = SHARDS - 1
+            for key, found in whole.items():
+                self.shards[key[0] ^ key[31]][key] = found
+
+    def get(self, key: bytes) -> Incarnation | None:
+        return self.shards[(key[0] ^ key[31]) & self.mask].get(key)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def __iter__(self) -> Iterator[Incarnation]:
+        for shard in self.shards:
+            yield from shard.values()
+
+
+class ObjectTable:
+    """The table of residents: namespace → key → the incarnation that is being written, loaded, or ready."""
+
+    def __init__(self) -> None:
+        self.namespaces: dict[int, NamespaceTable] = {}
+        self._nothing = NamespaceTable()
+
+    def of(self, namespace: int) -> NamespaceTable:
+        """The namespace's table, to look into; an empty one that is never written to where there is none."""
+        return self.namespaces.get(namespace, self._nothing)
+
+    def made(self, namespace: int, keys: int) -> NamespaceTable:
+        """The namespace's table, to insert up to `keys` keys into."""
+        table = self.namespaces.get(namespace)
+        if table is None:
+            table = self.namespaces[namespace] = NamespaceTable()
+        table.make_ready_for(keys)
+        return table
+
+    def remove(self, objects: Iterable[Incarnation]) -> None:
+        """Take out objects that stand in the table."""
+        namespace, shards, mask = -1, self._nothing.shards, 0
+        for item in objects:
+            if item.namespace != namespace:
+                self._forget_if_empty(namespace)
+                namespace = item.namespace
+                table = self.namespaces[namespace]
+                shards, mask = table.shards, table.mask
+            key = item.key
+            del shards[(key[0] ^ key[31]) & mask][key]
+        self._forget_if_empty(namespace)
+
+    def drop(self, namespace: int) -> None:
+        """Take out a whole namespace."""
+        self.namespaces.pop(namespace, None)
+
+    def _forget_if_empty(self, namespace: int) -> None:
+        # `any` stops at the first shard that holds something, which is nearly always the first one.
+        table = self.namespaces.get(namespace)
+        if table is not None and not any(table.shards):
+            del self.namespaces[namespace]

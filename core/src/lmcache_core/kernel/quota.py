@@ -1,0 +1,65 @@
+"""Quarantine is capped: a writer that goes silent must not take the pool from everyone else."""
+
+from __future__ import annotations
+
+from lmcache_core.kernel.leases import Lease
+from lmcache_core.kernel.sessions import Session
+
+
+class Quarantine:
+    """Overdue bytes, by session and uid.
+
+    Slots are charged when their write lease expires. At a cap the sessions that are to blame get no new slots:
+    those with overdue bytes of their own, and where sessions without a connection left that much behind, every
+    session of their uid (there is nobody else to refuse).
+    """
+
+    def __init__(self, pool_bytes_max: int, uid_bytes_max: int) -> None:
+        self._pool_bytes_max = pool_bytes_max
+        self._uid_bytes_max = uid_bytes_max
+        self.nbytes = 0
+        self.by_uid: dict[int, int] = {}
+        self._lost_by_uid: dict[int, int] = {}
+
+    def charge(self, lease: Lease, nbytes: int) -> None:
+        """`nbytes` more of the lease's slots are overdue; negative: as many were answered for."""
+        lease.charged_bytes += nbytes
+        self._count(lease.session, nbytes)
+
+    def lost(self, session: Session) -> None:
+        """The session's connection ended: from now on its uid answers for it."""
+        session.lost = True
+        if session.quarantined_bytes:
+            _add(self._lost_by_uid, session.uid, session.quarantined_bytes)
+
+    def move(self, lease: Lease, session: Session) -> None:
+        """The lease is to be answered for by another session now."""
+        self._count(lease.session, -lease.charged_bytes)
+        lease.session = session
+        self._count(session, lease.charged_bytes)
+
+    def refuses(self, session: Session) -> bool:
+        """Whether the session is to blame, and a cap is reached."""
+        if not self.nbytes:
+            return False
+        uid = session.uid
+        if self._lost_by_uid.get(uid, 0) >= self._uid_bytes_max:
+            return True
+        over = self.nbytes >= self._pool_bytes_max or self.by_uid.get(uid, 0) >= self._uid_bytes_max
+        return over and session.quarantined_bytes > 0
+
+    def _count(self, session: Session, nbytes: int) -> None:
+        if nbytes:
+            self.nbytes += nbytes
+            session.quarantined_bytes += nbytes
+            _add(self.by_uid, session.uid, nbytes)
+            if session.lost:
+                _add(self._lost_by_uid, session.uid, nbytes)
+
+
+def _add(sums: dict[int, int], uid: int, nbytes: int) -> None:
+    total = sums.get(uid, 0) + nbytes
+    if total:
+        sums[uid] = total
+    else:
+        sums.pop(uid, None)

@@ -1,0 +1,224 @@
+"""The read side: lookup, promises, read leases. Nothing here changes what is stored."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Lookup, Reason, Settled
+from lmcache_core.kernel.config import KernelConfig
+from lmcache_core.kernel.effects import LeaseExpired, Read
+from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.sessions import SERVER_SESSION, Session
+from lmcache_core.kernel.states import State
+from lmcache_core.kernel.writing import check_batch
+
+READY = State.READY
+_MISS = int(Grant.MISS)
+
+
+class Reading:
+    """Leases to read, and promises of them."""
+
+    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook) -> None:
+        self._residents = residents
+        self._leases = leases
+        self._read_ttl_s = config.read_ttl_s
+        self._promise_ttl_s = config.promise_ttl_s
+        self.expiries = 0
+
+    # --- finding --------------------------------------------------------------------------------------------
+
+    def _find(
+        self, namespace: int, layout_id: int, keys: Sequence[bytes], prefix: bool
+    ) -> tuple[list[Incarnation | None], list[Incarnation], bytearray, bytearray]:
+        """For each key the ready object or None; those found; statuses; reasons (empty when nothing missed)."""
+        table = self._residents.table.of(namespace)
+        shards, mask = table.shards, table.mask
+        entries: list[Incarnation | None] = []
+        found: list[Incarnation] = []
+        for key in keys:
+            item = shards[(key[0] ^ key[31]) & mask].get(key)
+            if item is not None and item.state is READY:
+                entries.append(item)
+                found.append(item)
+            elif prefix:
+                break
+            else:
+                entries.append(None)
+        if layout_id and found:
+            self._sort_out(layout_id, entries, found, prefix)
+        if len(found) == len(keys):
+            return entries, found, bytearray(len(keys)), bytearray()
+        entries += [None] * (len(keys) - len(entries))
+        statuses, reasons = self._explain(namespace, layout_id, keys, entries, prefix)
+        return entries, found, statuses, reasons
+
+    def _sort_out(
+        self, layout_id: int, entries: list[Incarnation | None], found: list[Incarnation], prefix: bool
+    ) -> None:
+        """Objects of another layout are not what was asked for."""
+        for at, item in enumerate(entries):
+            if item is not None and item.layout_id != layout_id:
+                if prefix:
+                    del entries[at:]
+                    break
+                entries[at] = None
+        found[:] = [item for item in entries if item is not None]
+
+    def _explain(
+        self,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        entries: list[Incarnation | None],
+        prefix: bool,
+    ) -> tuple[bytearray, bytearray]:
+        """Statuses, and the reason for each miss; behind the end of a prefix a miss has none."""
+        table, remembered = self._residents.table.of(namespace), self._residents.reasons
+        statuses, reasons = bytearray(len(keys)), bytearray(len(keys))
+        for at, item in enumerate(entries):
+            if item is not None:
+                continue
+            other = table.get(keys[at])
+            statuses[at] = _MISS
+            if other is None:
+                reasons[at] = remembered.of(namespace, keys[at])
+            elif other.state is State.LOADING:
+                statuses[at] = Grant.LOADING
+            elif other.state is State.WRITING:
+                reasons[at] = Reason.BEING_WRITTEN
+            else:
+                reasons[at] = Reason.OTHER_LAYOUT
+            if prefix:
+                statuses[at + 1 :] = bytes((_MISS,)) * (len(keys) - at - 1)
+                break
+        return statuses, reasons
+
+    # --- prepare and finish ---------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        session: Session,
+        namespace: int,
+        keys: Sequence[bytes],
+        now: float,
+        promise_id: int,
+        lease_id: int,
+        prefix: bool,
+        layout_id: int,
+        ttl_s: float | None,
+    ) -> Grants:
+        lease = None
+        if lease_id:
+            lease = self._leases.find(session, lease_id, LeaseKind.READ)
+            if lease.expired:
+                raise self._leases.refusal(
+                    f"read lease {lease_id:#x} has expired and gets no more pages: prepare anew"
+                )
+            if lease.namespace != namespace:
+                raise UsageError(f"lease {lease_id:#x} is for namespace {lease.namespace:#x} only")
+        check_batch(keys, lease)
+        if lease is None or not lease.pending:
+            session.may_lease()
+        entries, found, statuses, reasons = self._find(namespace, layout_id, keys, prefix)
+        if len(found) == len(entries):
+            offsets = array("Q", [item.offset for item in found])
+        else:
+            offsets = array("Q", [0 if item is None else item.offset for item in entries])
+        if found:
+            self._residents.hold(found)
+            if session.id != SERVER_SESSION:  # a lane that stores to a tier is not a use
+                self._residents.policy.access(found[::-1])
+        if promise_id:
+            self._redeem(promise_id, namespace, keys)
+        if lease is None:
+            lease = self._new(
+                LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found)
+            )
+        else:
+            self._leases.renew(lease, now)
+            self._leases.extend(lease, entries, len(found))
+        return Grants(lease.id, lease.deadline, statuses, reasons, offsets)
+
+    def _new(
+        self,
+        kind: LeaseKind,
+        session: Session,
+        namespace: int,
+        now: float,
+        ttl_s: float,
+        entries: list[Incarnation | None],
+        granted: int,
+    ) -> Lease:
+        lease = Lease(self._leases.new_id(), kind, session, namespace, READY, ttl_s, now)
+        lease.add_page(entries, granted)
+        if granted:
+            self._leases.open(lease)
+        else:
+            self._leases.remember(lease)
+        return lease
+
+    def _redeem(self, promise_id: int, namespace: int, keys: Sequence[bytes]) -> None:
+        """The promise is kept for these keys: its holds on them end, now that the lease has its own."""
+        promise = self._leases.find_promise(promise_id, namespace)
+        if promise is not None:
+            asked = set(keys)
+            self._let_go(
+                promise, [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
+            )
+
+    def finish(self, session: Session, lease_id: int, positions: Sequence[int] | None) -> bytearray:
+        lease = self._leases.find(session, lease_id, LeaseKind.READ)
+        self._let_go(lease, positions, read=session.id != SERVER_SESSION)
+        return lease.answered(positions)
+
+    def let_go(self, lease: Lease) -> None:
+        """The owner of a read lease or promise has answered for all of it, or is dead."""
+        self._let_go(lease, None)
+
+    def _let_go(self, lease: Lease, positions: Sequence[int] | None, *, read: bool = False) -> None:
+        let_go, _ = lease.settle(positions, Settled.FINISHED)
+        if let_go:
+            if not lease.pending:
+                self._leases.close(lease)
+            self._residents.release(let_go, read=read)
+            if read:
+                self._residents.effects.append(Read(let_go))
+
+    # --- lookup and promises --------------------------------------------------------------------------------
+
+    def lookup(
+        self, session: Session, namespace: int, keys: Sequence[bytes], now: float, hold: bool, prefix: bool
+    ) -> Lookup:
+        check_batch(keys, None)
+        if hold:
+            session.may_lease()
+        entries, found, statuses, reasons = self._find(namespace, 0, keys, prefix)
+        if not hold or not found:
+            return Lookup(statuses, reasons)
+        self._residents.hold(found)
+        promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
+        return Lookup(statuses, reasons, promise.id, promise.deadline)
+
+    def free_promises(self, session: Session, promise_ids: Sequence[int]) -> int:
+        """End the session's promises; how many were still open. One that is gone already is no error."""
+        freed = 0
+        for promise_id in promise_ids:
+            promise = session.leases.get(promise_id)
+            if promise is None or promise.kind is not LeaseKind.PROMISE:
+                self._leases.stale += 1
+                continue
+            self._let_go(promise, None)
+            freed += 1
+        return freed
+
+    def expire(self, lease: Lease) -> None:
+        """A promise ends. A read lease is only not renewed any more: its pins wait for the reader's answer."""
+        self.expiries += 1
+        self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
+        if lease.kind is LeaseKind.PROMISE:
+            self._let_go(lease, None)

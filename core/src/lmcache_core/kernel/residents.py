@@ -1,0 +1,145 @@
+"""All that is in the pool: the table, the slots and the policy, moved together.
+
+Every change of state goes through `move`, so the transition table, the sums and the marks in the pool cannot
+disagree. All methods take whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.kernel.allocator import Allocator
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.kernel.effects import Effect, Evicted, Removed, SlabAssigned, SlotsMarked
+from lmcache_core.kernel.objects import Incarnation, ObjectTable
+from lmcache_core.kernel.reasons import MissReasons
+from lmcache_core.kernel.states import TRANSITIONS, Event, State
+
+READY = State.READY
+
+
+class Residents:
+    """The objects of the pool and what is known about them."""
+
+    def __init__(self, allocator: Allocator, policy: EvictionPolicy, remembered_max: int) -> None:
+        self.allocator = allocator
+        self.policy = policy
+        self.table = ObjectTable()
+        self.reasons = MissReasons(remembered_max)
+        self.effects: list[Effect] = []
+        self.objects_by_state = [0] * len(State)
+        self.bytes_by_state = [0] * len(State)
+        self.evictions = 0
+
+    # --- one step of the transition table -------------------------------------------------------------------
+
+    def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int = 0) -> None:
+        """Take every object one step on from `before`, keep the sums, have the slots marked."""
+        after = TRANSITIONS[before, event]
+        nbytes = 0
+        offsets = []
+        for item in objects:
+            assert item.state is before, f"{item!r} cannot {event.name}: expected {before.name}"
+            item.state = after
+            nbytes += item.nbytes
+            offsets.append(item.offset)
+        self.effects.append(SlotsMarked(offsets, after, row))
+        self.count(before, -len(objects), -nbytes)
+        if after is State.FREE:
+            self.allocator.free(objects)
+        else:
+            self.count(after, len(objects), nbytes)
+
+    def count(self, state: State, objects: int, nbytes: int) -> None:
+        self.objects_by_state[state] += objects
+        self.bytes_by_state[state] += nbytes
+
+    def flush_slabs(self) -> None:
+        """Say which slabs changed class, before anything that stands in them."""
+        if self.allocator.assigned:
+            self.effects.extend(SlabAssigned(*change) for change in self.allocator.assigned)
+            self.allocator.assigned.clear()
+
+    # --- what is being written ------------------------------------------------------------------------------
+
+    def granted(self, objects: Sequence[Incarnation], live: State, nbytes: int, row: int) -> None:
+        """Objects that stand in the table and have their slots: the first step of each incarnation."""
+        self.count(live, len(objects), nbytes)
+        self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
+
+    def publish(self, objects: Sequence[Incarnation], live: State) -> None:
+        """Make written objects visible, in one step."""
+        self.move(objects, live, Event.COMMIT)
+        self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
+
+    def unwrite(self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int) -> None:
+        """Take what was being written out of the index: ABORT frees the slots, EXPIRE and CLEAR quarantine them."""
+        if objects:
+            self.table.remove(objects)
+            self.move(objects, live, event, row)
+            if reason is not Reason.NONE:
+                self.reasons.note(objects, reason)
+
+    # --- what is ready --------------------------------------------------------------------------------------
+
+    def hold(self, objects: Sequence[Incarnation]) -> None:
+        """Add one hold to each."""
+        fresh = []
+        for item in objects:
+            if not item.holds:
+                fresh.append(item)
+            item.holds += 1
+        if fresh:
+            self.policy.held(fresh)
+
+    def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
+        """Take one hold from each. `read`: a session has read them, so temporary ones go once nobody holds them."""
+        idle, gone, used_up = [], [], []
+        for item in reversed(objects):  # last to first: a suffix goes before its prefix
+            holds = item.holds - 1
+            assert holds >= 0, f"{item!r} was released once too often"
+            item.holds = holds
+            if not holds:
+                if item.state is not READY:
+                    gone.append(item)
+                elif read and item.temporary:
+                    used_up.append(item)
+                else:
+                    idle.append(item)
+        if idle:
+            self.policy.released(idle)
+        if gone:
+            self.move(gone, State.DOOMED, Event.LAST_RELEASE)
+        if used_up:
+            self.remove(used_up, Reason.DROPPED)
+
+    def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
+        """Take ready objects out of the index; slots that someone holds follow with the last hold."""
+        if objects:
+            self.table.remove(objects)
+            self.forget(objects, reason)
+
+    def forget(self, objects: Sequence[Incarnation], reason: Reason) -> None:
+        """As `remove`, for objects that the table has lost already."""
+        self.policy.remove(objects)
+        loose = [item for item in objects if not item.holds]
+        if loose:
+            self.move(loose, READY, Event.REMOVE)
+        if len(loose) < len(objects):
+            self.move([item for item in objects if item.holds], READY, Event.REMOVE_HELD)
+        self.reasons.note(objects, reason)
+        self.effects.append(Removed(list(objects), reason))
+
+    def evict(self, victims: list[Incarnation]) -> None:
+        """Make room: the victims are ready, and nobody holds them."""
+        self.policy.remove(victims)
+        self.table.remove(victims)
+        self.move(victims, READY, Event.REMOVE)
+        self.reasons.note(victims, Reason.EVICTED)
+        self.effects.append(Evicted(victims))
+        self.evictions += len(victims)
+
+    def objects(self) -> int:
+        """Incarnations in slots, of all states."""
+        return sum(self.objects_by_state)

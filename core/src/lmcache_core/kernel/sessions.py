@@ -1,0 +1,70 @@
+"""Sessions as the kernel knows them: who they are, whether they map the pool, what they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import LimitError, NotAttachedError, UsageError
+from lmcache_core.limits import LEASES_PER_SESSION_MAX
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.leases import Lease
+
+SERVER_SESSION = 0  # the server's own lanes
+SERVER_UID = -1  # nobody's: a tier's overdue loads are blamed on no user
+
+
+class Session:
+    """One connected client. `row` marks its slots in the pool's worker table."""
+
+    __slots__ = ("attached", "id", "leases", "lost", "quarantined_bytes", "row", "uid")
+
+    def __init__(self, session_id: int, uid: int, row: int) -> None:
+        self.id = session_id
+        self.uid = uid
+        self.row = row
+        self.attached = False
+        self.lost = False  # its connection ended; its death is not proven
+        self.leases: dict[int, Lease] = {}
+        self.quarantined_bytes = 0
+
+    def may_lease(self) -> None:
+        """Raise `LimitError` at the limit of leases."""
+        if len(self.leases) >= LEASES_PER_SESSION_MAX and self.id != SERVER_SESSION:
+            raise LimitError(
+                f"session {self.id} has {len(self.leases)} open leases, the limit: commit, abort or finish some"
+            )
+
+
+class SessionBook:
+    """All sessions, by id. Session 0 is the server's own and always there."""
+
+    def __init__(self) -> None:
+        server = Session(SERVER_SESSION, SERVER_UID, 0)
+        server.attached = True
+        self.by_id = {SERVER_SESSION: server}
+
+    @property
+    def server(self) -> Session:
+        return self.by_id[SERVER_SESSION]
+
+    def open(self, session_id: int, uid: int, row: int) -> None:
+        if session_id in self.by_id:
+            raise UsageError(f"session {session_id} is open already: session ids are used once")
+        self.by_id[session_id] = Session(session_id, uid, row)
+
+    def get(self, session_id: int) -> Session:
+        """A session that may make calls."""
+        session = self.by_id.get(session_id)
+        if session is None or session.lost:
+            raise UsageError(f"session {session_id} is not open: say hello first")
+        return session
+
+    def attached(self, session_id: int) -> Session:
+        """A session that may be given slots."""
+        session = self.get(session_id)
+        if not session.attached:
+            raise NotAttachedError(
+                f"session {session_id} has not shown that it maps the pool: attach it, or use lookup only"
+            )
+        return session

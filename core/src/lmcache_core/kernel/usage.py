@@ -1,0 +1,54 @@
+"""The figures of a kernel, gathered from the parts that keep them."""
+
+from __future__ import annotations
+
+from lmcache_core.kernel.answers import ClassUsage, LeaseKind, Usage
+from lmcache_core.kernel.leases import LeaseBook
+from lmcache_core.kernel.pins import Pins
+from lmcache_core.kernel.quota import Quarantine
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.sessions import SessionBook
+from lmcache_core.kernel.states import State
+
+
+def usage_of(
+    residents: Residents,
+    leases: LeaseBook,
+    sessions: SessionBook,
+    quarantine: Quarantine,
+    pins: Pins,
+    expiries: int,
+) -> Usage:
+    """Costs the number of sessions, classes and units, never that of objects."""
+    allocator = residents.allocator
+    states = [state for state in State if state is not State.FREE]
+    free_bytes = allocator.populated_bytes - allocator.used_bytes
+    return Usage(
+        pool_bytes=allocator.pool_bytes,
+        populated_bytes=allocator.populated_bytes,
+        used_bytes=allocator.used_bytes,
+        bytes_by_state={state.name.lower(): residents.bytes_by_state[state] for state in states},
+        objects_by_state={state.name.lower(): residents.objects_by_state[state] for state in states},
+        leases_by_kind={kind.name.lower(): leases.by_kind[kind] for kind in LeaseKind},
+        sessions=len(sessions.by_id) - 1,
+        sessions_lost=sum(session.lost for session in sessions.by_id.values()),
+        quarantine_by_uid=dict(quarantine.by_uid),
+        quarantine_by_session={
+            session.id: session.quarantined_bytes
+            for session in sessions.by_id.values()
+            if session.quarantined_bytes
+        },
+        pinned_bytes=pins.nbytes,
+        pinned_objects=len(pins),
+        fragmentation=1 - allocator.empty_bytes / free_bytes if free_bytes > 0 else 0.0,
+        slabs_free=allocator.units_free,
+        classes=[
+            ClassUsage(each.slot_bytes, each.slabs, each.slots, each.slots_used)
+            for each in allocator.classes.values()
+        ],
+        counters={
+            "evictions": residents.evictions,
+            "expiries": expiries,
+            "stale_leases": leases.stale,
+        },
+    )

@@ -1,0 +1,292 @@
+"""The write side: prepare, commit, abort, and what becomes of writers who are late, cleared or dead."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.kernel.allocator import SizeClass, slot_bytes_for
+from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Reason, Settled
+from lmcache_core.kernel.config import KernelConfig
+from lmcache_core.kernel.effects import Committed, LeaseExpired, LoadDoomed
+from lmcache_core.kernel.eviction import make_room
+from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
+from lmcache_core.kernel.quota import Quarantine
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.sessions import SERVER_SESSION, Session
+from lmcache_core.kernel.states import Event, State
+from lmcache_core.limits import BATCH_KEYS_MAX, LEASE_KEYS_MAX, OBJECT_BYTES_MAX
+
+READY, QUARANTINED = State.READY, State.QUARANTINED
+_EXISTS, _BUSY = int(Grant.EXISTS), int(Grant.BUSY)
+
+
+def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
+    """Raise `LimitError` or `UsageError` before anything has changed."""
+    if len(keys) > BATCH_KEYS_MAX:
+        raise LimitError(f"a batch of {len(keys)} keys is over the limit of {BATCH_KEYS_MAX}: send it in pages")
+    if lease is not None and len(lease.answers) + len(keys) > LEASE_KEYS_MAX:
+        raise LimitError(f"lease {lease.id:#x} would have over {LEASE_KEYS_MAX} positions: open another")
+    check_keys(keys)
+
+
+class Writing:
+    """Leases to write, of workers and of lanes."""
+
+    def __init__(
+        self, config: KernelConfig, residents: Residents, leases: LeaseBook, quarantine: Quarantine
+    ) -> None:
+        self._residents = residents
+        self._leases = leases
+        self._quarantine = quarantine
+        self._ttl_s = config.write_ttl_s
+        self._layouts: dict[int, SizeClass] = {}
+        self._generation = 0
+        self.expiries = 0
+
+    def register_layout(self, layout_id: int, nbytes: int) -> None:
+        if not 0 < nbytes <= OBJECT_BYTES_MAX:
+            raise UsageError(
+                f"layout {layout_id}: objects of {nbytes:,} bytes; at least 1, at most {OBJECT_BYTES_MAX:,}"
+            )
+        known = self._layouts.get(layout_id)
+        if known is not None and known.slot_bytes != slot_bytes_for(nbytes):
+            raise UsageError(
+                f"layout {layout_id} has slots of {known.slot_bytes:,} bytes and cannot hold objects of {nbytes:,}: "
+                "register another id"
+            )
+        self._layouts[layout_id] = self._residents.allocator.size_class(nbytes)
+
+    # --- prepare --------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        session: Session,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        now: float,
+        lease_id: int,
+        loading: bool,
+        ttl_s: float | None,
+    ) -> Grants:
+        live = State.LOADING if loading else State.WRITING
+        lease = self._lease_to_extend(session, lease_id, namespace, live)
+        check_batch(keys, lease)
+        size_class = self._layouts.get(layout_id)
+        if size_class is None:
+            raise UsageError(f"layout {layout_id} is not registered: call register_layout first")
+        if lease is None or not lease.pending:
+            session.may_lease()
+
+        residents = self._residents
+        table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
+        statuses = bytearray(len(keys))
+        entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
+        if existing:
+            # A use; and these must not be what is evicted for the rest of their own prefix.
+            residents.policy.access(existing[::-1])
+        refusal, placed = self._place(session, size_class, created)
+        residents.flush_slabs()
+        if placed < len(created):
+            self._deny(created[placed:], entries, statuses, refusal)
+            del created[placed:]
+        offsets = array("Q", [0 if item is None else item.offset for item in entries])
+        if created:
+            nbytes = len(created) * size_class.slot_bytes
+            residents.granted(created, live, nbytes, session.row)
+        lease = self._page(session, namespace, live, now, ttl_s, lease, entries, len(created))
+        return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets)
+
+    def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
+        if not lease_id:
+            return None
+        lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
+        if lease.expired:
+            raise self._leases.refusal(
+                f"write lease {lease_id:#x} has expired and gets no more pages: prepare anew"
+            )
+        if lease.namespace != namespace or lease.live is not live:
+            raise UsageError(
+                f"lease {lease_id:#x} is for {lease.live.name} in namespace {lease.namespace:#x} only"
+            )
+        return lease
+
+    def _claim(
+        self,
+        table: NamespaceTable,
+        namespace: int,
+        layout_id: int,
+        size_class: SizeClass,
+        keys: Sequence[bytes],
+        live: State,
+        statuses: bytearray,
+    ) -> tuple[list[Incarnation | None], list[Incarnation], list[Incarnation]]:
+        """An incarnation for each key that is free, in the table at once: a key twice in a batch is BUSY."""
+        self._generation = generation = self._generation + 1  # one a page: no slot is granted twice in a page
+        nbytes = size_class.slot_bytes
+        shards, mask, new = table.shards, table.mask, Incarnation.__new__
+        entries: list[Incarnation | None] = []
+        created: list[Incarnation] = []
+        existing: list[Incarnation] = []
+        for at, key in enumerate(keys):
+            shard = shards[(key[0] ^ key[31]) & mask]
+            found = shard.get(key)
+            if found is None:
+                shard[key] = item = new(Incarnation)
+                item.key = key
+                item.namespace = namespace
+                item.nbytes = nbytes
+                item.holds = 0
+                item.older = item.newer = item.policy_data = None
+                item.layout_id = layout_id
+                item.generation = generation
+                item.state = live
+                item.temporary = False
+                entries.append(item)
+                created.append(item)
+            else:
+                entries.append(None)
+                if found.state is READY:
+                    statuses[at] = _EXISTS
+                    existing.append(found)
+                else:
+                    statuses[at] = _BUSY
+        return entries, created, existing
+
+    def _place(self, session: Session, size_class: SizeClass, created: list[Incarnation]) -> tuple[Grant, int]:
+        """Slots for as many as there is room for, first to last; what to answer the others."""
+        allocator = self._residents.allocator
+        if not created:
+            return Grant.FULL, 0
+        if not allocator.fits(size_class):
+            return Grant.TOO_LARGE, 0
+        if self._quarantine.refuses(session):
+            return Grant.QUOTA, 0
+        # Placed before anything is evicted: a slab that is emptied must know all that stands in it.
+        placed = allocator.place(size_class, created)
+        if placed < len(created):
+            if allocator.warming:
+                return Grant.WARMING, placed
+            make_room(self._residents, size_class, len(created) - placed)
+            placed += allocator.place(size_class, created[placed:])
+        return Grant.FULL, placed
+
+    def _deny(
+        self, denied: list[Incarnation], entries: list[Incarnation | None], statuses: bytearray, refusal: Grant
+    ) -> None:
+        residents = self._residents
+        residents.table.remove(denied)
+        if refusal is not Grant.WARMING:
+            residents.reasons.note(denied, Reason.QUOTA if refusal is Grant.QUOTA else Reason.NO_ROOM)
+        unseated = set(denied)
+        for at, item in enumerate(entries):
+            if item is not None and item in unseated:
+                entries[at] = None
+                statuses[at] = refusal
+
+    def _page(
+        self,
+        session: Session,
+        namespace: int,
+        live: State,
+        now: float,
+        ttl_s: float | None,
+        lease: Lease | None,
+        entries: list[Incarnation | None],
+        granted: int,
+    ) -> Lease:
+        """Add the page to its lease. Also one that grants nothing: positions count through all pages."""
+        leases = self._leases
+        if lease is None:
+            ttl_s = self._ttl_s if ttl_s is None else ttl_s
+            lease = Lease(leases.new_id(), LeaseKind.WRITE, session, namespace, live, ttl_s, now)
+            lease.add_page(entries, granted)
+            if granted:
+                leases.open(lease)
+            else:
+                leases.remember(lease)
+        else:
+            leases.renew(lease, now)  # a page is a sign of life
+            leases.extend(lease, entries, granted)
+        return lease
+
+    # --- commit and abort -----------------------------------------------------------------------------------
+
+    def commit(self, session: Session, lease_id: int, positions: Sequence[int] | None, retain: bool) -> bytearray:
+        lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
+        if lease.expired:
+            # The owner has answered, so the slots are free; what it wrote is nobody's.
+            self._give_up(lease, positions, Reason.NONE)
+            raise self._leases.refusal(
+                f"write lease {lease_id:#x} expired before it was committed; its keys were not stored: store them again"
+            )
+        residents = self._residents
+        written, where = lease.settle(positions, Settled.COMMITTED)
+        if written:
+            live = lease.live
+            doomed = [at for at, item in zip(where, written, strict=True) if item.state is not live]
+            if doomed:
+                for at in doomed:
+                    lease.answers[at] = Settled.CLEARED
+                residents.move([item for item in written if item.state is not live], QUARANTINED, Event.ANSWER)
+                written = [item for item in written if item.state is live]
+            if written:
+                if not retain:
+                    for item in written:
+                        item.temporary = True
+                residents.publish(written, live)
+                residents.effects.append(Committed(written, live is State.LOADING))
+            if not lease.pending:
+                self._leases.close(lease)
+        return lease.answered(positions)
+
+    def abort(self, session: Session, lease_id: int, positions: Sequence[int] | None, reason: Reason) -> bytearray:
+        lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
+        self._give_up(lease, positions, reason)
+        return lease.answered(positions)
+
+    def give_up(self, lease: Lease, reason: Reason) -> None:
+        """The owner has answered for all of it, or is dead."""
+        self._give_up(lease, None, reason)
+
+    def _give_up(self, lease: Lease, positions: Sequence[int] | None, reason: Reason) -> None:
+        let_go, _ = lease.settle(positions, Settled.ABORTED)
+        if not let_go:
+            return
+        live = [item for item in let_go if item.state is lease.live]
+        waiting = [item for item in let_go if item.state is QUARANTINED]
+        if live:
+            self._residents.unwrite(live, lease.live, Event.ABORT, reason, lease.session.row)
+        if waiting:
+            self._residents.move(waiting, QUARANTINED, Event.ANSWER)
+            if lease.expired:
+                self._quarantine.charge(lease, -sum(item.nbytes for item in waiting))
+        if not lease.pending:
+            self._leases.close(lease)
+
+    # --- late, and cleared ----------------------------------------------------------------------------------
+
+    def expire(self, lease: Lease) -> None:
+        """Time is up: the keys are free at once, the slots wait for the owner's answer."""
+        self.expiries += 1
+        held = lease.held()
+        live = [item for item in held if item.state is lease.live]
+        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row)
+        self._quarantine.charge(lease, sum(item.nbytes for item in held))
+        self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
+        self._say_doomed(lease)
+
+    def doom(self, lease: Lease) -> int:
+        """A clear takes all of it out of the index; how many objects."""
+        live = [item for item in lease.held() if item.state is lease.live]
+        if live:
+            self._residents.unwrite(live, lease.live, Event.CLEAR, Reason.CLEARED, lease.session.row)
+            self._say_doomed(lease)
+        return len(live)
+
+    def _say_doomed(self, lease: Lease) -> None:
+        if lease.session.id == SERVER_SESSION:
+            self._residents.effects.append(LoadDoomed(lease.id))
