@@ -111,9 +111,7 @@ class Allocator:
         if unit_bytes < SLAB_BYTES_MIN or unit_bytes % PAGE_BYTES:
             raise UsageError(f"slab_bytes {unit_bytes:,} must be whole pages and at least {SLAB_BYTES_MIN:,}")
         if pool_bytes < unit_bytes:
-            raise UsageError(
-                f"a pool of {pool_bytes:,} bytes is smaller than one slab of {unit_bytes:,}: enlarge it"
-            )
+            raise UsageError(f"a pool of {pool_bytes:,} bytes is smaller than one slab of {unit_bytes:,}: enlarge it")
         self.pool_bytes = pool_bytes // PAGE_BYTES * PAGE_BYTES
         self.data_offset = data_offset
         self.unit_bytes = unit_bytes

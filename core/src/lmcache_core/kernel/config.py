@@ -43,6 +43,4 @@ class KernelConfig:
         if self.data_offset % limits.PAGE_BYTES:
             raise UsageError(f"data_offset {self.data_offset:#x} must be a multiple of {limits.PAGE_BYTES}")
         if not 0 < self.pool_bytes <= limits.POOL_BYTES_MAX:
-            raise UsageError(
-                f"pool_bytes {self.pool_bytes:,} must be above 0 and at most {limits.POOL_BYTES_MAX:,}"
-            )
+            raise UsageError(f"pool_bytes {self.pool_bytes:,} must be above 0 and at most {limits.POOL_BYTES_MAX:,}")

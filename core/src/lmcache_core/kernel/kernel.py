@@ -285,9 +285,7 @@ class Kernel:
         if old is None or old is new or old_session_id == SERVER_SESSION:
             return []
         if old.uid != new.uid:
-            raise UsageError(
-                f"session {new_session_id} is of uid {new.uid} and cannot take over one of uid {old.uid}"
-            )
+            raise UsageError(f"session {new_session_id} is of uid {new.uid} and cannot take over one of uid {old.uid}")
         moved = [lease_id for lease_id in lease_ids if self._move(lease_id, old, new)]
         self._end(old_session_id, now, Reason.ABORTED)
         return moved

@@ -24,7 +24,7 @@ _OPEN, _NOT_HELD = int(Settled.OPEN), int(Settled.NOT_HELD)
 
 
 class Lease:
-    """A permission for a batch of slots. `entries[i]` is what position i still holds; `answers[i]` its `Settled`."""
+    """A permission for a batch of slots: `entries[i]` is what position i holds, `answers[i]` its `Settled`."""
 
     __slots__ = (
         "answers", "charged_bytes", "deadline", "entries", "expired", "id", "kind", "live", "namespace", "pending",
@@ -106,9 +106,7 @@ class Lease:
         return bytearray(self.answers) if positions is None else bytearray([self.answers[at] for at in positions])
 
     def status(self) -> LeaseStatus:
-        return LeaseStatus(
-            self.id, self.kind, self.pending > 0, self.expired, self.deadline, bytearray(self.answers)
-        )
+        return LeaseStatus(self.id, self.kind, self.pending > 0, self.expired, self.deadline, bytearray(self.answers))
 
 
 class LeaseBook:

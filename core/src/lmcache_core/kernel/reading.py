@@ -116,9 +116,7 @@ class Reading:
         if lease_id:
             lease = self._leases.find(session, lease_id, LeaseKind.READ)
             if lease.expired:
-                raise self._leases.refusal(
-                    f"read lease {lease_id:#x} has expired and gets no more pages: prepare anew"
-                )
+                raise self._leases.refusal(f"read lease {lease_id:#x} has expired and gets no more pages: prepare anew")
             if lease.namespace != namespace:
                 raise UsageError(f"lease {lease_id:#x} is for namespace {lease.namespace:#x} only")
         check_batch(keys, lease)
@@ -136,9 +134,7 @@ class Reading:
         if promise_id:
             self._redeem(promise_id, namespace, keys)
         if lease is None:
-            lease = self._new(
-                LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found)
-            )
+            lease = self._new(LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found))
         else:
             self._leases.renew(lease, now)
             self._leases.extend(lease, entries, len(found))

@@ -8,9 +8,7 @@ from collections.abc import Iterable
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.objects import Incarnation
 
-GENERATIONS = (
-    4  # the oldest quarter is forgotten at once: popping keys one by one off a dictionary's front is slow
-)
+GENERATIONS = 4  # the oldest quarter is forgotten at once: popping keys one by one off a dictionary's front is slow
 
 
 class MissReasons:

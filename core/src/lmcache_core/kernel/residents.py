@@ -74,7 +74,7 @@ class Residents:
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
     def unwrite(self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int) -> None:
-        """Take what was being written out of the index: ABORT frees the slots, EXPIRE and CLEAR quarantine them."""
+        """Take what was being written out of the index: ABORT frees slots, EXPIRE and CLEAR quarantine."""
         if objects:
             self.table.remove(objects)
             self.move(objects, live, event, row)
@@ -94,7 +94,7 @@ class Residents:
             self.policy.held(fresh)
 
     def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
-        """Take one hold from each. `read`: a session has read them, so temporary ones go once nobody holds them."""
+        """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
         idle, gone, used_up = [], [], []
         for item in reversed(objects):  # last to first: a suffix goes before its prefix
             holds = item.holds - 1

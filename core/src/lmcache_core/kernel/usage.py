@@ -34,17 +34,14 @@ def usage_of(
         sessions_lost=sum(session.lost for session in sessions.by_id.values()),
         quarantine_by_uid=dict(quarantine.by_uid),
         quarantine_by_session={
-            session.id: session.quarantined_bytes
-            for session in sessions.by_id.values()
-            if session.quarantined_bytes
+            session.id: session.quarantined_bytes for session in sessions.by_id.values() if session.quarantined_bytes
         },
         pinned_bytes=pins.nbytes,
         pinned_objects=len(pins),
         fragmentation=1 - allocator.empty_bytes / free_bytes if free_bytes > 0 else 0.0,
         slabs_free=allocator.units_free,
         classes=[
-            ClassUsage(each.slot_bytes, each.slabs, each.slots, each.slots_used)
-            for each in allocator.classes.values()
+            ClassUsage(each.slot_bytes, each.slabs, each.slots, each.slots_used) for each in allocator.classes.values()
         ],
         counters={
             "evictions": residents.evictions,

@@ -35,9 +35,7 @@ def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
 class Writing:
     """Leases to write, of workers and of lanes."""
 
-    def __init__(
-        self, config: KernelConfig, residents: Residents, leases: LeaseBook, quarantine: Quarantine
-    ) -> None:
+    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook, quarantine: Quarantine) -> None:
         self._residents = residents
         self._leases = leases
         self._quarantine = quarantine
@@ -54,7 +52,7 @@ class Writing:
         known = self._layouts.get(layout_id)
         if known is not None and known.slot_bytes != slot_bytes_for(nbytes):
             raise UsageError(
-                f"layout {layout_id} has slots of {known.slot_bytes:,} bytes and cannot hold objects of {nbytes:,}: "
+                f"layout {layout_id} has slots of {known.slot_bytes:,} bytes, not for objects of {nbytes:,}: "
                 "register another id"
             )
         self._layouts[layout_id] = self._residents.allocator.size_class(nbytes)
@@ -105,13 +103,9 @@ class Writing:
             return None
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
         if lease.expired:
-            raise self._leases.refusal(
-                f"write lease {lease_id:#x} has expired and gets no more pages: prepare anew"
-            )
+            raise self._leases.refusal(f"write lease {lease_id:#x} has expired and gets no more pages: prepare anew")
         if lease.namespace != namespace or lease.live is not live:
-            raise UsageError(
-                f"lease {lease_id:#x} is for {lease.live.name} in namespace {lease.namespace:#x} only"
-            )
+            raise UsageError(f"lease {lease_id:#x} is for {lease.live.name} in namespace {lease.namespace:#x} only")
         return lease
 
     def _claim(
@@ -221,7 +215,7 @@ class Writing:
             # The owner has answered, so the slots are free; what it wrote is nobody's.
             self._give_up(lease, positions, Reason.NONE)
             raise self._leases.refusal(
-                f"write lease {lease_id:#x} expired before it was committed; its keys were not stored: store them again"
+                f"write lease {lease_id:#x} expired before its commit; its keys were not stored: store them again"
             )
         residents = self._residents
         written, where = lease.settle(positions, Settled.COMMITTED)
