@@ -1,0 +1,27 @@
+"""Builds the optional C kernel; everything else stands in pyproject.toml.
+
+LMCACHE_CORE_FP8_NATIVE: `auto` (default) builds it where a compiler is found and goes on without it otherwise,
+`require` fails instead, `off` does not try.
+"""
+
+from __future__ import annotations
+
+import os
+
+from setuptools import Extension, setup
+
+MODE = os.environ.get("LMCACHE_CORE_FP8_NATIVE", "auto")
+if MODE not in ("auto", "require", "off"):
+    raise SystemExit(f"LMCACHE_CORE_FP8_NATIVE is {MODE!r}: use auto, require or off")
+
+NATIVE = Extension(
+    "lmcache_fp8._native",
+    sources=[f"src/lmcache_fp8/native/{name}.c" for name in ("module", "plain", "avx2")],
+    # Named here, a header travels in the sdist; without it the optional module would vanish from the wheel.
+    depends=["src/lmcache_fp8/native/kernels.h"],
+    # No instruction set is asked for here: avx2.c asks function by function, and module.c asks the processor.
+    extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    optional=MODE == "auto",
+)
+
+setup(ext_modules=[] if MODE == "off" else [NATIVE])
