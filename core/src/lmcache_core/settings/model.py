@@ -64,7 +64,7 @@ class Component(Section):
 
 def has_own(model: type[BaseModel], inner: str) -> bool:
     """Whether the model is concrete and its component has settings of its own."""
-    return model.model_fields[inner].annotation is not Any
+    return model.model_fields[inner].annotation not in (Any, type(None))
 
 
 def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offers: bool) -> Any:
@@ -81,15 +81,11 @@ class L1Settings(Section):
 
     size_bytes: Size = Field(default=1 << 30, description="bytes of shared memory for objects")
     backing: Literal["shm", "memfd", "hugetlb"] = Field(default="shm", description="where the memory comes from")
-    eviction: Component = Field(
-        default=Component(type="lru"), description="which objects go first when it is full"
-    )
+    eviction: Component = Field(default=Component(type="lru"), description="which objects go first when it is full")
     watermark: Fraction = Field(
         default=limits.L1_WATERMARK, description="fill at which eviction in the background begins"
     )
-    evict_ratio: Fraction = Field(
-        default=limits.EVICT_RATIO, description="part of the pool that one eviction frees"
-    )
+    evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="part of the pool that one eviction frees")
     access: Literal["owner", "group"] = Field(
         default="owner", description="who may attach: our uid only, or the groups in gids"
     )
@@ -197,9 +193,7 @@ class Settings(BaseSettings):
     prefetch_in_flight_max: int = Field(
         default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="prefetch jobs under way at once"
     )
-    store_policy: Component = Field(
-        default=Component(type="default"), description="which tiers get what was committed"
-    )
+    store_policy: Component = Field(default=Component(type="default"), description="which tiers get what was committed")
     prefetch_policy: Component = Field(
         default=Component(type="default"), description="which tier loads what the L1 lacks"
     )

@@ -1,0 +1,85 @@
+"""Nobody's misspelt setting is dropped in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.plugins.suggest import suggestion
+from lmcache_core.settings.model import Settings
+from lmcache_core.settings.schema import Schema
+from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, from_kubernetes, spelled
+
+
+def take_unknown_variables(sources: Sequence[Source]) -> dict[SettingPath, str]:
+    """Take variables that are no setting out of the sources; their paths and names, for `warnings_about`.
+
+    The prefix is ours, but the environment is everybody's: what lies below no section of ours is a warning, and
+    what Kubernetes injects for a Service is not even that.
+    """
+    taken = {}
+    for source in sources:
+        if source.origin is not Origin.ENVIRONMENT:
+            continue
+        for path, leaf in list(source.leaves.items()):
+            injected = from_kubernetes(leaf.where, leaf.value)
+            if path[0] in Settings.model_fields and not (injected and len(path) == 2 and path[0] == "l2"):
+                continue
+            del source.leaves[path]
+            if not injected:
+                taken[path] = leaf.where
+    return taken
+
+
+def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
+    """A line for each variable that is no setting."""
+    return [
+        f"{name} is no setting and is ignored{_near(path, schema, Origin.ENVIRONMENT)}" for path, name in taken.items()
+    ]
+
+
+def check_names(schema: Schema, sources: Iterable[Source]) -> None:
+    """Raise SettingsError for every name that is no setting, with what was probably meant."""
+    problems = []
+    for source in sources:
+        for path, leaf in source.leaves.items():
+            problem = _problem(schema, path, empty=leaf.value == {})
+            if problem is None:
+                continue
+            name = spelled(path, source.origin)
+            where = f" ({leaf.where})" if leaf.where != name else ""
+            meant = _near(path, schema, source.origin) if problem == "no setting" else ""
+            problems.append(f"{name}{where} is {problem}{meant}")
+    if problems:
+        raise SettingsError("; ".join(problems))
+
+
+def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
+    setting = schema.get(path)
+    if setting is not None:
+        return None
+    if path[-1] == "type" and (above := schema.get(path[:-1])) is not None and above.component:
+        return None
+    if any(
+        (above := schema.get(path[:length])) is not None and above.open and not above.component
+        for length in range(1, len(path))
+    ):
+        return None
+    below = [known for known in schema if known[: len(path)] == path]
+    if below or path == ("l2",):
+        return (
+            None
+            if empty
+            else f"a table: set one of its settings, as in {dotted(below[0]) if below else 'l2.NAME.type'}"
+        )
+    return "no setting"
+
+
+def _near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
+    """Compared without regard to how many underscores stand where: those are what people get wrong."""
+    flat = {"_".join(each): each for each in known}
+    told = suggestion("_".join(path), flat)
+    if not told:
+        return ""
+    nearest = flat[told.split("'")[1]]
+    return f": did you mean {spelled(nearest, origin)!r}?"

@@ -1,0 +1,81 @@
+"""What pydantic refuses, in words that name the setting, its origin and the cure, and never a secret."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.settings.schema import Schema
+from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, spelled
+
+_HIDDEN = "**********"
+
+
+def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Source]) -> SettingsError:
+    """One SettingsError for all that pydantic found."""
+    problems = []
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        path = _as_written(detail["loc"])
+        problems.append(_sentence(detail["type"], detail["msg"], path, schema, sources))
+    text = "; ".join(dict.fromkeys(problems))
+    for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
+        text = text.replace(secret, _HIDDEN)
+    return SettingsError(text)
+
+
+def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, sources: Sequence[Source]) -> str:
+    known = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in schema), path)
+    # What pydantic appends to a known name is an index, worth saying, or the branch of a union, which is not.
+    name = dotted(known if path[len(known) :] and not path[len(known)].isdigit() else path)
+    if kind == "missing":
+        return (
+            f"{dotted(path)} is missing: set it in the file, by {spelled(path, Origin.FLAG)} "
+            f"or by {spelled(path, Origin.ENVIRONMENT)}"
+        )
+    if kind == "extra_forbidden":
+        return f"{dotted(path)} is no setting"
+    where = next(
+        (leaf.where for source in sources for at, leaf in source.leaves.items() if at[: len(known)] == known), ""
+    )
+    said = message.removeprefix("Value error, ")
+    return f"{name} ({where}): {said}" if where and where != name else f"{name}: {said}"
+
+
+def _as_written(location: Sequence[int | str]) -> SettingPath:
+    """pydantic's location without the rooms in which we gather a component's own settings."""
+    path = [str(part) for part in location]
+    if path[:1] == ["l2"] and path[2:3] == ["adapter"]:
+        del path[2]
+    for at in _component_ends(path):
+        if path[at : at + 1] == ["settings"]:
+            del path[at]
+    return tuple(path)
+
+
+def _component_ends(path: Sequence[str]) -> Iterable[int]:
+    if path[:2] == ["l1", "eviction"]:
+        return (2,)
+    if path[:1] in (["store_policy"], ["prefetch_policy"]):
+        return (1,)
+    if path[:1] == ["l2"] and path[2:3] == ["eviction"]:
+        return (3,)
+    return (4,) if path[:1] == ["l2"] and path[2:3] == ["serde"] else ()
+
+
+def _secrets(schema: Schema, sources: Sequence[Source]) -> set[str]:
+    found: set[str] = set()
+    for source in sources:
+        for path, leaf in source.leaves.items():
+            setting = schema.get(path)
+            if setting is not None and setting.secret:
+                found |= set(_texts(leaf.value))
+    return found
+
+
+def _texts(value: Any) -> Iterable[str]:
+    if isinstance(value, (list, tuple)):
+        return [text for each in value for text in _texts(each)]
+    return [value] if isinstance(value, str) and value else []

@@ -1,0 +1,154 @@
+"""The flat view of a concrete model: every setting with its path. Names are checked, texts are read and help is
+written from it.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, SecretBytes, SecretStr
+
+from lmcache_core.settings.concrete import Concrete
+from lmcache_core.settings.model import Component, Settings, TierSettings
+from lmcache_core.settings.sources import SettingPath
+
+_INNER = {Component: "settings", TierSettings: "adapter"}
+
+
+@dataclass(frozen=True)
+class SettingField:
+    """One setting. `default` is None where `required`."""
+
+    path: SettingPath
+    annotation: Any
+    default: Any
+    required: bool
+    description: str
+
+    @property
+    def secret(self) -> bool:
+        """Whether its value is never shown."""
+        return any(_is_class(each, (SecretStr, SecretBytes)) for each in parts(self.annotation))
+
+    @property
+    def component(self) -> bool:
+        """Whether it names one policy."""
+        return any(_is_class(each, Component) for each in _alternatives(self.annotation))
+
+    @property
+    def open(self) -> bool:
+        """Whether names below its path are values of its own, as in a mapping."""
+        kinds = (Mapping, BaseModel)
+        return any(each is Any or _is_class(get_origin(each) or each, kinds) for each in _alternatives(self.annotation))
+
+
+Schema = dict[SettingPath, SettingField]
+
+
+def schema_of(concrete: Concrete) -> Schema:
+    """Every setting of a configuration, in the order of the models."""
+    found = _walk(concrete.model, ())
+    tiers = [one for name, model in concrete.tiers.items() for one in _walk(model, ("l2", name))]
+    return {one.path: one for one in (*found, *tiers)}
+
+
+def fields_of(model: type[BaseModel], at: SettingPath = ()) -> list[SettingField]:
+    """The settings of one model, for a plugin's own."""
+    return list(_walk(model, at))
+
+
+def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
+    inner = next((name for base, name in _INNER.items() if issubclass(model, base)), None)
+    for name, info in model.model_fields.items():
+        annotation, path = info.annotation, (*at, name)
+        if name == inner:
+            if _is_class(annotation, BaseModel):
+                yield from _walk(typing.cast(type[BaseModel], annotation), at)
+            continue
+        if issubclass(model, Component) and name == "type":
+            continue
+        if issubclass(model, Settings) and name == "l2":
+            continue  # its tables are walked one by one
+        below = _section(annotation)
+        default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
+        if below is None or issubclass(below, Component):
+            if below is not None and issubclass(below, Component):
+                default = below.model_fields["type"].default
+            yield SettingField(path, annotation, default, info.is_required(), info.description or "")
+        if below is not None:
+            yield from _walk(below, path)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    models = [each for each in _alternatives(annotation) if each is not types.NoneType]
+    return models[0] if len(models) == 1 and _is_class(models[0], BaseModel) else None
+
+
+def _is_class(annotation: Any, kinds: Any) -> bool:
+    return isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, kinds)
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is typing.Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return [inner for each in get_args(annotation) for inner in _alternatives(each)]
+    return [annotation]
+
+
+def parts(annotation: Any) -> Iterator[Any]:
+    """Every type that an annotation mentions."""
+    yield annotation
+    for each in get_args(annotation):
+        if get_origin(annotation) is not Literal:
+            yield from parts(each)
+
+
+def annotation_text(annotation: Any) -> str:
+    """A type in a few letters: `int`, `text`, `shm|memfd|hugetlb`, `list of text`, …"""
+    named = {str: "text", int: "int", float: "number", bool: "true|false", Path: "path", types.NoneType: "none"}
+    texts = []
+    for each in _alternatives(annotation):
+        origin, arguments = get_origin(each), get_args(each)
+        if origin is Literal:
+            texts += [str(value) for value in arguments]
+        elif _is_class(each, (SecretStr, SecretBytes)):
+            texts.append("secret")
+        elif _is_class(each, Component):
+            texts.append("name or table")
+        elif _is_class(each, Enum):
+            texts += [str(member.value) for member in each]
+        elif _is_class(origin or each, Mapping):
+            texts.append("table")
+        elif _is_class(origin, Collection):
+            texts.append(f"list of {annotation_text(arguments[0])}" if arguments else "list")
+        else:
+            texts.append(named.get(each, getattr(each, "__name__", str(each))))
+    return "|".join(dict.fromkeys(texts))
+
+
+def read_text(field: SettingField, text: str) -> Any:
+    """A text from a flag or a variable, as far as pydantic would not read it itself: lists, tables, none."""
+    alternatives = _alternatives(field.annotation)
+    takes_text = any(_is_class(each, (str, bytes, SecretStr, SecretBytes)) for each in alternatives)
+    if not takes_text and text.strip().lower() in ("none", "null") and types.NoneType in alternatives:
+        return None
+    listed = (
+        any(_is_class(get_origin(each) or each, (Sequence, AbstractSet)) for each in alternatives) and not takes_text
+    )
+    tabled = field.open or field.component
+    if (listed and text.lstrip().startswith("[")) or (tabled and text.lstrip().startswith("{")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it begins like JSON and is none: {error.msg} at character {error.pos}") from error
+    return [part.strip() for part in text.split(",") if part.strip()] if listed else text
