@@ -29,6 +29,7 @@ LEASE_KEYS_MAX = OPERATION_KEYS_MAX
 SETTLED_LEASES_REMEMBERED = 4096  # a repeated commit gets its first answer; enough for every reply in flight
 SEND_QUEUE_FRAMES_MAX = 256  # a peer that does not read is dropped once this many replies wait for it
 LOOKUPS_WAITING_MAX = 1024  # replies held back for a prefetch
+JOBS_REMEMBERED = 1024  # a lookup that has ended can be asked about for a while
 LOOP_PAGE_S = 0.002  # no message holds the loop for longer than this
 NAMESPACES_PER_SESSION_MAX = 1024
 SESSION_NAME_BYTES_MAX = 128
@@ -57,6 +58,7 @@ BREAKER_PAUSE_MAX_S = 30.0
 DIRTY_OBJECTS_MAX = 1 << 18  # objects waiting for one tier; beyond it the oldest is given up, and counted
 SCRATCH_BYTES_MAX = 64 << 20  # buffers of one lane thread for encoding and decoding, unless one object needs more
 CHAIN_SERDES_MAX = 8  # serdes in one codec chain: their lengths stand in the object's header
+TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
 ACCOUNTING_STEP_ENTRIES = 512  # scanned entries taken over in one turn of the loop
 PREFETCH_IN_FLIGHT_MAX = 8
@@ -67,5 +69,9 @@ EVICT_RATIO = 0.2
 
 # --- time -------------------------------------------------------------------------------------------------
 SWITCH_INTERVAL_S = 1e-4  # measured: a round trip beside a busy lane thread falls from 5.2 ms to 0.24 ms
+HOUSEKEEPING_S = 0.25  # headroom in the pool, and the other things that wait well
+LIFE_CHECK_S_MIN = 0.002  # a lost session's life lock is looked at this soon, and ever less often up to …
+LIFE_CHECK_S_MAX = 0.5
+SILENT_SESSION_S = 600.0  # a ZMQ session without a life lock that says nothing for this long is ended
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 30.0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import astuple
 from sys import byteorder
+from typing import Any
 
 import msgspec
 
 from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
 from lmcache_core.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.pool.backing import Backing
+from lmcache_core.pool.header import PoolInfo
 from lmcache_core.protocol.messages import Error, Message, Reply, Request
 
 _encoder = msgspec.msgpack.Encoder()
@@ -39,9 +43,7 @@ def encode_request(message: Message) -> bytes:
     """The request as a frame. Raises `LimitError` where it would be too large to be read."""
     frame = encode(message)
     if len(frame) > FRAME_BYTES_MAX:
-        raise LimitError(
-            f"{type(message).__name__} takes {len(frame):,} bytes and a frame holds {FRAME_BYTES_MAX:,}"
-        )
+        raise LimitError(f"{type(message).__name__} takes {len(frame):,} bytes and a frame holds {FRAME_BYTES_MAX:,}")
     return frame
 
 
@@ -109,3 +111,20 @@ def unpack_positions(blob: bytes) -> array[int]:
     if byteorder == "big":
         values.byteswap()
     return values
+
+
+def pool_info_to_wire(info: PoolInfo) -> list[Any]:
+    """The fields in order."""
+    name, backing, *numbers = astuple(info)
+    return [name, str(backing), *numbers]
+
+
+def pool_info_from_wire(fields: Sequence[Any]) -> PoolInfo:
+    """The inverse. Raises `ProtocolError` for anything else."""
+    try:
+        name, backing, *numbers = fields
+        if not isinstance(name, str) or not all(type(number) is int for number in numbers):
+            raise ProtocolError(f"{fields!r} does not describe a pool")
+        return PoolInfo(name, Backing(backing), *numbers)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"{fields!r} does not describe a pool") from error

@@ -14,8 +14,6 @@ import msgspec
 PROTOCOL_VERSION_MIN = 1
 PROTOCOL_VERSION_MAX = 1
 
-ALL = b""  # `positions`: everything that the lease still holds (within `first`, `count` where those are given)
-
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of all messages."""
@@ -69,7 +67,6 @@ class Lookup(Message, tag="lookup"):
     prefix: bool = True
     wait_s: float = 0.0
     tiers: list[str] | None = None
-    promise: int = 0
 
 
 class Cancel(Message, tag="cancel"):
@@ -106,13 +103,13 @@ class PrepareStore(Message, tag="prepare_store"):
 
 
 class Settle(Message):
-    """Settle positions of a lease: those packed as u32 in `positions`, or `count` from `first`, or all."""
+    """Settle positions of a lease: `count` of them from `first`, or those packed as u32 in `positions`."""
 
     rid: int
     lease: int
     first: int = 0
     count: int = 0
-    positions: bytes = ALL
+    positions: bytes = b""
 
 
 class CommitStore(Settle, tag="commit_store"):

@@ -1,0 +1,279 @@
+"""The client: what a worker or a scheduler calls. Thread-safe; connects when it must, and again when it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lmcache_core.client.address import CurveKeys
+from lmcache_core.client.channel import expect
+from lmcache_core.client.copying import copy_in, copy_out, spans
+from lmcache_core.client.leases import ReadLease, WriteLease
+from lmcache_core.client.link import Target
+from lmcache_core.client.links import Links
+from lmcache_core.client.lookups import LookupHandle, asking, lookup_pages, unreachable
+from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
+from lmcache_core.errors import DisconnectedError, LimitError, UsageError
+from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX, PIN_TTL_S
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.tokens.namespace import Namespace
+
+
+class Client:
+    """One client instance. Made by `Client.connect`; use it as a context manager, or `close` it.
+
+    Losing the server ends an operation in bounded time with a value (`Status.UNREACHABLE`); the next one works
+    once the server is back. Only misuse raises, and questions that have no such value (`status`, `clear`, …)
+    raise `DisconnectedError`.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self._links = Links(target)
+
+    @classmethod
+    def connect(
+        cls,
+        name: str = "default",
+        *,
+        runtime_dir: str | Path | None = None,
+        address: str | None = None,
+        curve: CurveKeys | None = None,
+        client_name: str = "",
+        maps_pool: bool = True,
+    ) -> Client:
+        """A client of the server `name` on this node, or of the one at a ZMQ `address`.
+
+        Returns at once, whether or not the server is there: until it is, lookups miss and stores are not stored.
+        `maps_pool=False` is for a scheduler that only looks up.
+        """
+        root = Path(runtime_dir) if runtime_dir is not None else None
+        return cls(Target(name, root, address, curve, client_name, maps_pool))
+
+    # --- whole operations ---------------------------------------------------------------------------------
+
+    def register_layout(self, namespace: Namespace) -> bool:
+        """Tell the server of a namespace and its layout now, rather than at its first use.
+
+        Returns whether a server heard it; where none did, it will be told once it is there.
+        """
+        try:
+            self._links.current().bind(namespace)
+        except DisconnectedError:
+            return False
+        return True
+
+    def store(self, keys: Sequence[bytes], sources: Sequence[Any], *, namespace: Namespace) -> StoreResult:
+        """Store one object a key. `sources`: torch tensors or contiguous buffers of the namespace's layout.
+
+        Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
+        """
+        _check_keys(keys)
+        layout = namespace.layout
+        found = spans(sources, len(keys), layout, writable=False)
+        with WriteLease(self._links, namespace) as lease:
+            for first in range(0, len(keys), BATCH_KEYS_MAX):
+                lease.ask(keys[first : first + BATCH_KEYS_MAX])
+                if lease.granted:
+                    mapping, slots = lease.slots(first)
+                    for position, offset in slots:
+                        copy_in(mapping.address + offset, found[position], layout)
+                    lease.settle_quietly(m.CommitStore, first)
+            return StoreResult(lease.statuses)
+
+    def retrieve(
+        self,
+        keys: Sequence[bytes],
+        into: Sequence[Any],
+        *,
+        namespace: Namespace,
+        prefix: bool = True,
+        promises: Sequence[int] = (),
+    ) -> RetrieveResult:
+        """Copy objects out, each into its own tensor or buffer of the namespace's layout.
+
+        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. What was
+        not a hit is not written to. `promises` (from `lookup(hold=True)` of the same keys) are redeemed.
+        """
+        _check_keys(keys)
+        layout = namespace.layout
+        found = spans(into, len(keys), layout, writable=True)
+        with ReadLease(self._links, namespace) as lease:
+            for first in range(0, len(keys), BATCH_KEYS_MAX):
+                lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
+                if lease.granted:
+                    mapping, slots = lease.slots(first)
+                    for position, offset in slots:
+                        copy_out(mapping.address + offset, found[position], layout)
+                    lease.settle_quietly(m.FinishRead, first)
+                if prefix and lease.hits < len(lease.statuses):
+                    break
+            lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
+            return RetrieveResult(lease.statuses, lease.reasons)
+
+    def lookup(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: Namespace,
+        hold: bool = False,
+        prefix: bool = True,
+        wait_s: float = 0.0,
+        tiers: Sequence[str] | None = None,
+    ) -> LookupResult:
+        """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
+
+        `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires.
+        """
+        _check_keys(keys)
+        try:
+            return lookup_pages(
+                self._links.current(), keys, namespace, hold=hold, prefix=prefix, wait_s=wait_s, tiers=tiers
+            )
+        except DisconnectedError:
+            return unreachable(len(keys))
+
+    def lookup_nowait(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: Namespace,
+        hold: bool = False,
+        prefix: bool = True,
+        wait_s: float = 30.0,
+        tiers: Sequence[str] | None = None,
+    ) -> LookupHandle:
+        """As `lookup`, for callers that must not block: the handle has `done`, `result` and `cancel`. One frame
+        of keys at most."""
+        _check_keys(keys)
+        if len(keys) > BATCH_KEYS_MAX:
+            raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
+        try:
+            link = self._links.current()
+            link.bind(namespace)
+            pending = link.channel.start(asking(namespace, join_keys(keys), hold, prefix, wait_s, tiers))
+        except DisconnectedError:
+            return LookupHandle(None, None, len(keys))
+        return LookupHandle(link, pending, len(keys))
+
+    # --- the two phases -----------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
+        """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
+        _check_keys(keys)
+        lease = WriteLease(self._links, namespace)
+        for first in range(0, len(keys), BATCH_KEYS_MAX):
+            lease.ask(keys[first : first + BATCH_KEYS_MAX])
+        return lease
+
+    def prepare_retrieve(
+        self, keys: Sequence[bytes], *, namespace: Namespace, promises: Sequence[int] = (), prefix: bool = True
+    ) -> ReadLease:
+        """Slots to read these keys in place. Finish the lease soon: it keeps them from being evicted."""
+        _check_keys(keys)
+        lease = ReadLease(self._links, namespace)
+        for first in range(0, len(keys), BATCH_KEYS_MAX):
+            lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
+            if prefix and lease.hits < len(lease.statuses):
+                break
+        lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
+        return lease
+
+    def free_lookup_locks(self, promises: Sequence[int]) -> int:
+        """Give promises back unredeemed. Returns how many were still there; 0 where no server is."""
+        try:
+            return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, list(promises))), m.Done).count
+        except DisconnectedError:
+            return 0
+
+    # --- everything else ----------------------------------------------------------------------------------
+
+    def end_session(self) -> None:
+        """Release every lease and promise of this client; views die. It can go on with new ones."""
+        for lease in list(self._links.open_leases.values()):
+            lease.give_up(Status.ABORTED)
+        self._ask(m.EndSession)
+
+    def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.Cleared:
+        """Forget a namespace (None: everything), as a fence; with `tiers`, there too."""
+        chosen = None if namespace is None else namespace.id
+        return expect(self._ask(lambda rid: m.Clear(rid, chosen, tiers)), m.Cleared)
+
+    def pin(self, keys: Sequence[bytes], *, namespace: Namespace, ttl_s: float = PIN_TTL_S) -> list[Status]:
+        """Keep objects from being evicted for `ttl_s`. Pins belong to the server and outlive this client."""
+        return self._pages(keys, namespace, lambda rid, blob: m.Pin(rid, namespace.id, blob, ttl_s))
+
+    def unpin(self, keys: Sequence[bytes], *, namespace: Namespace) -> list[Status]:
+        """End pins before their time."""
+        return self._pages(keys, namespace, lambda rid, blob: m.Unpin(rid, namespace.id, blob))
+
+    def query_prefetch_status(self, job: int) -> m.Found:
+        """How far the loads of a lookup are; `done` when they have ended."""
+        return expect(self._ask(lambda rid: m.QueryPrefetchStatus(rid, job)), m.Found)
+
+    def query_lookup_hits(self, job: int) -> m.Found:
+        """What will be a hit, as soon as the tiers have answered and before the loads end."""
+        return expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.Found)
+
+    def lease_status(self, lease_id: int) -> m.LeaseState:
+        """What the server knows of a lease of this client."""
+        return expect(self._ask(lambda rid: m.LeaseStatusOf(rid, lease_id)), m.LeaseState)
+
+    def get_chunk_size(self) -> int:
+        """The server's chunk size, in tokens."""
+        return expect(self._ask(m.GetChunkSize), m.ChunkSize).tokens
+
+    def status(self) -> dict[str, Any]:
+        """The server's account of itself."""
+        return expect(self._ask(m.Status), m.StatusReply).status
+
+    def ping(self, payload: bytes = b"") -> bytes:
+        """Round trip with a payload."""
+        return expect(self._ask(lambda rid: m.Ping(rid, payload)), m.Pong).payload
+
+    def noop(self) -> None:
+        """Round trip without one."""
+        self._ask(m.Noop)
+
+    def _ask(self, make: Callable[[int], m.Message]) -> m.Reply:
+        return self._links.current().channel.call(make)
+
+    def _pages(
+        self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[int, bytes], m.Message]
+    ) -> list[Status]:
+        _check_keys(keys)
+        self._links.current().bind(namespace)
+        statuses: list[Status] = []
+        for first in range(0, len(keys), BATCH_KEYS_MAX):
+            blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
+            reply = self._ask(lambda rid, blob=blob: make(rid, blob))  # type: ignore[misc]
+            statuses += grant_statuses(expect(reply, m.Pinned).statuses)
+        return statuses
+
+    def close(self) -> None:
+        """End the session: every lease is released, every view dies. Idempotent."""
+        for lease in list(self._links.open_leases.values()):
+            lease.give_up(Status.ABORTED)
+        self._links.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    if isinstance(keys, bytes | bytearray | memoryview):
+        raise UsageError("keys is one bytes object: give a sequence of keys of 32 bytes each")
+    if len(keys) > OPERATION_KEYS_MAX:
+        raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
+
+
+def _promise(promises: Sequence[int], first: int) -> int:
+    page = first // BATCH_KEYS_MAX
+    return promises[page] if page < len(promises) else 0

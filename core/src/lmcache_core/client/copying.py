@@ -1,0 +1,118 @@
+"""Bytes between the caller's tensors or buffers and the pool's slots.
+
+A CPU tensor or buffer is one `memmove` an object: it releases the GIL, needs neither torch nor numpy, and costs
+about a microsecond a call. A tensor on a device is copied by torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lmcache_core.errors import UsageError
+from lmcache_core.pool.layout import Layout
+
+_FREE_FORMATS = ("B", "b", "c")  # plain bytes: the caller vouches for what they mean
+
+
+class _PyBuffer(ctypes.Structure):
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def address_of(view: memoryview) -> int:
+    """Where a buffer lies, also a read-only one. The caller keeps `view` for as long as it uses the address."""
+    found = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), ctypes.c_int(0))
+    try:
+        return int(found.buf or 0)
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+
+
+class Span(NamedTuple):
+    """One object of the caller's: an address on the host, or a device tensor."""
+
+    address: int
+    owner: Any  # keeps the memory; the tensor itself where `address` is 0
+
+
+def spans(objects: Sequence[Any], count: int, layout: Layout, *, writable: bool) -> list[Span]:
+    """Check the caller's objects against the layout. Raises `UsageError` naming the position and the cure."""
+    if len(objects) != count:
+        raise UsageError(f"{len(objects)} objects for {count} keys: give one for each key")
+    return [_span(each, position, layout, writable) for position, each in enumerate(objects)]
+
+
+def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
+    if hasattr(each, "data_ptr") and hasattr(each, "is_contiguous"):
+        return _tensor_span(each, position, layout)
+    try:
+        view = memoryview(each)
+    except TypeError:
+        raise UsageError(
+            f"object {position} is a {type(each).__name__}: give a torch tensor or something with a buffer"
+        ) from None
+    if not view.c_contiguous:
+        raise UsageError(f"object {position} is not contiguous: copy it first (numpy.ascontiguousarray)")
+    if view.nbytes != layout.nbytes:
+        raise UsageError(f"object {position} has {view.nbytes:,} bytes and its layout {layout} has {layout.nbytes:,}")
+    if view.format not in _FREE_FORMATS and view.itemsize != layout.itemsize:
+        raise UsageError(
+            f"object {position} has items of {view.itemsize} bytes and its layout is {layout}: "
+            "pass its bytes (view.cast('B')) if that is what you mean"
+        )
+    if writable and view.readonly:
+        raise UsageError(f"object {position} is read-only: retrieve needs writable buffers")
+    return Span(address_of(view), view)
+
+
+def _tensor_span(tensor: Any, position: int, layout: Layout) -> Span:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype != layout.dtype:
+        raise UsageError(f"tensor {position} is {dtype} and its layout is {layout}: convert it, or register its dtype")
+    if tensor.numel() != math.prod(layout.shape):
+        raise UsageError(f"tensor {position} has shape {tuple(tensor.shape)} and its layout is {layout}")
+    if not tensor.is_contiguous():
+        raise UsageError(f"tensor {position} is not contiguous: call .contiguous() first")
+    return Span(tensor.data_ptr() if tensor.device.type == "cpu" else 0, tensor)
+
+
+def copy_in(address: int, span: Span, layout: Layout) -> None:
+    """The caller's object into the slot at `address`."""
+    if span.address:
+        ctypes.memmove(address, span.address, layout.nbytes)
+    else:
+        _slot_tensor(address, layout).copy_(span.owner.reshape(layout.shape))
+
+
+def copy_out(address: int, span: Span, layout: Layout) -> None:
+    """The slot at `address` into the caller's object."""
+    if span.address:
+        ctypes.memmove(span.address, address, layout.nbytes)
+    else:
+        span.owner.copy_(_slot_tensor(address, layout).reshape(span.owner.shape))
+
+
+def _slot_tensor(address: int, layout: Layout) -> Any:
+    return tensor_of(memoryview((ctypes.c_char * layout.nbytes).from_address(address)).cast("B"), layout)
+
+
+def tensor_of(view: memoryview, layout: Layout) -> Any:
+    """A torch tensor of the layout over these bytes, without a copy. torch is imported only here."""
+    import torch
+
+    return torch.frombuffer(view, dtype=getattr(torch, layout.dtype)).reshape(layout.shape)

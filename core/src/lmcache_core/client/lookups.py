@@ -1,0 +1,142 @@
+"""Lookups: paged ones that wait, and handles for callers that must not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from lmcache_core.client.channel import Pending, expect
+from lmcache_core.client.link import Link
+from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
+from lmcache_core.errors import DisconnectedError
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.protocol.messages import Reply
+from lmcache_core.tokens.namespace import Namespace
+
+
+def unreachable(count: int) -> LookupResult:
+    """What a lookup answers while there is no server."""
+    return LookupResult([Status.UNREACHABLE] * count, [Reason.NONE] * count, 0)
+
+
+def result_of(reply: Reply, count: int) -> LookupResult:
+    """The result that a reply carries."""
+    found = expect(reply, m.Found)
+    return LookupResult(
+        grant_statuses(found.statuses),
+        miss_reasons(found.reasons, count),
+        found.hits,
+        found.done,
+        (found.promise,) if found.promise else (),
+        found.job,
+    )
+
+
+def lookup_pages(
+    link: Link,
+    keys: Sequence[bytes],
+    namespace: Namespace,
+    *,
+    hold: bool,
+    prefix: bool,
+    wait_s: float,
+    tiers: Sequence[str] | None,
+) -> LookupResult:
+    """Look up any number of keys, a frame at a time. A prefix ends with its first short page."""
+    link.bind(namespace)
+    pages: list[LookupResult] = []
+    for first in range(0, len(keys), BATCH_KEYS_MAX):
+        page = keys[first : first + BATCH_KEYS_MAX]
+        blob = join_keys(page)
+        make = asking(namespace, blob, hold, prefix, wait_s, tiers)
+        reply = link.channel.call(make, CALL_TIMEOUT_S + wait_s)
+        pages.append(result_of(reply, len(page)))
+        if prefix and pages[-1].hits < len(page):
+            break
+    return _joined(pages, len(keys))
+
+
+def asking(
+    namespace: Namespace,
+    blob: bytes,
+    hold: bool,
+    prefix: bool,
+    wait_s: float,
+    tiers: Sequence[str] | None,
+) -> Callable[[int], m.Lookup]:
+    """The request, for a channel to number."""
+    named = None if tiers is None else list(tiers)
+    return lambda rid: m.Lookup(rid, namespace.id, blob, hold, prefix, wait_s, named)
+
+
+def _joined(pages: Sequence[LookupResult], count: int) -> LookupResult:
+    statuses = [status for page in pages for status in page.statuses]
+    reasons = [reason for page in pages for reason in page.reasons]
+    hits = 0
+    for page in pages:
+        hits += page.hits
+        if page.hits < len(page.statuses):
+            break
+    rest = count - len(statuses)
+    return LookupResult(
+        statuses + [Status.MISS] * rest,
+        reasons + [Reason.NONE] * rest,
+        hits,
+        all(page.done for page in pages),
+        tuple(promise for page in pages for promise in page.promises or (0,)),
+        pages[-1].job if pages else 0,
+    )
+
+
+class LookupHandle:
+    """A lookup under way. `done` and `result` never wait; `result` is None until it is done."""
+
+    def __init__(self, link: Link | None, pending: Pending | None, count: int) -> None:
+        self._link = link
+        self._pending = pending
+        self._count = count
+        self._result: LookupResult | None = unreachable(count) if link is None else None
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` has it."""
+        return self.result is not None
+
+    @property
+    def result(self) -> LookupResult | None:
+        """The result, if it has come. A server that went away makes it a miss."""
+        if self._result is None:
+            assert self._link is not None
+            assert self._pending is not None
+            try:
+                reply = self._link.channel.poll(self._pending)
+                if reply is not None:
+                    self._result = result_of(reply, self._count)
+            except DisconnectedError:
+                self._result = unreachable(self._count)
+        return self._result
+
+    def wait(self, timeout_s: float) -> LookupResult:
+        """Wait for the result. A server that is silent for that long is treated as gone."""
+        if self._result is None:
+            assert self._link is not None
+            assert self._pending is not None
+            try:
+                self._result = result_of(self._link.channel.wait(self._pending, timeout_s), self._count)
+            except DisconnectedError:
+                self._result = unreachable(self._count)
+        return self._result
+
+    def cancel(self) -> None:
+        """It is not wanted any more: the server stops what nobody else waits for."""
+        if self._result is None:
+            assert self._link is not None
+            assert self._pending is not None
+            rid = self._pending.rid
+            self._link.channel.abandon(self._pending)
+            self._result = LookupResult([Status.MISS] * self._count, [Reason.NONE] * self._count, 0)
+            with contextlib.suppress(DisconnectedError):  # with the server gone, nothing is left to stop
+                self._link.channel.call(lambda own: m.Cancel(own, rid))

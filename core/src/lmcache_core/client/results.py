@@ -1,0 +1,112 @@
+"""What operations answer: a status for each key. Ordinary results are values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lmcache_core.kernel.answers import Grant, Reason, Settled
+
+
+class Status(StrEnum):
+    """What became of one key."""
+
+    STORED = "stored"
+    HIT = "hit"
+    GRANTED = "granted"  # a slot was given; two-phase calls only
+    EXISTS = "exists"  # it was there already: nothing to do
+    BUSY = "busy"  # someone else is writing it
+    FULL = "full"  # no room now
+    WARMING = "warming"  # the pool is still being populated
+    TOO_LARGE = "too_large"  # an object of this layout never fits in the pool
+    QUOTA = "quota"  # a cap was reached; `status` says whose
+    MISS = "miss"
+    LOADING = "loading"  # on its way from a tier
+    CLEARED = "cleared"  # a clear came before the commit
+    EXPIRED = "expired"  # the lease did not live until the commit
+    ABORTED = "aborted"
+    UNREACHABLE = "unreachable"  # no server; stores and lookups go on without it
+
+
+FROM_GRANT = {
+    Grant.GRANTED: Status.GRANTED,
+    Grant.EXISTS: Status.EXISTS,
+    Grant.BUSY: Status.BUSY,
+    Grant.FULL: Status.FULL,
+    Grant.WARMING: Status.WARMING,
+    Grant.TOO_LARGE: Status.TOO_LARGE,
+    Grant.QUOTA: Status.QUOTA,
+    Grant.MISS: Status.MISS,
+    Grant.LOADING: Status.LOADING,
+}
+FROM_SETTLED = {
+    Settled.COMMITTED: Status.STORED,
+    Settled.ABORTED: Status.ABORTED,
+    Settled.FINISHED: Status.HIT,
+    Settled.CLEARED: Status.CLEARED,
+}
+_SETTLED = [FROM_SETTLED.get(outcome, Status.EXPIRED) for outcome in sorted(Settled)]
+_GRANTS = [FROM_GRANT[grant] for grant in sorted(Grant)]
+_REASONS = sorted(Reason)
+
+
+def grant_statuses(blob: bytes) -> list[Status]:
+    """The statuses of a reply to prepare_*."""
+    return [_GRANTS[byte] for byte in blob]
+
+
+def settled_statuses(blob: bytes) -> list[Status]:
+    """The statuses of a reply to commit, abort or finish."""
+    return [_SETTLED[byte] for byte in blob]
+
+
+def miss_reasons(blob: bytes, count: int) -> list[Reason]:
+    """The reasons of a reply; an empty blob means that nothing missed."""
+    return [_REASONS[byte] for byte in blob] if blob else [Reason.NONE] * count
+
+
+@dataclass(frozen=True)
+class StoreResult:
+    """One status a key, in order."""
+
+    statuses: Sequence[Status]
+
+    @property
+    def stored(self) -> int:
+        """How many keys can be read now: stored by this call, or there already."""
+        return sum(status in (Status.STORED, Status.EXISTS) for status in self.statuses)
+
+
+@dataclass(frozen=True)
+class RetrieveResult:
+    """One status and one miss reason a key, in order."""
+
+    statuses: Sequence[Status]
+    reasons: Sequence[Reason]
+
+    @property
+    def hits(self) -> int:
+        """Length of the prefix that was read."""
+        return _prefix(self.statuses, Status.HIT)
+
+
+@dataclass(frozen=True)
+class LookupResult:
+    """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended.
+    `promises` (one a frame of keys) are redeemed by `prepare_retrieve` or `retrieve` of the same keys, or given back
+    by `free_lookup_locks`."""
+
+    statuses: Sequence[Status]
+    reasons: Sequence[Reason]
+    hits: int
+    done: bool = True
+    promises: tuple[int, ...] = ()
+    job: int = 0
+
+
+def _prefix(statuses: Sequence[Status], wanted: Status) -> int:
+    for position, status in enumerate(statuses):
+        if status is not wanted:
+            return position
+    return len(statuses)

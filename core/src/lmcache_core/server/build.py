@@ -1,0 +1,86 @@
+"""From settings to the objects of a server: kernel, tiers, policies."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from lmcache_core.kernel.allocator import slab_bytes_for
+from lmcache_core.kernel.config import KernelConfig
+from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.plugins.components import Kind
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.segment import Segment
+from lmcache_core.server.l1 import L1
+from lmcache_core.settings.model import Component, Settings, TierSettings
+from lmcache_core.tiers.tier import Tier, TierConfig, adapter_context
+from lmcache_core.tiers.tiering import Tiering, TieringConfig
+
+EPOCH_BITS = 24  # of a lease id; the rest counts
+
+
+def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Kernel:
+    """The kernel over a segment's data area."""
+    config = KernelConfig(
+        pool_bytes=segment.info.data_bytes,
+        data_offset=segment.info.data_offset,
+        slab_bytes=slab_bytes_for(segment.info.data_bytes),
+        write_ttl_s=settings.lease.write_ttl_s,
+        read_ttl_s=settings.lease.read_ttl_s,
+        promise_ttl_s=settings.lease.promise_ttl_s,
+        watermark=settings.l1.watermark,
+        evict_ratio=settings.l1.evict_ratio,
+        quarantine_fraction_max=settings.quarantine.fraction_max,
+        quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
+    )
+    epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
+    return Kernel(config, build_eviction(registry, settings.l1.eviction), epoch)
+
+
+def build_eviction(registry: Registry, component: Component) -> EvictionPolicy:
+    """One policy object: one orders one store."""
+    policy: EvictionPolicy = registry.build(Kind.EVICTION_POLICY, component.type, component.settings)
+    return policy
+
+
+def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
+    """One configured tier. Its medium need not be there."""
+    adapter = registry.build(
+        Kind.L2_ADAPTER, settings.type, settings.adapter, adapter_context(name, settings.connections)
+    )
+    return Tier(
+        name,
+        adapter,
+        TierConfig(
+            capacity_bytes=settings.capacity_bytes,
+            watermark=settings.watermark,
+            evict_ratio=settings.evict_ratio,
+            deadline_s=settings.deadline_s,
+            connections=settings.connections,
+        ),
+        serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
+        eviction=None if settings.eviction is None else build_eviction(registry, settings.eviction),
+    )
+
+
+def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering | None:
+    """All tiers, in their order; None where there are none."""
+    if not settings.l2:
+        return None
+    store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
+    prefetch_policy = registry.build(
+        Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings
+    )
+    epochs_path = settings.state_dir / f"{settings.name}.epochs"
+    tiering = Tiering(
+        l1,
+        [build_tier(name, tier, registry) for name, tier in settings.l2.items()],
+        wake=wake,
+        store_policy=store_policy,
+        prefetch_policy=prefetch_policy,
+        config=TieringConfig(prefetch_in_flight_max=settings.prefetch_in_flight_max, epochs_path=str(epochs_path)),
+    )
+    l1.tiering = tiering
+    l1.wants_reuse = store_policy.wants_reuse
+    return tiering

@@ -1,0 +1,286 @@
+"""One handler for each request. All are quick: they run on the loop, between two system calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.errors import CacheError, LimitError, PoolMismatchError, ProtocolError, UsageError, VersionError
+from lmcache_core.kernel.answers import Settled
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.limits import BATCH_KEYS_MAX, LAYOUTS_MAX, NAMESPACES_PER_SESSION_MAX, SESSION_NAME_BYTES_MAX
+from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import (
+    decode_request,
+    encode,
+    error_reply,
+    pack_u64,
+    pool_info_to_wire,
+    split_keys,
+    unpack_positions,
+)
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Peer, Session
+
+if TYPE_CHECKING:
+    from lmcache_core.server.lookups import Lookups
+    from lmcache_core.server.sessions import Sessions
+    from lmcache_core.settings.model import Settings
+
+log = logging.getLogger(__name__)
+MAPS_POOL = "maps_pool"
+
+
+class Dispatch:
+    """Frames in, replies out. Nothing that a peer sends can end or stall the loop."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        l1: L1,
+        sessions: Sessions,
+        lookups: Lookups,
+        settings: Settings,
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._sessions = sessions
+        self._lookups = lookups
+        self._settings = settings
+        self._status = status
+        self.counters: Counter[str] = Counter()
+        self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
+            m.Attach: self._attach,
+            m.RegisterLayout: self._register_layout,
+            m.Lookup: self._lookup,
+            m.Cancel: lambda s, r: m.Done(r.rid, lookups.cancel(s, r.lookup)),
+            m.QueryPrefetchStatus: lambda s, r: lookups.status_of(s, r.rid, r.job),
+            m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
+            m.FreeLookupLocks: self._free_lookup_locks,
+            m.PrepareStore: self._prepare_store,
+            m.CommitStore: self._settle(kernel.commit_store),
+            m.AbortStore: self._settle(kernel.abort_store),
+            m.FinishRead: self._settle(kernel.finish_read),
+            m.PrepareRetrieve: self._prepare_retrieve,
+            m.RenewLease: self._renew_lease,
+            m.LeaseStatusOf: self._lease_status,
+            m.EndSession: self._end_session,
+            m.Clear: self._clear,
+            m.Pin: self._pin,
+            m.Unpin: self._unpin,
+            m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
+            m.Status: lambda s, r: m.StatusReply(r.rid, status()),
+            m.Ping: lambda s, r: m.Pong(r.rid, r.payload),
+            m.Noop: lambda s, r: m.Done(r.rid),
+        }
+
+    def on_frame(self, peer: Peer, frame: memoryview) -> None:
+        """Serve one frame of a peer."""
+        try:
+            request = decode_request(frame)
+        except ProtocolError as error:
+            self.counters["garbage"] += 1
+            peer.send(encode(error_reply(0, error)))
+            return
+        reply = self._answer(peer, request)
+        self._l1.apply()
+        if reply is not None:
+            peer.send(encode(reply))
+
+    def _answer(self, peer: Peer, request: m.Request) -> m.Message | None:
+        session = peer.session
+        try:
+            if session is None:
+                return self._hello(peer, request)
+            session.heard_at_s = self._l1.now
+            handler = self._handlers.get(type(request))
+            if handler is None:
+                raise ProtocolError("this session has said hello already")
+            return handler(session, request)
+        except CacheError as error:
+            self.counters[f"error_{error.code.lower()}"] += 1
+            return error_reply(request.rid, error)
+        except Exception:
+            # A bug of ours must not take the node's cache down; the peer is told, the log has the trace.
+            log.exception("request %s failed", type(request).__name__)
+            self.counters["internal_errors"] += 1
+            return m.Error(request.rid, "INTERNAL", "the server failed on this request; its log says how", "never")
+
+    # --- the session --------------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, request: m.Request) -> m.Message | None:
+        if not isinstance(request, m.Hello):
+            return m.Error(request.rid, "DISCONNECTED", "this server knows no such session: say hello", "reconnect")
+        if not request.version_min <= m.PROTOCOL_VERSION_MAX or not request.version_max >= m.PROTOCOL_VERSION_MIN:
+            raise VersionError(
+                f"the client speaks protocol {request.version_min} to {request.version_max}, this server "
+                f"{m.PROTOCOL_VERSION_MIN} to {m.PROTOCOL_VERSION_MAX}: install the same lmcache-core on both sides"
+            )
+        if len(request.client_id) != 16 or len(request.name.encode()) > SESSION_NAME_BYTES_MAX:
+            raise ProtocolError(f"a client id has 16 bytes and a name at most {SESSION_NAME_BYTES_MAX}")
+        maps_pool = MAPS_POOL in request.capabilities
+        segment, settings = self._l1.segment, self._settings
+        session = self._sessions.open(
+            peer, request.client_id, request.name, request.pid, self._l1.now, maps_pool=maps_pool
+        )
+        welcome = m.Welcome(
+            request.rid,
+            min(request.version_max, m.PROTOCOL_VERSION_MAX),
+            session.id,
+            settings.name,
+            segment.info.boot_id,
+            pool_info_to_wire(segment.info),
+            session.row,
+            settings.chunk_tokens,
+            settings.lease.write_ttl_s,
+            settings.lease.read_ttl_s,
+        )
+        if not (maps_pool and peer.can_pass_fd):
+            return welcome
+        fd = segment.worker_fd()
+        try:
+            peer.send(encode(welcome), fd)
+        finally:
+            os.close(fd)
+        return None
+
+    def _attach(self, session: Session, request: m.Attach) -> m.Message:
+        held = self._sessions.attach(session, request.row, request.nonce, request.held, self._l1.now)
+        return m.Attached(request.rid, held)
+
+    def _register_layout(self, session: Session, request: m.RegisterLayout) -> m.Message:
+        layout = Layout(request.dtype, tuple(request.shape), request.memory_format)
+        if layout.fingerprint != request.fingerprint:
+            raise PoolMismatchError(
+                f"layout {layout} has fingerprint {layout.fingerprint:x} here and {request.fingerprint:x} at the "
+                "client: install the same lmcache-core on both sides"
+            )
+        if len(session.namespaces) >= NAMESPACES_PER_SESSION_MAX and request.namespace not in session.namespaces:
+            raise LimitError(f"a session has at most {NAMESPACES_PER_SESSION_MAX} namespaces: open another")
+        layouts = self._l1.layouts
+        layout_id = next((known for known, each in layouts.items() if each == layout), 0)
+        if not layout_id:
+            if len(layouts) >= LAYOUTS_MAX - 1:
+                raise LimitError(f"{LAYOUTS_MAX - 1} layouts are registered: restart the server to forget old ones")
+            layout_id = len(layouts) + 1
+            self._kernel.register_layout(layout_id, layout.nbytes)
+            self._l1.segment.add_layout(layout_id, layout.fingerprint, layout.nbytes)
+            layouts[layout_id] = layout
+        session.namespaces[request.namespace] = layout_id
+        return m.LayoutRegistered(request.rid, layout_id, layout.nbytes)
+
+    def _end_session(self, session: Session, request: m.EndSession) -> m.Message | None:
+        if not request.goodbye:
+            self._kernel.end_session(session.id, self._l1.now)
+            return m.Done(request.rid)
+        session.send(m.Done(request.rid))
+        self._sessions.goodbye(session, self._l1.now)
+        return None
+
+    # --- lookups ------------------------------------------------------------------------------------------
+
+    def _layout_of(self, session: Session, namespace: int) -> int:
+        layout_id = session.namespaces.get(namespace)
+        if layout_id is None:
+            raise UsageError(f"namespace {namespace:016x} is not registered in this session: register_layout first")
+        return layout_id
+
+    def _lookup(self, session: Session, request: m.Lookup) -> m.Message | None:
+        self._layout_of(session, request.namespace)
+        return self._lookups.lookup(session, request, split_keys(request.keys))
+
+    def _free_lookup_locks(self, session: Session, request: m.FreeLookupLocks) -> m.Message:
+        if len(request.promises) > BATCH_KEYS_MAX:
+            raise LimitError(f"{len(request.promises)} promises in one frame, and the limit is {BATCH_KEYS_MAX}")
+        freed = self._kernel.free_lookup_locks(session.id, request.promises, self._l1.now)
+        return m.Done(request.rid, freed)
+
+    # --- the two phases -----------------------------------------------------------------------------------
+
+    def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message:
+        layout_id = self._layout_of(session, request.namespace)
+        now = self._l1.now
+        grants = self._kernel.prepare_store(
+            session.id, request.namespace, layout_id, split_keys(request.keys), now, lease_id=request.lease
+        )
+        return self._granted(request.rid, grants, now)
+
+    def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
+        layout_id = self._layout_of(session, request.namespace)
+        now = self._l1.now
+        grants = self._kernel.prepare_retrieve(
+            session.id,
+            request.namespace,
+            split_keys(request.keys),
+            now,
+            promise_id=request.promise,
+            lease_id=request.lease,
+            prefix=request.prefix,
+            layout_id=layout_id,
+        )
+        return self._granted(request.rid, grants, now)
+
+    @staticmethod
+    def _granted(rid: int, grants: Any, now: float) -> m.Message:
+        return m.Granted(
+            rid,
+            grants.lease_id,
+            grants.deadline - now,
+            bytes(grants.statuses),
+            bytes(grants.reasons),
+            pack_u64(grants.offsets),
+        )
+
+    def _settle(self, settle: Callable[..., bytearray]) -> Callable[[Session, m.Settle], m.Message]:
+        def handle(session: Session, request: m.Settle) -> m.Message:
+            if request.count > BATCH_KEYS_MAX or request.first < 0:
+                raise LimitError(f"{request.count} positions in one frame, and the limit is {BATCH_KEYS_MAX}")
+            if request.count:
+                positions: Any = range(request.first, request.first + request.count)
+            else:
+                positions = unpack_positions(request.positions)
+            outcomes = settle(session.id, request.lease, self._l1.now, positions)
+            return m.SettledReply(request.rid, bytes(outcomes))
+
+        return handle
+
+    def _renew_lease(self, session: Session, request: m.RenewLease) -> m.Message:
+        now = self._l1.now
+        return m.Renewed(request.rid, self._kernel.renew_lease(session.id, request.lease, now) - now)
+
+    def _lease_status(self, session: Session, request: m.LeaseStatusOf) -> m.Message:
+        now = self._l1.now
+        found = self._kernel.lease_status(session.id, request.lease, now)
+        return m.LeaseState(
+            request.rid,
+            "expired" if found.expired else "open" if found.open else "settled",
+            found.kind.name.lower(),
+            max(0.0, found.deadline - now) if found.open else 0.0,
+            len(found.answers),
+            found.answers.count(Settled.OPEN),
+        )
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    def _clear(self, session: Session, request: m.Clear) -> m.Message:
+        cleared = self._kernel.clear(self._l1.now, request.namespace)
+        if self._l1.tiering is not None:
+            self._l1.tiering.clear(request.namespace, self._l1.now, tiers=request.tiers)
+        return m.Cleared(request.rid, cleared.objects, cleared.nbytes, cleared.doomed)
+
+    def _pin(self, session: Session, request: m.Pin) -> m.Message:
+        self._layout_of(session, request.namespace)
+        statuses = self._kernel.pin(
+            session.id, request.namespace, split_keys(request.keys), request.ttl_s, self._l1.now
+        )
+        return m.Pinned(request.rid, bytes(statuses))
+
+    def _unpin(self, session: Session, request: m.Unpin) -> m.Message:
+        self._layout_of(session, request.namespace)
+        statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.now)
+        return m.Pinned(request.rid, bytes(statuses))

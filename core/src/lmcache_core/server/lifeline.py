@@ -1,0 +1,163 @@
+"""The lifeline: Unix SEQPACKET sockets in a private runtime directory.
+
+It hands over the pool's descriptor, carries the calls, and is the first to notice an end. Traps that this code
+answers: an empty packet reads like an end of file (the epoll mask tells them apart); a receive with room for
+descriptors would collect hostile ones (there is none here); paths over 108 bytes fail (we bind through the
+directory's descriptor).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from lmcache_core.limits import SEND_QUEUE_FRAMES_MAX
+from lmcache_core.server.loop import Loop
+from lmcache_core.server.session import Peer
+
+SOCKET_NAME = "lifeline"
+SO_PEERPIDFD = 77
+_READ = select.EPOLLIN | select.EPOLLRDHUP
+
+
+class LifelinePeer(Peer):
+    """One accepted connection."""
+
+    carrier = "lifeline"
+    can_pass_fd = True
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: Loop,
+        on_frame: Callable[[Peer, memoryview], None],
+        on_end: Callable[[Peer], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._buffer = loop.buffer  # one byte more than a frame may have: a larger packet fills it
+        self.pid, self.uid, self.gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        loop.add(sock.fileno(), _READ, self._ready)
+
+    def pidfd(self) -> int:
+        """A descriptor that becomes readable when the peer's process has ended, or -1 where there is none."""
+        with contextlib.suppress(OSError):
+            return self._sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+        if self.pid > 0:
+            with contextlib.suppress(OSError):
+                return os.pidfd_open(self.pid)
+        return -1
+
+    def _ready(self, mask: int) -> None:
+        if mask & select.EPOLLOUT:
+            self._flush()
+        if not mask & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            return
+        try:
+            nbytes = self._sock.recv_into(self._buffer)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end()
+            return
+        if nbytes == 0 and mask & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            self._end()
+            return
+        self._on_frame(self, self._buffer[:nbytes])
+
+    def send(self, frame: bytes, fd: int = -1) -> None:
+        if self._waiting or not self._send_now(frame, fd):
+            if len(self._waiting) >= SEND_QUEUE_FRAMES_MAX:
+                self._end()
+                return
+            self._waiting.append((frame, os.dup(fd) if fd >= 0 else -1))
+            self._watch(_READ | select.EPOLLOUT)
+
+    def _send_now(self, frame: bytes, fd: int) -> bool:
+        if self._sock.fileno() < 0:
+            return True
+        try:
+            if fd < 0:
+                self._sock.send(frame)
+            else:
+                self._sock.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # the peer is gone: its end of file follows on the loop, and ends the session there
+        return True
+
+    def _flush(self) -> None:
+        while self._waiting:
+            frame, fd = self._waiting[0]
+            if not self._send_now(frame, fd):
+                return
+            self._waiting.popleft()
+            if fd >= 0:
+                os.close(fd)
+        self._watch(_READ)
+
+    def _watch(self, mask: int) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.modify(self._sock.fileno(), mask)
+
+    def _end(self) -> None:
+        if self._sock.fileno() >= 0:
+            self.close()
+            self._on_end(self)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove(self._sock.fileno())
+            self._sock.close()
+            while self._waiting:
+                _, fd = self._waiting.popleft()
+                if fd >= 0:
+                    os.close(fd)
+
+
+class LifelineListener:
+    """The listening socket `DIRECTORY/lifeline`. The caller owns the directory's lock: a leftover is replaced."""
+
+    def __init__(self, directory: Path, loop: Loop, on_accept: Callable[[socket.socket], None], mode: int) -> None:
+        self.path = directory / SOCKET_NAME
+        self._loop = loop
+        self._on_accept = on_accept
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._sock.setblocking(False)
+        self.path.unlink(missing_ok=True)
+        directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._sock.bind(f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}")
+        finally:
+            os.close(directory_fd)
+        self.path.chmod(mode)
+        self._inode = self.path.stat().st_ino
+        self._sock.listen(1024)
+        loop.add(self._sock.fileno(), select.EPOLLIN, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:  # it hung up before we came to it, or we are out of descriptors: others are served
+            return
+        self._on_accept(sock)
+
+    def close(self) -> None:
+        """Stop listening and remove the socket, unless another server has put its own there."""
+        self._loop.remove(self._sock.fileno())
+        self._sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            if self.path.stat().st_ino == self._inode:
+                self.path.unlink()

@@ -1,0 +1,194 @@
+"""Lookups: the L1 answers at once, tiers answer later, and a reply may be held back until then."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.limits import JOBS_REMEMBERED, LOOKUPS_WAITING_MAX, TIER_DEADLINE_S
+from lmcache_core.protocol.messages import Found, Lookup
+from lmcache_core.server.l1 import L1, REASONS
+from lmcache_core.server.session import Session
+from lmcache_core.tiers.jobs import Job, Wanted
+from lmcache_core.tiers.jobs import Lookup as TierLookup
+
+_ABSENT = (Grant.MISS, Grant.LOADING)
+
+
+@dataclass(eq=False)
+class Wait:
+    """One lookup that the tiers are working on."""
+
+    session: Session
+    rid: int
+    request: Lookup
+    keys: Sequence[bytes]
+    promise: int
+    holds_reply: bool
+    job: Job | None = None
+    hits_rids: tuple[int, ...] = ()  # queries to be answered once the hits are known
+
+
+class Lookups:
+    """Answers lookups and the queries about them. Lives on the loop's thread."""
+
+    def __init__(self, kernel: Kernel, l1: L1) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._waits: OrderedDict[int, Wait] = OrderedDict()  # by job id: under way, and the last that ended
+        self._under_way = 0
+
+    def lookup(self, session: Session, request: Lookup, keys: Sequence[bytes]) -> Found | None:
+        """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
+        now = self._l1.now
+        found = self._kernel.lookup(
+            session.id,
+            request.namespace,
+            keys,
+            now,
+            hold=request.hold,
+            prefix=request.prefix,
+        )
+        missing = [at for at, status in enumerate(found.statuses) if status in _ABSENT]
+        if not missing or self._l1.tiering is None or request.tiers == []:
+            return self._found(request.rid, found.statuses, found.reasons, found.promise_id, found.deadline)
+        if self._under_way >= LOOKUPS_WAITING_MAX:
+            raise LimitError(f"{LOOKUPS_WAITING_MAX} lookups are waiting for tiers: try again later")
+        wait = Wait(session, request.rid, request, keys, found.promise_id, holds_reply=request.wait_s > 0)
+        wait.job = job = self._l1.tiering.lookup(
+            TierLookup(
+                request.namespace,
+                session.namespaces[request.namespace],
+                keys,
+                missing,
+                now + (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S),
+                request.tiers,
+                Wanted.PREFIX if request.prefix else Wanted.SPARSE,
+            ),
+            lambda job: self._ended(wait, job),
+            now,
+        )
+        self._under_way += 1
+        self._remember(job.id, wait)
+        if wait.holds_reply:
+            return None
+        return self._found(
+            request.rid, found.statuses, found.reasons, found.promise_id, found.deadline, job=job, done=False
+        )
+
+    def status_of(self, session: Session, rid: int, job_id: int) -> Found:
+        """How far a lookup is."""
+        wait = self._wait_of(session, job_id)
+        return self._look_again(wait, rid, hold=False)
+
+    def hits_of(self, session: Session, rid: int, job_id: int) -> Found | None:
+        """What will be a hit, or None: the reply follows once the tiers have answered."""
+        wait = self._wait_of(session, job_id)
+        assert wait.job is not None
+        if wait.job.ended or wait.job.hits is not None:
+            return self._look_again(wait, rid, hold=False)
+        wait.hits_rids += (rid,)
+        return None
+
+    def cancel(self, session: Session, rid: int) -> int:
+        """Give up the session's lookup of this request id. Returns how many there were."""
+        mine = [wait for wait in self._open() if wait.session is session and wait.rid == rid]
+        self._cancel(mine)
+        return len(mine)
+
+    def session_ended(self, session: Session) -> None:
+        """Nobody waits for its lookups any more."""
+        self._cancel([wait for wait in self._open() if wait.session is session])
+
+    def after_step(self) -> None:
+        """Answer those that asked what the hits will be, where that is known now."""
+        for wait in self._open():
+            if wait.hits_rids and wait.job is not None and wait.job.hits is not None:
+                self._answer_hits(wait)
+
+    @property
+    def under_way(self) -> int:
+        """Lookups that the tiers are working on."""
+        return self._under_way
+
+    def _open(self) -> list[Wait]:
+        if not self._under_way:
+            return []
+        return [wait for wait in self._waits.values() if wait.job is not None and not wait.job.ended]
+
+    def _cancel(self, waits: Sequence[Wait]) -> None:
+        for wait in waits:
+            if wait.job is not None and self._l1.tiering is not None:
+                self._l1.tiering.cancel(wait.job)
+
+    def _ended(self, wait: Wait, job: Job) -> None:
+        self._under_way -= 1
+        self._answer_hits(wait)
+        if wait.holds_reply and wait.session.peer is not None:
+            if wait.promise:  # the reply brings one for everything
+                self._kernel.free_lookup_locks(wait.session.id, [wait.promise], self._l1.now)
+            wait.session.send(self._look_again(wait, wait.rid, hold=wait.request.hold))
+        elif wait.request.hold and wait.session.peer is not None:
+            self._look_again(wait, 0, hold=True)  # a promise of its own for what was loaded, told to who asks
+
+    def _answer_hits(self, wait: Wait) -> None:
+        rids, wait.hits_rids = wait.hits_rids, ()
+        for rid in rids:
+            wait.session.send(self._look_again(wait, rid, hold=False))
+
+    def _look_again(self, wait: Wait, rid: int, *, hold: bool) -> Found:
+        request, job = wait.request, wait.job
+        found = self._kernel.lookup(
+            wait.session.id,
+            request.namespace,
+            wait.keys,
+            self._l1.now,
+            hold=hold,
+            prefix=request.prefix,
+        )
+        wait.promise = found.promise_id or wait.promise
+        return self._found(rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
+
+    def _found(
+        self,
+        rid: int,
+        statuses: bytearray,
+        reasons: bytearray,
+        promise: int,
+        deadline: float,
+        job: Job | None = None,
+        done: bool = True,
+    ) -> Found:
+        hits = next((at for at, status in enumerate(statuses) if status != Grant.GRANTED), len(statuses))
+        if job is not None:
+            done = job.ended
+            if not done and job.hits is not None:
+                hits = max(hits, job.hits)
+            for at, reason in job.reasons.items():
+                if statuses[at] == Grant.MISS and REASONS[reason] is not Reason.NONE:
+                    reasons[at] = REASONS[reason]
+        return Found(
+            rid,
+            bytes(statuses),
+            bytes(reasons),
+            hits,
+            done,
+            promise,
+            max(0.0, deadline - self._l1.now) if promise else 0.0,
+            0 if job is None else job.id,
+        )
+
+    def _wait_of(self, session: Session, job_id: int) -> Wait:
+        wait = self._waits.get(job_id)
+        if wait is None or wait.session.client_id != session.client_id:
+            raise UsageError(f"job {job_id} is not a lookup of this client, or ended long ago")
+        return wait
+
+    def _remember(self, job_id: int, wait: Wait) -> None:
+        self._waits[job_id] = wait
+        while len(self._waits) > LOOKUPS_WAITING_MAX + JOBS_REMEMBERED:
+            self._waits.popitem(last=False)

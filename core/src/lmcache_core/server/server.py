@@ -1,0 +1,279 @@
+"""The server: owns the pool, runs the loop, and leaves nothing behind.
+
+`Server(settings, registry).run()` serves in this thread until SIGTERM or SIGINT. `start()` is embedded mode: the
+same server on a thread of the caller's process; `connect()` gives clients of it without any socket path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from lmcache_core.kernel.effects import LeaseExpired
+from lmcache_core.limits import HOUSEKEEPING_S, SWITCH_INTERVAL_S
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.hugepages import huge_page_fraction
+from lmcache_core.pool.populate import Populator
+from lmcache_core.pool.segment import Segment, name_exists
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.address import make_server_directory
+from lmcache_core.server.build import build_kernel, build_tiering
+from lmcache_core.server.dispatch import Dispatch
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
+from lmcache_core.server.lookups import Lookups
+from lmcache_core.server.loop import Loop
+from lmcache_core.server.session import Session
+from lmcache_core.server.sessions import Sessions
+from lmcache_core.server.status import describe
+from lmcache_core.settings.model import Settings
+
+if TYPE_CHECKING:
+    from lmcache_core.server.zmq_carrier import ZmqCarrier
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """Built whole from settings, or not at all: the constructor raises before anything is served."""
+
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        self.settings = settings
+        self.registry = registry
+        self.started_at_s = time.time()
+        self.population_error = ""
+        self.huge_page_fraction = 0.0
+        self.name_lost = False
+        self.draining = False
+        self._thread: threading.Thread | None = None
+        self._drain_until_s: float | None = None
+        self._housekeeping_at_s = 0.0
+        with contextlib.ExitStack() as undo:
+            group = settings.l1.access == "group"
+            self._directory = make_server_directory(settings.name, settings.runtime_dir, 0o750 if group else 0o700)
+            self.segment = Segment.create(
+                settings.name,
+                settings.l1.size_bytes,
+                settings.l1.backing,
+                runtime_dir=self._directory,
+                access=settings.l1.access,
+                gids=settings.l1.gids,
+            )
+            undo.callback(self.segment.close)
+            self.loop = Loop(self._tick)
+            undo.callback(self.loop.close)
+            self.kernel = build_kernel(settings, registry, self.segment)
+            self.l1 = L1(self.kernel, self.segment, self._notify)
+            self.tiering = build_tiering(settings, registry, self.l1, self.loop.wake)
+            self.lookups = Lookups(self.kernel, self.l1)
+            self.sessions = Sessions(self.kernel, self.segment, self.loop, self.lookups.session_ended)
+            self.dispatch = Dispatch(
+                self.kernel, self.l1, self.sessions, self.lookups, settings, lambda: describe(self)
+            )
+            self._listener = LifelineListener(self._directory, self.loop, self._accept, 0o660 if group else 0o600)
+            undo.callback(self._listener.close)
+            self.carriers = self._bind_carriers()
+            undo.pop_all()
+        registry.close()
+        self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
+        self.populator.start()
+
+    def _bind_carriers(self) -> list[ZmqCarrier]:
+        zmq = self.settings.zmq
+        if not zmq.ipc and zmq.tcp is None:
+            return []
+        from lmcache_core.server.zmq_carrier import bind_carriers
+
+        return bind_carriers(zmq, self._directory, self.loop, self.dispatch.on_frame, self._garbage)
+
+    @property
+    def address(self) -> str:
+        """Where clients on the node connect."""
+        return str(self._listener.path)
+
+    # --- running ------------------------------------------------------------------------------------------
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> int:
+        """Serve in this thread until SIGTERM or SIGINT; the exit status. Only in the main thread."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        # A full collection over a million residents stalls for 160 ms. What is here now stays; the young
+        # generations are collected as ever; reference cycles that live longer are not made on the data path.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(50_000, 50, 1_000_000)
+        with self._signals():
+            self._started()
+            if on_ready is not None:
+                on_ready(self.address)
+            self._serve()
+        return 0
+
+    def start(self) -> Self:
+        """Embedded mode: serve on a thread of this process until `stop`."""
+        self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
+        self._thread.start()
+        self._started()
+        return self
+
+    def stop(self) -> None:
+        """Drain and end; waits for it in embedded mode. Safe from any thread and from signal handlers."""
+        self.loop.call(self._begin_drain)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def connect(self, client_name: str = "embedded", *, maps_pool: bool = True) -> Any:
+        """A client of this very server over a socket pair: nothing on the file system is involved."""
+        from lmcache_core.client.client import Client
+        from lmcache_core.client.link import Target
+
+        target = Target(self.settings.name, None, None, None, client_name, maps_pool, self._open_pair)
+        return Client(target)
+
+    def _open_pair(self) -> Any:
+        from lmcache_core.client.connection import LifelineConnection
+        from lmcache_core.errors import DisconnectedError
+
+        if self.loop.ended:
+            raise DisconnectedError(f"the embedded server {self.settings.name!r} has ended")
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self.loop.call(lambda: self._accept(ours))
+        return LifelineConnection(theirs)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.loop.call(self._begin_drain)
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _serve(self) -> None:
+        try:
+            self.loop.run()
+        finally:
+            self._close()
+
+    # --- a turn of the loop -------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> float | None:
+        self.l1.now = now
+        kernel, tiering = self.kernel, self.tiering
+        more = False
+        for carrier in self.carriers:
+            more |= carrier.pump()
+        if tiering is not None:
+            tiering.step(now)
+            self.lookups.after_step()
+        due = kernel.next_deadline()
+        if due is not None and due <= now:
+            kernel.expire(now)
+            due = kernel.next_deadline()
+        check = self.sessions.next_check()
+        if check is not None and check <= now:
+            self.sessions.check(now)
+            check = self.sessions.next_check()
+        if now >= self._housekeeping_at_s:
+            self._keep_house(now)
+        self.l1.apply()
+        if self._drain_until_s is not None and self._drained(now):
+            self.loop.stop()
+        if more:
+            return now
+        dues = [due, check, self._housekeeping_at_s, None if tiering is None else tiering.next_deadline(now)]
+        return min(each for each in dues if each is not None)
+
+    def _keep_house(self, now: float) -> None:
+        """Headroom, and the pool's name. Eviction for headroom goes in bounded steps: while there is more to do,
+        the next turn comes at once after everybody's next message."""
+        freed = self.kernel.trim(now)
+        self._housekeeping_at_s = now if freed else now + HOUSEKEEPING_S
+        if not freed:
+            if self.name_lost != (not name_exists(self.segment)):
+                self.name_lost = not self.name_lost
+                log.warning("the name of pool %r was deleted: serving goes on by descriptor", self.settings.name)
+            self.sessions.drop_silent(now)
+
+    def _drained(self, now: float) -> bool:
+        assert self._drain_until_s is not None
+        return self.tiering is None or self.tiering.drained or now >= self._drain_until_s
+
+    def _begin_drain(self) -> None:
+        if self._drain_until_s is None:
+            self.draining = True
+            self._drain_until_s = self.loop.now + self.settings.drain_s
+            self.registry.hook.lmcache_stopping()
+            if self.tiering is not None:
+                self.tiering.begin_drain(self.loop.now)
+
+    def _started(self) -> None:
+        self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
+
+    def _accept(self, sock: socket.socket) -> None:
+        try:
+            peer = LifelinePeer(sock, self.loop, self.dispatch.on_frame, self._peer_ended)
+        except OSError:  # it hung up already
+            sock.close()
+            return
+        allowed = {0, os.geteuid()}
+        if peer.uid not in allowed and not (self.settings.l1.access == "group" and peer.gid in self.settings.l1.gids):
+            self.dispatch.counters["refused_peers"] += 1
+            peer.close()
+
+    def _peer_ended(self, peer: Any) -> None:
+        self.sessions.lost(peer, self.loop.now)
+        self.l1.apply()
+
+    def _garbage(self) -> None:
+        self.dispatch.counters["garbage"] += 1
+
+    def _notify(self, effect: LeaseExpired) -> None:
+        session: Session | None = self.sessions.get(effect.session_id)
+        if session is not None:
+            session.send(m.LeaseExpired(0, effect.lease_id, effect.kind.name.lower()))
+
+    def _populated(self, nbytes: int) -> None:
+        """On the populator's thread."""
+        self.loop.call(lambda: self.kernel.add_memory(nbytes))
+        if nbytes == self.segment.info.data_bytes:  # reads the page tables: too slow for the loop
+            self.huge_page_fraction = huge_page_fraction(self.segment)
+
+    def _population_failed(self, error: Exception) -> None:
+        self.population_error = str(error)
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
+        self.populator.stop(timeout_s=5.0)
+        self._listener.close()
+        for carrier in self.carriers:
+            carrier.close()
+        self.sessions.close()
+        if self.tiering is not None and not self.tiering.close(time.monotonic()):
+            log.warning("a tier's call is still out: its thread is left behind, and the memory it may touch with it")
+        self.loop.close()
+        self.segment.close()
+        with contextlib.suppress(OSError):  # another server may have moved in already, or a user's file be there
+            self._directory.rmdir()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,58 @@
+"""What `status` answers: plain values, no secret, cheap to make."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core import __version__
+
+if TYPE_CHECKING:
+    from lmcache_core.server.server import Server
+
+SESSIONS_SHOWN_MAX = 100
+
+
+def describe(server: Server) -> dict[str, Any]:
+    """The server's account of itself."""
+    usage = asdict(server.kernel.usage())
+    segment = server.segment
+    sessions = list(server.sessions)
+    return {
+        "server": {
+            "name": server.settings.name,
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - server.started_at_s, 3),
+            "address": server.address,
+            "also_at": [carrier.address for carrier in server.carriers],
+            "draining": server.draining,
+        },
+        "pool": {
+            "backing": str(segment.info.backing),
+            "nbytes": segment.info.nbytes,
+            "boot_id": f"{segment.info.boot_id:016x}",
+            "name_lost": server.name_lost,
+            "populated_bytes": server.populator.populated_bytes,
+            "population_error": server.population_error,
+            "huge_page_fraction": round(server.huge_page_fraction, 4),
+        },
+        "l1": _plain(usage),
+        "sessions": [session.describe() for session in sessions[:SESSIONS_SHOWN_MAX]],
+        "sessions_connected": sum(session.peer is not None for session in sessions),
+        "deaths": server.sessions.deaths,
+        "lookups_waiting": server.lookups.under_way,
+        "tiers": None if server.tiering is None else server.tiering.status(),
+        "counters": {**server.l1.counters, **server.dispatch.counters},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """With string keys throughout, as every reader of MessagePack and JSON takes them."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,173 @@
+"""The ZMQ carrier: a ROUTER for everybody who is not on the lifeline.
+
+The socket's descriptor is edge-triggered, so `pump` is called once a turn of the loop and asks for the events
+itself. A message that is not exactly one frame behind the routing id is counted and dropped.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.auth import load_certificate
+from zmq.auth.thread import ThreadAuthenticator
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.limits import FRAME_BYTES_MAX, SEND_QUEUE_FRAMES_MAX, SESSIONS_MAX
+from lmcache_core.server.loop import Loop
+from lmcache_core.server.session import Peer
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import ZmqSettings
+
+IPC_NAME = "zmq"  # in the server's runtime directory
+_MESSAGES_A_TURN = 16
+
+
+class ZmqPeer(Peer):
+    """One DEALER, known by its routing id."""
+
+    def __init__(self, carrier: ZmqCarrier, identity: bytes) -> None:
+        self.carrier = "zmq"
+        self.uid = 2**32 - 1  # not known; quarantine and quota count all such peers together
+        self.pid = 0
+        self._carrier = carrier
+        self.identity = identity
+
+    def send(self, frame: bytes, fd: int = -1) -> None:
+        self._carrier.send(self.identity, frame)
+
+    def close(self) -> None:
+        self._carrier.forget(self)
+
+
+class ZmqCarrier:
+    """Binds one ROUTER and turns its messages into frames of peers. With `curve`, only to the keys it names."""
+
+    def __init__(
+        self,
+        address: str,
+        loop: Loop,
+        on_frame: Callable[[Peer, memoryview], None],
+        on_garbage: Callable[[], None],
+        curve: CurveServer | None = None,
+    ) -> None:
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_garbage = on_garbage
+        self._peers: dict[bytes, ZmqPeer] = {}
+        self._context = zmq.Context()
+        self._authenticator = None if curve is None else curve.authenticate(self._context)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+        self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES_MAX)
+        self._socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_FRAMES_MAX)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's routing id
+        if curve is not None:
+            curve.apply(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._end()
+            raise SettingsError(f"cannot serve on {address}: {error}; is another server there?") from error
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        loop.add(self._socket.fileno(), select.EPOLLIN, self._ready)
+
+    def _ready(self, mask: int) -> None:
+        """Nothing: the turn that follows pumps. The descriptor only wakes the loop."""
+
+    def pump(self) -> bool:
+        """Serve what has come, up to a bound. True: there is more, come back at once."""
+        socket = self._socket
+        for _ in range(_MESSAGES_A_TURN):
+            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return False
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+            if len(frames) != 2:
+                self._on_garbage()
+                continue
+            self._on_frame(self._peer(frames[0]), memoryview(frames[1]))
+        return True
+
+    def _peer(self, identity: bytes) -> ZmqPeer:
+        peer = self._peers.get(identity)
+        if peer is None:
+            peer = ZmqPeer(self, identity)
+            if len(self._peers) < 2 * SESSIONS_MAX:  # beyond it a peer is served without being remembered
+                self._peers[identity] = peer
+        return peer
+
+    def send(self, identity: bytes, frame: bytes) -> None:
+        """Queue a frame; one for a peer that does not read is dropped by the socket's own bound."""
+        try:
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            self._on_garbage()
+
+    def forget(self, peer: ZmqPeer) -> None:
+        """Drop what is known of a peer."""
+        self._peers.pop(peer.identity, None)
+
+    def close(self) -> None:
+        """Unbind and drop everything that waits."""
+        self._loop.remove(self._socket.fileno())
+        self._end()
+
+    def _end(self) -> None:
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+class CurveServer:
+    """The server's key and the clients it lets in, from files that `zmq.auth.create_certificates` makes."""
+
+    def __init__(self, secret_key_file: Path, clients_dir: Path) -> None:
+        try:
+            self._public, secret = load_certificate(secret_key_file)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"zmq.curve_secret_key_file: {error}") from error
+        if secret is None:
+            raise SettingsError(f"{secret_key_file} has no secret key: give the file that ends in .key_secret")
+        if not clients_dir.is_dir():
+            raise SettingsError(f"zmq.curve_clients_dir {clients_dir} is no directory: make it, with a .key a client")
+        self._secret = secret
+        self._clients_dir = clients_dir
+
+    def authenticate(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Start answering the library's question whether a key may come in."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(domain="*", location=self._clients_dir)
+        return authenticator
+
+    def apply(self, socket: zmq.Socket[bytes]) -> None:
+        """Make the socket a CURVE server."""
+        socket.curve_secretkey = self._secret
+        socket.curve_publickey = self._public
+        socket.curve_server = True
+
+
+def bind_carriers(
+    settings: ZmqSettings,
+    directory: Path,
+    loop: Loop,
+    on_frame: Callable[[Peer, memoryview], None],
+    on_garbage: Callable[[], None],
+) -> list[ZmqCarrier]:
+    """One carrier for each address that the settings name. tcp is served with CURVE only."""
+    carriers = []
+    if settings.ipc:
+        path = directory / IPC_NAME if settings.ipc is True else settings.ipc
+        carriers.append(ZmqCarrier(f"ipc://{path}", loop, on_frame, on_garbage))
+    if settings.tcp is not None:
+        assert settings.curve_secret_key_file is not None
+        assert settings.curve_clients_dir is not None
+        curve = CurveServer(settings.curve_secret_key_file, settings.curve_clients_dir)
+        carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, on_frame, on_garbage, curve))
+    return carriers
