@@ -15,7 +15,7 @@ from lmcache_core.kernel.states import State
 
 @dataclass(slots=True)
 class SlotsMarked:
-    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table (else 0)."""
+    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table, or NO_ROW."""
 
     offsets: list[int]
     state: State

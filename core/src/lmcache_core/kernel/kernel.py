@@ -23,7 +23,7 @@ from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.sessions import SERVER_SESSION, Session, SessionBook
-from lmcache_core.kernel.states import State
+from lmcache_core.kernel.states import NO_ROW, State
 from lmcache_core.kernel.usage import usage_of
 from lmcache_core.kernel.writing import Writing, check_batch
 
@@ -71,7 +71,7 @@ class Kernel:
         """Objects of `layout_id` have `nbytes` bytes. Repeating it is no error; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
 
-    def open_session(self, session_id: int, uid: int, row: int = 0) -> None:
+    def open_session(self, session_id: int, uid: int, row: int = NO_ROW) -> None:
         """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes."""
         self._sessions.open(session_id, uid, row)
 

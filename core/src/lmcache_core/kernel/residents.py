@@ -14,7 +14,7 @@ from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.effects import Effect, Evicted, Removed, SlabAssigned, SlotsMarked
 from lmcache_core.kernel.objects import Incarnation, ObjectTable
 from lmcache_core.kernel.reasons import MissReasons
-from lmcache_core.kernel.states import TRANSITIONS, Event, State
+from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 
 READY = State.READY
 
@@ -34,7 +34,7 @@ class Residents:
 
     # --- one step of the transition table -------------------------------------------------------------------
 
-    def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int = 0) -> None:
+    def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int = NO_ROW) -> None:
         """Take every object one step on from `before`, keep the sums, have the slots marked."""
         after = TRANSITIONS[before, event]
         nbytes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import LimitError, NotAttachedError, UsageError
+from lmcache_core.kernel.states import NO_ROW
 from lmcache_core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class SessionBook:
     """All sessions, by id. Session 0 is the server's own and always there."""
 
     def __init__(self) -> None:
-        server = Session(SERVER_SESSION, SERVER_UID, 0)
+        server = Session(SERVER_SESSION, SERVER_UID, NO_ROW)
         server.attached = True
         self.by_id = {SERVER_SESSION: server}
 

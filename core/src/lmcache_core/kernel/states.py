@@ -52,6 +52,8 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.QUARANTINED, Event.ANSWER): State.FREE,
 }
 
+NO_ROW = 0xFFFF  # in the place of a worker's row: the server itself, a lane, or nobody
+
 INDEXED = frozenset({State.WRITING, State.LOADING, State.READY})  # at most one incarnation of a key is in these
 
 
