@@ -17,21 +17,15 @@ class _Closed(BaseModel):
 
 
 class ArcSettings(_Closed):
-    capacity_bytes: Capacity | None = Field(
-        default=None, description="bytes to divide; the store's own when unset"
-    )
+    capacity_bytes: Capacity | None = Field(default=None, description="bytes to divide; the store's own when unset")
     ghost_keys_max: int = Field(
         default=GHOST_KEYS_MAX, gt=0, description="remembered keys, in each of the two histories"
     )
 
 
 class S3FifoSettings(_Closed):
-    capacity_bytes: Capacity | None = Field(
-        default=None, description="bytes to divide; the store's own when unset"
-    )
-    small_fraction: float = Field(
-        default=0.1, gt=0, lt=1, description="share of the capacity that newcomers may fill"
-    )
+    capacity_bytes: Capacity | None = Field(default=None, description="bytes to divide; the store's own when unset")
+    small_fraction: float = Field(default=0.1, gt=0, lt=1, description="share of the capacity that newcomers may fill")
     promote_uses: int = Field(default=2, ge=1, le=3, description="uses after its insertion that keep a newcomer")
     ghost_keys_max: int = Field(default=GHOST_KEYS_MAX, gt=0, description="remembered keys")
 
@@ -88,9 +82,7 @@ class FirstReuseSettings(_Closed):
 
 class SizeRange(_Closed):
     min_bytes: Size = Field(default=0, description="smallest object that goes to the tier")
-    max_bytes: Size | None = Field(
-        default=None, description="largest object that goes to the tier; unset: no bound"
-    )
+    max_bytes: Size | None = Field(default=None, description="largest object that goes to the tier; unset: no bound")
 
     @model_validator(mode="after")
     def _not_empty(self) -> SizeRange:

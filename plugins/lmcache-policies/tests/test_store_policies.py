@@ -1,0 +1,85 @@
+"""What goes to which tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lmcache_core import Kind
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.policies import StoreCandidate, StorePolicy, TierView
+
+TIERS = [TierView("ssd", True), TierView("cold", True)]
+
+
+def build(name: str, **values: Any) -> StorePolicy:
+    policy: StorePolicy = load_plugins().build(Kind.STORE_POLICY, name, values)
+    return policy
+
+
+def made(*numbers: int) -> list[StoreCandidate]:
+    return [StoreCandidate(bytes([n]) * 32, 1, 100 + n) for n in numbers]
+
+
+def read(*numbers: int) -> list[StoreCandidate]:
+    return [candidate._replace(reused=True) for candidate in made(*numbers)]
+
+
+def test_first_reuse_stores_at_the_first_read_and_once() -> None:
+    policy = build("first_reuse")
+    assert policy.wants_reuse
+    assert policy.plan(made(1, 2, 3), TIERS).targets == {}
+    plan = policy.plan(read(2, 3), TIERS)
+    assert plan.targets == {"ssd": [0, 1], "cold": [0, 1]}
+    assert list(plan.drop) == []
+    assert policy.plan(read(3, 2, 1), TIERS).targets == {"ssd": [2], "cold": [2]}
+
+
+def test_first_reuse_takes_being_computed_again_for_the_second_request() -> None:
+    policy = build("first_reuse")
+    policy.plan(made(1), TIERS)
+    assert policy.plan(made(1), TIERS).targets == {"ssd": [0], "cold": [0]}
+    assert policy.plan(made(1), TIERS).targets == {"ssd": [0], "cold": [0]}, "no tier gave it back"
+
+
+def test_first_reuse_does_not_count_a_store_that_no_tier_could_take() -> None:
+    policy = build("first_reuse")
+    policy.plan(made(1), TIERS)
+    down = [TierView("ssd", False), TierView("cold", False)]
+    assert policy.plan(read(1), down).targets == {}
+    assert policy.plan(read(1), [TierView("ssd", True), down[1]]).targets == {"ssd": [0]}
+    assert policy.plan(read(1), TIERS).targets == {}
+
+
+def test_first_reuse_tells_namespaces_apart_and_forgets_the_oldest() -> None:
+    policy = build("first_reuse", remembered_keys_max=2)
+    policy.plan(made(1), TIERS)
+    other = [made(1)[0]._replace(namespace=2)]
+    assert policy.plan(other, TIERS).targets == {}
+    policy.plan(made(2), TIERS)  # the first is forgotten
+    assert policy.plan(made(1), TIERS).targets == {}
+
+
+def test_size_aware_routes_by_size_and_bounds_belong_to_the_range() -> None:
+    policy = build("size_aware", tiers={"ssd": {"max_bytes": 102}, "cold": {"min_bytes": 102, "max_bytes": "104"}})
+    tiers = [*TIERS, TierView("any", True)]
+    assert policy.plan(made(1, 2, 3, 5), tiers).targets == {"ssd": [0, 1], "cold": [1, 2], "any": [0, 1, 2, 3]}
+    assert policy.plan(made(5), TIERS).targets == {}
+
+
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+@given(sizes=st.lists(st.integers(0, 50), unique=True), low=st.integers(0, 50), width=st.integers(0, 50))
+def test_size_aware_names_a_position_exactly_when_it_fits(sizes: list[int], low: int, width: int) -> None:
+    policy = build("size_aware", tiers={"ssd": {"min_bytes": low, "max_bytes": low + width}})
+    plan = policy.plan([StoreCandidate(bytes([n]) * 32, 0, n) for n in sizes], TIERS[:1])
+    named = [sizes[position] for position in plan.targets.get("ssd", ())]
+    assert named == [n for n in sizes if low <= n <= low + width]
+
+
+def test_an_empty_range_is_refused() -> None:
+    with pytest.raises(ValidationError, match="no object fits"):
+        build("size_aware", tiers={"ssd": {"min_bytes": 5, "max_bytes": 4}})
