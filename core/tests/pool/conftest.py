@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -137,6 +140,14 @@ def small_mount(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 def huge_pages() -> Iterator[int]:
     """Some huge pages, reserved for this test: their number."""
     setting, wanted = Path("/proc/sys/vm/nr_hugepages"), 32
+    # The setting is the machine's: other test runs on it wait until this one has put it back.
+    turn = open(Path(tempfile.gettempdir()) / f"lmcache-test-hugepages-{os.getuid()}", "w")  # noqa: SIM115
+    with turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield from _reserved(setting, wanted)
+
+
+def _reserved(setting: Path, wanted: int) -> Iterator[int]:
     try:
         before = setting.read_text()
         setting.write_text(str(wanted))

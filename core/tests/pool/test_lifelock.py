@@ -57,9 +57,7 @@ def test_the_lock_is_free_when_its_worker_leaves(make: Make, spawn: Any, cause: 
     assert life_lock_free(segment, row)
 
 
-def test_a_forked_child_does_not_keep_its_killed_parent_alive(
-    make: Make, spawn: Any, eventually: Eventually
-) -> None:
+def test_a_forked_child_does_not_keep_its_killed_parent_alive(make: Make, spawn: Any, eventually: Eventually) -> None:
     segment = make()
     row, _ = segment.claim_row()
     fork = """

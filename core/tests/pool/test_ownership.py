@@ -83,9 +83,7 @@ def test_a_killed_servers_pool_is_recreated_within_one_pools_memory(
         del old
 
 
-def test_a_stale_pool_of_another_size_is_recreated(
-    spawn: Any, make: Make, pool_name: str, runtime_dir: Path
-) -> None:
+def test_a_stale_pool_of_another_size_is_recreated(spawn: Any, make: Make, pool_name: str, runtime_dir: Path) -> None:
     server = spawn(SERVE + WAIT, pool_name, 8, runtime_dir, DEV_SHM, "shm")
     server.read()
     server.kill()

@@ -101,9 +101,7 @@ def test_a_mount_that_fills_up_meanwhile_is_an_error_and_no_sigbus(
     segment.view(segment.info.data_offset, 4 * MIB)[:] = bytes([7]) * (4 * MIB)
 
 
-def test_a_mount_without_memory_answers_the_allocation_itself(
-    make: Make, small_mount: Callable[[int], Path]
-) -> None:
+def test_a_mount_without_memory_answers_the_allocation_itself(make: Make, small_mount: Callable[[int], Path]) -> None:
     # The room was there when asked, and gone when taken: what ask_room says stands for that moment.
     mount = small_mount(8)
     plenty = Room(1 << 40, LimitedBy.MACHINE, "the machine")

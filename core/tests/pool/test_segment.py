@@ -245,14 +245,14 @@ def test_a_pool_too_small_or_too_large_is_refused(pool_name: str, runtime_dir: P
 
 def test_the_pool_is_private_unless_a_group_is_listed(make: Make) -> None:
     segment = make()
-    assert stat.S_IMODE(os.stat(segment.fileno()).st_mode) == 0o600
+    assert stat.S_IMODE(os.fstat(segment.fileno()).st_mode) == 0o600
 
 
 @pytest.mark.parametrize("backing", [Backing.SHM, Backing.MEMFD])
 def test_group_access_opens_the_pool_to_the_group_and_to_nobody_else(make: Make, backing: Backing) -> None:
     gid = os.getgid()
     segment = make(backing=backing, access=Access.GROUP, gids=[gid])
-    found = os.stat(segment.fileno())
+    found = os.fstat(segment.fileno())
     assert stat.S_IMODE(found.st_mode) == 0o660
     assert found.st_gid == gid
 

@@ -10,7 +10,7 @@ from lmcache_core.pool.segment import Segment
 def huge_page_fraction(segment: Segment, smaps: Path = Path("/proc/self/smaps")) -> float:
     """The part of the data area, 0 to 1, that this process maps with huge pages.
 
-    Walks the page tables of the whole process (about 10 ms for a GiB of small pages): for `status`, not for a
+    Walks the page tables of the whole process (about 50 ms for a GiB of small pages): for `status`, not for a
     timer.
     """
     mapping = segment.mapping

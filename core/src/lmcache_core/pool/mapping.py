@@ -17,7 +17,7 @@ import os
 import weakref
 from typing import Any
 
-from lmcache_core.errors import PoolError
+from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.limits import HUGE_PAGE_BYTES
 
 MADV_DONTFORK = 10
@@ -87,7 +87,8 @@ def _map_aligned(fd: int, nbytes: int) -> int:
     if mapped == _MAP_FAILED:
         error = ctypes.get_errno()
         _libc.munmap(start, reserved)
-        raise PoolError(f"a pool segment of {nbytes:,} bytes cannot be mapped: {os.strerror(error)}")
+        kind = NotEnoughMemoryError if error == errno.ENOMEM else PoolError
+        raise kind(f"a pool segment of {nbytes:,} bytes cannot be mapped: {os.strerror(error)}")
     # Give back what the alignment left over. Segments are whole pages of their backing, so the ends are too.
     if address > start:
         _libc.munmap(start, address - start)

@@ -162,9 +162,7 @@ def give_back(lock: OwnerLock) -> None:
         punch_hole(lock.fileno(), 0, lock.found_bytes)
         lock.unlink()
     except OSError as error:
-        raise PoolError(
-            f"{lock.path} is stale and cannot be removed: {error.strerror}; remove it by hand"
-        ) from error
+        raise PoolError(f"{lock.path} is stale and cannot be removed: {error.strerror}; remove it by hand") from error
 
 
 def _who(path: Path) -> str:

@@ -2,8 +2,8 @@
 
 Order within a step: ask for room, allocate, then collapse into huge pages or populate. `fallocate` answers a
 full mount with ENOSPC where populating would be a SIGBUS; nothing answers a full control group but the OOM
-killer, so that is asked first. Collapsing right after the allocation costs what populating costs (0.25 s a
-GiB on memory that the machine has touched before), and then there is nothing left to populate.
+killer, so that is asked first. Collapsing right after the allocation costs no more than populating does, and
+leaves nothing to populate; a worker then maps a GiB in 3 ms where small pages take it 0.4 s.
 """
 
 from __future__ import annotations

@@ -55,15 +55,17 @@ def room(backing: Backing = Backing.SHM, *, mount: Path = SHM_DIR, root: Path = 
         # Huge pages were taken from the machine when they were reserved, and memory groups do not count them.
         asked.append((free, LimitedBy.MACHINE, "huge pages"))
     else:
-        available = memory["MemAvailable"] * 1024
-        asked.append((available - _reserve(memory["MemTotal"] * 1024), LimitedBy.MACHINE, "the machine"))
+        if "MemAvailable" in memory:
+            spare = (memory["MemAvailable"] * 1024) - _reserve(memory["MemTotal"] * 1024)
+            asked.append((spare, LimitedBy.MACHINE, "the machine"))
         for path, limit, used in control_groups(root):
             asked.append((limit - used - _reserve(limit), LimitedBy.CONTROL_GROUP, f"control group {path}"))
     if backing is Backing.SHM:
         held = os.statvfs(mount)
         if held.f_blocks:  # 0 blocks: a mount without a limit
             asked.append((held.f_bavail * held.f_frsize, LimitedBy.MOUNT, str(mount)))
-    least, by, where = min(asked, key=lambda entry: entry[0])
+    nothing_known = (_UNLIMITED_BYTES, LimitedBy.MACHINE, "the machine")
+    least, by, where = min(asked, key=lambda entry: entry[0], default=nothing_known)
     return Room(max(least, 0), by, where, {name: max(nbytes, 0) for nbytes, _, name in asked})
 
 
@@ -107,7 +109,7 @@ def _reserve(of_bytes: int) -> int:
 def _meminfo(root: Path) -> dict[str, int]:
     """The numbers of /proc/meminfo: KiB, but for HugePages_*, which count pages."""
     found = {}
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    for line in _lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
         found[name] = int(rest.split()[0])
     return found
@@ -140,9 +142,7 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[str, int, int]]:
             break
 
 
-def _ancestors(
-    path: PurePosixPath, mounted_root: PurePosixPath, mount_point: PurePosixPath
-) -> list[PurePosixPath]:
+def _ancestors(path: PurePosixPath, mounted_root: PurePosixPath, mount_point: PurePosixPath) -> list[PurePosixPath]:
     """Directories of the group and its ancestors, as far up as this mount shows them."""
     # In a container without a namespace of its own the mount shows a subtree, and the path is the host's.
     inside = path.relative_to(mounted_root) if path.is_relative_to(mounted_root) else PurePosixPath()

@@ -65,7 +65,7 @@ class Tables:
     def mark_slots(self, offsets: Sequence[int], state: int, row: int = NO_ROW) -> None:
         """Write the slot word of each offset. The caller names starts of slots inside the data area.
 
-        About 50 ns a slot: an offset below the data, or past its end, raises after those before it were marked.
+        About 75 ns a slot. An offset below the data, or past its end, raises, and others may have been marked by then.
         """
         words = self._slots
         word = state | row << 8
