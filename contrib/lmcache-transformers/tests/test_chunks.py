@@ -45,9 +45,7 @@ def test_a_layout_names_the_axes_and_counts_the_bytes_of_a_chunk(model: Any, lay
 
 
 def test_a_layout_without_head_dim_or_kv_heads_falls_back_to_what_the_model_does() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8
-    )
+    config = transformers.LlamaConfig(hidden_size=128, num_attention_heads=4, num_hidden_layers=2, intermediate_size=8)
     assert layout_for(config, 32, torch.bfloat16) == Layout("bfloat16", (2, 2, 4, 32, 32), "LKHTD")
 
 

@@ -122,9 +122,7 @@ def _layers(cache: DynamicCache, tokens: int, chunk: torch.Tensor) -> list[tuple
 
     layers, _, heads, _, head_dim = chunk.shape
     if len(cache.layers) != layers:
-        raise UsageError(
-            f"the cache has {len(cache.layers)} layers and the layout {layers}: is it another model's?"
-        )
+        raise UsageError(f"the cache has {len(cache.layers)} layers and the layout {layers}: is it another model's?")
     found = []
     for index, layer in enumerate(cache.layers):
         if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:

@@ -80,7 +80,7 @@ class PrefixCache:
         if not found.hits:
             return Prefix(write_chunks([]), 0, 0)
         with self.client.prepare_retrieve(
-            keys[: found.hits], namespace=self.namespace, promise=found.promise
+            keys[: found.hits], namespace=self.namespace, promises=found.promises
         ) as lease:
             reused = lease.hits
             cache = write_chunks([lease.tensor(position) for position in range(reused)], self._device)

@@ -1,0 +1,120 @@
+"""The demo's model, document and questions: the same in every process, from a few numbers and no download."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import lmcache_core
+from lmcache_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+VOCABULARY = 4096  # the text is bytes; the rest of the ids lets a wrong answer be wrong in more ways
+HEAD_DIM = 64
+HEADS_PER_KV_HEAD = 2
+QUESTIONS = (
+    "\n\nQuestion: what happens to a slot whose writer was killed?\nAnswer:",
+    "\n\nQuestion: which promise does a lease make to its holder?\nAnswer:",
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What makes two processes build the same model: its size, and the seed of its weights."""
+
+    layers: int
+    kv_heads: int
+    seed: int
+
+    @property
+    def hidden(self) -> int:
+        return self.kv_heads * HEADS_PER_KV_HEAD * HEAD_DIM
+
+    @property
+    def name(self) -> str:
+        """Names the weights, for the namespace: they follow from it."""
+        return f"demo-llama-{self.layers}x{self.hidden}-seed{self.seed}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV for one token: float32, because greedy outputs are compared token by token."""
+        return self.layers * 2 * self.kv_heads * HEAD_DIM * 4
+
+
+def build_model(shape: ModelShape) -> Any:
+    """A small Llama with random weights, warmed up: the first call of a process also pays for its libraries."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 11 // 4,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.kv_heads * HEADS_PER_KV_HEAD,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=1 << 17,
+        initializer_range=0.06,  # at the usual 0.02 greedy output falls into repeating one token
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(shape.seed)
+    model: Any = LlamaForCausalLM(config)
+    model.eval()
+    with torch.inference_mode():
+        model(input_ids=torch.arange(64)[None])
+    return model
+
+
+def write_document(folder: Path, tokens: int, source: str = "") -> Path:
+    """Put the first `tokens` bytes of a text where all workers read it; a byte is a token.
+
+    Without a `source` the text is the source of lmcache-core. Raises `UsageError` where it is too short.
+    """
+    if source:
+        text = Path(source).read_bytes()
+    else:
+        root = Path(lmcache_core.__file__).parent
+        text = b"".join(file.read_bytes() for file in sorted(root.rglob("*.py")))
+    if len(text) < tokens:
+        raise UsageError(f"the document has {len(text):,} tokens and {tokens:,} are asked for: give a longer one")
+    path = folder / "document.txt"
+    path.write_bytes(text[:tokens])
+    return path
+
+
+def document_tokens(path: str) -> list[int]:
+    return list(Path(path).read_bytes())
+
+
+def question_tokens(number: int) -> list[int]:
+    return list(QUESTIONS[number].encode())
+
+
+class Answer(NamedTuple):
+    """Greedy output, and when its first token was there (seconds since `started_s`)."""
+
+    tokens: list[int]
+    first_token_s: float
+
+
+def answer(model: Any, cache: DynamicCache, tokens: list[int], count: int, started_s: float) -> Answer:
+    """Go on greedily for `count` tokens, after what `cache` holds and then `tokens`."""
+    import torch
+
+    out: list[int] = []
+    first_token_s = 0.0
+    with torch.inference_mode():
+        while len(out) < count:
+            ids = torch.tensor([tokens])
+            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            out.append(int(logits[0, -1].argmax()))
+            tokens = out[-1:]
+            first_token_s = first_token_s or time.perf_counter() - started_s
+    return Answer(out, first_token_s)

@@ -1,0 +1,122 @@
+"""What the demo found: a table and a list of claims for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lmcache_core.cli.table import print_table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the model. Times are seconds to the first token: `cold_s` without a cache, `warm_s` with it."""
+
+    step: int
+    run: str
+    source: str  # where the prefix came from: computed, pool or disk
+    tokens_prompt: int
+    tokens_reused: int
+    cold_s: float
+    warm_s: float | None
+    moved: str  # stored or retrieved
+    bytes_moved: int
+    move_s: float  # all of store, or all of load: keys, lookup, waiting for the disk, copies
+    equal: bool  # greedy output equals the uncached run's, token by token
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes_moved / self.move_s / 1e9 if self.move_s else 0.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that had to hold."""
+
+    claim: str
+    held: bool
+    seen: str = ""
+
+
+class Report:
+    """Collects rows and checks, and says on standard error where the demo is."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self.rows: list[Row] = []
+        self.checks: list[Check] = []
+        self.facts: dict[str, float] = {}
+        self.error = ""
+        self._finished = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step was done, every answer was equal and every check held."""
+        return (
+            self._finished
+            and not self.error
+            and all(row.equal for row in self.rows)
+            and all(check.held for check in self.checks)
+        )
+
+    def step(self, label: str) -> None:
+        if not self._as_json:
+            sys.stderr.write(f"demo: {label}\n")
+            sys.stderr.flush()
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def check(self, claim: str, held: bool, seen: str = "") -> None:
+        self.checks.append(Check(claim, held, seen))
+
+    def finish(self) -> None:
+        """All steps were done."""
+        self._finished = True
+
+    def fail(self, message: str) -> None:
+        self.error = message
+
+    def as_object(self) -> dict[str, Any]:
+        rows = [asdict(row) | {"gb_per_s": row.gb_per_s} for row in self.rows]
+        found: dict[str, Any] = {"demo": "prefix reuse", "ok": self.ok, "rows": rows}
+        found["checks"] = [asdict(check) for check in self.checks]
+        found["facts"] = self.facts
+        if self.error:
+            found["error"] = self.error
+        return found
+
+    def print(self) -> None:
+        """The JSON object, or the table, the claims and the verdict, on standard output."""
+        if self._as_json:
+            sys.stdout.write(json.dumps(self.as_object()) + "\n")
+            return
+        print_table(
+            ("step", "run", "prefix from", "tokens reused", "cold", "warm", "moved", "MB", "GB/s", "equal"),
+            [_cells(row) for row in self.rows],
+            title="Time to first token, in seconds; a cold run computes the whole prompt",
+            right=(3, 4, 5, 7, 8),
+        )
+        for check in self.checks:
+            seen = f" ({check.seen})" if check.seen else ""
+            sys.stdout.write(f"{'held  ' if check.held else 'BROKEN'}  {check.claim}{seen}\n")
+        if self.error:
+            sys.stdout.write(f"error: {self.error}\n")
+        sys.stdout.write(f"ok: {'yes' if self.ok else 'no'}\n")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        row.run,
+        row.source,
+        f"{row.tokens_reused} of {row.tokens_prompt}",
+        f"{row.cold_s:.2f}",
+        "" if row.warm_s is None else f"{row.warm_s:.2f}",
+        row.moved,
+        f"{row.bytes_moved / 1e6:.1f}",
+        f"{row.gb_per_s:.2f}",
+        "yes" if row.equal else "NO",
+    )

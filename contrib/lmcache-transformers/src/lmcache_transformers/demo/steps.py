@@ -1,0 +1,209 @@
+"""The steps of the demo, in order, and what must hold after each."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import threading
+import time
+from argparse import Namespace as Arguments
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.errors import CacheError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens import Namespace, chunk_keys
+from lmcache_transformers.demo.model import write_document
+from lmcache_transformers.demo.observe import look
+from lmcache_transformers.demo.processes import HangingWorker, run_worker
+from lmcache_transformers.demo.report import Report, Row
+from lmcache_transformers.demo.server import SERVER_NAME, DemoError, ServerProcess, wait_for
+from lmcache_transformers.demo.worker import Job
+
+SETTLE_TIMEOUT_S = 60.0  # a safety net for what takes milliseconds: a death noticed, a queue emptied
+TIER_WAIT_S = 60.0  # how long a worker may wait for the disk; a slow one is slow, not wrong
+POOL_BYTES_MIN = 256 << 20
+
+
+class Demo:
+    """One run. Each step is a method; what it finds goes into the report."""
+
+    def __init__(self, arguments: Arguments, folder: Path, report: Report) -> None:
+        self.folder = folder
+        self.report = report
+        self.job = Job(
+            task="",
+            question=0,
+            document=str(write_document(folder, arguments.tokens, arguments.document)),
+            chunk_tokens=arguments.chunk_tokens,
+            answer_tokens=arguments.answer_tokens,
+            layers=arguments.layers,
+            kv_heads=arguments.kv_heads,
+            seed=arguments.seed,
+            server=SERVER_NAME,
+            runtime_dir=str(folder / "run"),
+            wait_s=TIER_WAIT_S,
+        )
+        self.document_bytes = arguments.tokens * self.job.shape.token_bytes
+        # Room for the document, for the one whose writer is killed, and for as much again.
+        pool_bytes = max(POOL_BYTES_MIN, 4 * self.document_bytes)
+        self.server = ServerProcess(folder, pool_bytes, arguments.backing, arguments.chunk_tokens)
+        self.reused_expected = arguments.tokens // arguments.chunk_tokens * arguments.chunk_tokens
+        self.uncached: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        """All steps. Raises `DemoError` where one could not be done at all."""
+        if not self.reused_expected:
+            raise DemoError("the document is shorter than one chunk: give more --tokens, or fewer --chunk-tokens")
+        report = self.report
+        with ExitStack() as stack:
+            stack.enter_context(self.server)
+            report.step("starting a server with a pool and a disk tier")
+            report.facts["server_ready_s"] = self.server.start()
+            self.client = stack.enter_context(
+                Client.connect(SERVER_NAME, runtime_dir=self.server.runtime_dir, maps_pool=False)
+            )
+            for question in (0, 1):
+                report.step(f"question {question + 1} without a cache, to compare with")
+                self.uncached.append(self._work("uncached", question))
+            self._first_question()
+            self._reuse(2, "another question", "pool")
+            self._empty_the_pool()
+            self._reuse(3, "after the pool was emptied", "disk")
+            report.step("kill -9 of the server, and a new one")
+            self.server.kill()
+            report.facts["server_restarted_s"] = self.server.start()
+            self._reuse(4, "after kill -9 of the server", "disk")
+            self._killed_writer()
+            report.step("stopping the server")
+            report.check("the server ends cleanly on SIGTERM", self.server.stop() == 0)
+        report.finish()
+
+    def _work(self, task: str, question: int) -> dict[str, Any]:
+        return run_worker(replace(self.job, task=task, question=question), self.folder)
+
+    def _first_question(self) -> None:
+        self.report.step("1: a long document with a question, computed and stored")
+        said = self._work("store", 0)
+        self.report.row(
+            Row(
+                step=1,
+                run="first question",
+                source="computed",
+                tokens_prompt=len(self.job.prompt),
+                tokens_reused=said["tokens_reused"],
+                cold_s=said["first_token_s"],
+                warm_s=None,
+                moved="stored",
+                bytes_moved=said["bytes_moved"],
+                move_s=said["move_s"],
+                equal=said["answer"] == self.uncached[0]["answer"],
+            )
+        )
+        self.report.check("1: nothing was cached before", said["tokens_reused"] == 0)
+        whole = self.reused_expected // self.job.chunk_tokens
+        self.report.check("1: every whole chunk of the document was stored", said["chunks_written"] >= whole)
+
+    def _reuse(self, step: int, run: str, source: str) -> None:
+        """Ask question 2 in a new process: the prefix comes from `source`, and the answer must not show it."""
+        self.report.step(f"{step}: {run}, prefix from the {source}")
+        before = look(self.client).disk_loads
+        said = self._work("reuse", 1)
+        loaded = look(self.client).disk_loads - before
+        cold = self.uncached[1]
+        self.report.row(
+            Row(
+                step=step,
+                run=run,
+                source=source,
+                tokens_prompt=len(replace(self.job, question=1).prompt),
+                tokens_reused=said["tokens_reused"],
+                cold_s=cold["first_token_s"],
+                warm_s=said["first_token_s"],
+                moved="retrieved",
+                bytes_moved=said["bytes_moved"],
+                move_s=said["move_s"],
+                equal=said["answer"] == cold["answer"],
+            )
+        )
+        check = self.report.check
+        check(f"{step}: the whole document was reused", said["tokens_reused"] == self.reused_expected)
+        check(f"{step}: with zeroed KV the answer differs", said["answer_zeroed"] != cold["answer"])
+        chunks = self.reused_expected // self.job.chunk_tokens
+        if source == "disk":
+            check(f"{step}: every chunk came from the disk tier", loaded >= chunks, f"{loaded} of {chunks}")
+        else:
+            check(f"{step}: no chunk came from the disk tier", loaded == 0, f"{loaded} loaded")
+
+    def _empty_the_pool(self) -> None:
+        self.report.step("emptying the pool, once everything is on disk")
+        chunks = self.reused_expected // self.job.chunk_tokens
+        wait_for(
+            f"{chunks} chunks to be on disk",
+            lambda: look(self.client).disk_objects >= chunks or None,
+            SETTLE_TIMEOUT_S,
+        )
+        self._clear_and_wait()
+
+    def _clear_and_wait(self) -> None:
+        self.client.clear()
+        wait_for("the pool to be empty", lambda: look(self.client).used_bytes == 0 or None, SETTLE_TIMEOUT_S)
+
+    def _killed_writer(self) -> None:
+        report, client = self.report, self.client
+        report.step("5: kill -9 of a worker between prepare and commit")
+        self._clear_and_wait()
+        with HangingWorker(replace(self.job, task="hang"), self.folder) as worker:
+            said = worker.said
+            held = look(client).writing_bytes
+            killed_s = time.perf_counter()
+            worker.kill()
+            wait_for(
+                "the memory of the killed worker to be free",
+                lambda: look(client).used_bytes == 0 or None,
+                SETTLE_TIMEOUT_S,
+            )
+            report.facts["killed_writer_freed_s"] = time.perf_counter() - killed_s
+        namespace = Namespace(said["model"], Layout(said["dtype"], tuple(said["shape"]), said["memory_format"]))
+        keys = [bytes.fromhex(key) for key in said["keys"]]
+        found = client.lookup(keys, namespace=namespace, prefix=False, wait_s=TIER_WAIT_S)
+        report.check(
+            "5: the worker held memory when it was killed, all of it free now",
+            held == said["bytes_held"] > 0,
+            f"{held / 1e6:.0f} MB",
+        )
+        report.check("5: its keys are misses", set(found.statuses) == {Status.MISS}, f"{len(keys)} keys")
+        # The same question about what was committed: or all that was shown is that nothing is ever found.
+        document = chunk_keys(self.job.prompt, namespace, self.job.chunk_tokens)
+        there = client.lookup(document, namespace=namespace, wait_s=TIER_WAIT_S)
+        report.check("5: the document is still there", there.hits == len(document), f"{there.hits} keys")
+
+
+def demonstrate(arguments: Arguments) -> int:
+    """Run the demo and print what was found. Returns 0 only if all of it held."""
+    if threading.current_thread() is threading.main_thread():
+        # As for Ctrl-C: unwind, so that no process of ours is left behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    report = Report(as_json=arguments.json)
+    with ExitStack() as stack:
+        try:
+            Demo(arguments, _folder(arguments.keep, stack), report).run()
+        except CacheError as error:
+            report.fail(str(error))
+    report.print()
+    return 0 if report.ok else 1
+
+
+def _folder(keep: str, stack: ExitStack) -> Path:
+    if not keep:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-demo-")))
+    folder = Path(keep).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise DemoError(f"{folder} is not empty, and what an earlier run left there would be found again: empty it")
+    return folder
