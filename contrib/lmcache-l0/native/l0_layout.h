@@ -1,0 +1,217 @@
+/* The table file: where everything stands, and the checks before anything of it is believed.
+ *
+ *   header (4 KiB) | writer rows (64 B each) | meta (64 B a slot) | slots (fixed size)
+ *
+ * Meta and slots are apart so that a probe walks 64-byte neighbours, not pages. All zero is an empty table: a new
+ * file needs a header and nothing else, and pages that no key has touched cost nothing where files may be sparse.
+ *
+ * The geometry is copied out of the header once, after it was checked against the file's size, and never read
+ * from shared memory again: whatever is written into the file later, no offset leaves the mapping.
+ */
+#ifndef L0_LAYOUT_H
+#define L0_LAYOUT_H
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define L0_MAGIC UINT64_C(0x4c4243414c304c31)
+#define L0_LAYOUT_VERSION 1u
+#define L0_BYTE_ORDER 0x01020304u
+#define L0_HEADER_BYTES 4096u
+#define L0_WRITERS_MAX 1024u          /* processes that write at one time; more would be refused, not harmed */
+#define L0_LINE_BYTES 64u
+#define L0_KEY_BYTES_MAX 256u
+#define L0_VALUE_BYTES_MAX (1u << 30) /* lengths are 32 bits */
+#define L0_VERSIONS_MAX 64u
+#define L0_SLOTS_MAX (UINT64_C(1) << 40)
+#define L0_FILE_BYTES_MAX (UINT64_C(1) << 46)
+#define L0_PROBE_MAX 16384u           /* beyond it a table is full: at 70 % load the longest probe is far below */
+
+/* One line a slot. `bound` belongs to the keys whose home is this slot; the rest to the key that lives in it. */
+typedef struct l0_meta {
+    _Atomic uint64_t bound;    /* moves << 24 | distance of the farthest key of this home; see l0_probe.h */
+    _Atomic uint64_t lock;     /* 0, or the writer that owns the slot: row << 48 | epoch */
+    _Atomic uint64_t current;  /* generation, buffer, state: the one word that makes a write visible */
+    _Atomic uint64_t writing;  /* the newest generation whose bytes may have been touched; never below current's */
+    _Atomic uint64_t hash;
+    _Atomic uint32_t key_bytes;
+    _Atomic uint32_t hits;     /* one read in L0_HIT_SAMPLE is counted here */
+    uint64_t reserved[2];
+} l0_meta;
+
+enum { L0_FREE = 0, L0_CLAIMED = 1, L0_LIVE = 2 };
+
+/* The parts of `current`. The buffer goes round with the generation and stands in the word because a remainder of a
+ * division costs more than the rest of a search. */
+#define L0_GENERATION_SHIFT 9
+static inline uint64_t l0_word(uint64_t generation, uint64_t buffer, uint64_t state) {
+    return generation << L0_GENERATION_SHIFT | buffer << 2 | state;
+}
+static inline uint64_t l0_state(uint64_t word) { return word & 3; }
+static inline uint64_t l0_generation(uint64_t word) { return word >> L0_GENERATION_SHIFT; }
+
+typedef struct l0_writer_row {
+    _Atomic uint64_t epoch;    /* moves each time a writer takes the row, before it takes any slot */
+    _Atomic uint64_t pid;      /* for people; proves nothing (see l0_owner.h) */
+    uint64_t reserved[6];
+} l0_writer_row;
+
+/* In front of a slot's key and buffers: one of these for each buffer. */
+typedef struct l0_value_head {
+    _Atomic uint64_t bytes;
+    _Atomic uint64_t tag;      /* what the bytes are; 0: just bytes */
+} l0_value_head;
+
+typedef struct l0_header {
+    uint64_t magic;
+    uint32_t layout_version, byte_order;
+    uint64_t file_bytes, slots;
+    uint32_t value_bytes_max, key_bytes_max, versions, writers_max;
+    uint64_t hash_seed, table_id, created_unix_s;
+    uint64_t checksum;                              /* of everything above */
+    _Alignas(64) _Atomic uint64_t ready;            /* equals table_id once the file is complete */
+    _Alignas(64) _Atomic uint64_t switched_off;     /* the switch of TieredCache, for all processes */
+    _Alignas(64) _Atomic uint64_t keys;             /* live keys; a killed writer may leave it off by one */
+    _Atomic uint64_t recovered;                     /* slots taken back from dead writers */
+} l0_header;
+
+_Static_assert(sizeof(l0_meta) == L0_LINE_BYTES, "a slot's meta is one cache line");
+_Static_assert(sizeof(l0_writer_row) == L0_LINE_BYTES, "a writer's row is one cache line");
+_Static_assert(sizeof(l0_header) <= L0_HEADER_BYTES, "the header fits its page");
+_Static_assert(sizeof(_Atomic uint64_t) == 8, "atomics have no lock beside them: they are shared by processes");
+
+/* What a process knows of a table: checked once, then constant. */
+typedef struct l0_geometry {
+    uint64_t slots, slot_bytes, key_offset, buffers_offset, buffer_bytes;
+    uint64_t meta_offset, slots_offset, file_bytes, hash_seed, table_id, created_unix_s;
+    uint32_t value_bytes_max, key_bytes_max, versions, buffers, probe_max;
+} l0_geometry;
+
+static inline uint64_t l0_round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+/* Fill `g` from the four figures that decide it. False: a figure is out of its limits. */
+static inline bool l0_plan(l0_geometry *g, uint64_t slots, uint64_t value_bytes_max, uint64_t key_bytes_max,
+                           uint64_t versions) {
+    memset(g, 0, sizeof *g);
+    if (slots < 1 || slots > L0_SLOTS_MAX || value_bytes_max < 1 || value_bytes_max > L0_VALUE_BYTES_MAX ||
+        key_bytes_max < 1 || key_bytes_max > L0_KEY_BYTES_MAX || versions < 1 || versions > L0_VERSIONS_MAX)
+        return false;
+    g->slots = slots;
+    g->value_bytes_max = (uint32_t)value_bytes_max;
+    g->key_bytes_max = (uint32_t)key_bytes_max;
+    g->versions = (uint32_t)versions;
+    g->buffers = (uint32_t)versions + 1;
+    g->key_offset = g->buffers * sizeof(l0_value_head);
+    g->buffers_offset = l0_round_up(g->key_offset + l0_round_up(key_bytes_max, 8), L0_LINE_BYTES);
+    g->buffer_bytes = l0_round_up(value_bytes_max, L0_LINE_BYTES);
+    g->slot_bytes = g->buffers_offset + g->buffers * g->buffer_bytes;
+    if (slots > L0_FILE_BYTES_MAX / (g->slot_bytes + L0_LINE_BYTES))
+        return false;
+    g->meta_offset = L0_HEADER_BYTES + (uint64_t)L0_WRITERS_MAX * sizeof(l0_writer_row);
+    g->slots_offset = l0_round_up(g->meta_offset + slots * L0_LINE_BYTES, L0_HEADER_BYTES);
+    g->file_bytes = l0_round_up(g->slots_offset + slots * g->slot_bytes, L0_HEADER_BYTES);
+    g->probe_max = slots < L0_PROBE_MAX ? (uint32_t)slots : L0_PROBE_MAX;
+    return true;
+}
+
+static inline uint64_t l0_header_checksum(const l0_header *h) {
+    const unsigned char *p = (const unsigned char *)h;
+    uint64_t sum = UINT64_C(0x9e3779b97f4a7c15);
+    for (size_t i = 0; i < offsetof(l0_header, checksum); i++)
+        sum = (sum ^ p[i]) * UINT64_C(0x2545f4914f6cdd1d), sum ^= sum >> 29;
+    return sum;
+}
+
+/* Write the header of a new, all-zero file. Nobody else may look at it before `ready` is stored, which is last. */
+static inline void l0_header_write(l0_header *h, const l0_geometry *g, uint64_t seed, uint64_t id, uint64_t now) {
+    atomic_store_explicit(&h->ready, 0, memory_order_relaxed);
+    h->magic = L0_MAGIC;
+    h->layout_version = L0_LAYOUT_VERSION;
+    h->byte_order = L0_BYTE_ORDER;
+    h->file_bytes = g->file_bytes;
+    h->slots = g->slots;
+    h->value_bytes_max = g->value_bytes_max;
+    h->key_bytes_max = g->key_bytes_max;
+    h->versions = g->versions;
+    h->writers_max = L0_WRITERS_MAX;
+    h->hash_seed = seed;
+    h->table_id = id | 1; /* never zero: zero means not ready */
+    h->created_unix_s = now;
+    h->checksum = l0_header_checksum(h);
+    atomic_store_explicit(&h->ready, h->table_id, memory_order_release);
+}
+
+typedef enum l0_verdict {
+    L0_OK_HEADER = 0,
+    L0_NOT_READY,        /* nobody has finished it: still being made, or its maker died */
+    L0_NOT_A_TABLE,
+    L0_OTHER_VERSION,
+    L0_OTHER_BYTE_ORDER,
+    L0_DAMAGED_HEADER,
+    L0_WRONG_SIZE,       /* the file is not as long as its header says */
+} l0_verdict;
+
+/* Judge a header of a file of `file_bytes` (at least L0_HEADER_BYTES, which the caller has checked). */
+static inline l0_verdict l0_header_check(const l0_header *shared, uint64_t file_bytes, l0_geometry *g) {
+    uint64_t ready = atomic_load_explicit(&shared->ready, memory_order_acquire);
+    l0_header h; /* a private copy: what is judged is what is used */
+    memcpy(&h, shared, offsetof(l0_header, ready));
+    if (ready == 0)
+        return h.magic == 0 || h.magic == L0_MAGIC ? L0_NOT_READY : L0_NOT_A_TABLE;
+    if (h.magic != L0_MAGIC)
+        return L0_NOT_A_TABLE;
+    if (h.byte_order != L0_BYTE_ORDER)
+        return L0_OTHER_BYTE_ORDER;
+    if (h.layout_version != L0_LAYOUT_VERSION)
+        return L0_OTHER_VERSION;
+    if (h.checksum != l0_header_checksum(&h) || ready != h.table_id || h.writers_max != L0_WRITERS_MAX ||
+        !l0_plan(g, h.slots, h.value_bytes_max, h.key_bytes_max, h.versions) || g->file_bytes != h.file_bytes)
+        return L0_DAMAGED_HEADER;
+    if (file_bytes < g->file_bytes)
+        return L0_WRONG_SIZE;
+    g->hash_seed = h.hash_seed;
+    g->table_id = h.table_id;
+    g->created_unix_s = h.created_unix_s;
+    return L0_OK_HEADER;
+}
+
+/* A mapped table. `base` is the mapping, at least `g.file_bytes` long. `me` is this handle's writer id, 0 for none. */
+typedef struct l0_table {
+    unsigned char *base;
+    l0_geometry g;
+    uint64_t me;
+    int lock_fd; /* the life lock's own open file description; -1 for none */
+} l0_table;
+
+static inline l0_header *l0_head(const l0_table *t) { return (l0_header *)t->base; }
+static inline l0_writer_row *l0_row(const l0_table *t, uint64_t row) {
+    return (l0_writer_row *)(t->base + L0_HEADER_BYTES) + row % L0_WRITERS_MAX;
+}
+static inline l0_meta *l0_meta_at(const l0_table *t, uint64_t slot) {
+    return (l0_meta *)(t->base + t->g.meta_offset) + slot;
+}
+static inline unsigned char *l0_slot_at(const l0_table *t, uint64_t slot) {
+    return t->base + t->g.slots_offset + slot * t->g.slot_bytes;
+}
+/* Which buffer a word names: always one of the slot's, whatever the file says. */
+static inline uint64_t l0_buffer_of(const l0_table *t, uint64_t word) {
+    uint64_t buffer = word >> 2 & 127;
+    return buffer < t->g.buffers ? buffer : 0;
+}
+static inline uint64_t l0_buffer_after(const l0_table *t, uint64_t buffer) {
+    return buffer + 1 < t->g.buffers ? buffer + 1 : 0;
+}
+static inline l0_value_head *l0_value_head_at(const l0_table *t, uint64_t slot, uint64_t buffer) {
+    return (l0_value_head *)l0_slot_at(t, slot) + buffer;
+}
+static inline unsigned char *l0_buffer_at(const l0_table *t, uint64_t slot, uint64_t buffer) {
+    return l0_slot_at(t, slot) + t->g.buffers_offset + buffer * t->g.buffer_bytes;
+}
+static inline unsigned char *l0_key_at(const l0_table *t, uint64_t slot) {
+    return l0_slot_at(t, slot) + t->g.key_offset;
+}
+
+#endif

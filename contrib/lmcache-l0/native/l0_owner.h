@@ -1,0 +1,142 @@
+/* Who writes, and who is dead: writer rows, life locks, and the lock of a slot.
+ *
+ * A process that writes owns one row of the writer table. It holds a lock on that row's byte of the file, taken on
+ * an open file description of its own that is never mapped, sent or inherited past a fork (the at-fork handler of
+ * the module closes it in the child). The operating system frees the lock when the process ends, however it ends.
+ * So "the byte can be locked" is proof of death, in any pid namespace; a process id proves nothing there, and is
+ * soon somebody else's.
+ *
+ * A slot's lock word names its owner as row << 48 | epoch. The epoch moves each time a row is taken, before its new
+ * owner takes any slot. An owner is dead, then, if its row's epoch has moved on (whoever moved it held the life
+ * lock, so the former owner had lost it), or if the row's life lock is free. Only then may its slots be taken, by
+ * one compare-and-swap from exactly that owner.
+ */
+#ifndef L0_OWNER_H
+#define L0_OWNER_H
+
+#include "l0_layout.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifdef F_OFD_SETLK
+#define L0_SETLK F_OFD_SETLK
+#define L0_GETLK F_OFD_GETLK
+#else
+/* Without open-file-description locks the lock belongs to the process: as good a proof of death between processes, but
+ * two handles of one process do not see each other's, and closing one drops the lock of both. There, keep one handle
+ * of a table in a process (docs/guide/l0.md says so). */
+#define L0_SETLK F_SETLK
+#define L0_GETLK F_GETLK
+#endif
+
+static inline void l0_row_range(struct flock *range, uint64_t row) {
+    memset(range, 0, sizeof *range);
+    range->l_type = F_WRLCK;
+    range->l_whence = SEEK_SET;
+    range->l_start = (off_t)(L0_HEADER_BYTES + row * sizeof(l0_writer_row));
+    range->l_len = 1;
+}
+
+/* Take a free row with `fd`, an own open description of the table's file. 0, or EAGAIN when every row is taken, or
+ * the errno of the lock call. The caller keeps fd open for as long as it may write. */
+static inline int l0_writer_join(l0_table *t, int fd) {
+    uint64_t start = (uint64_t)getpid();
+    for (uint64_t i = 0; i < L0_WRITERS_MAX; i++) {
+        uint64_t row = (start + i) % L0_WRITERS_MAX;
+        struct flock range;
+        l0_row_range(&range, row);
+        if (fcntl(fd, L0_SETLK, &range) != 0) {
+            if (errno == EAGAIN || errno == EACCES)
+                continue;
+            return errno;
+        }
+        l0_writer_row *r = l0_row(t, row);
+        uint64_t epoch = (atomic_load(&r->epoch) + 1) & ((UINT64_C(1) << 48) - 1);
+        if (epoch == 0)
+            epoch = 1;
+        atomic_store(&r->pid, (uint64_t)getpid());
+        atomic_store(&r->epoch, epoch); /* seq_cst, before the first lock word that carries it */
+        t->me = row << 48 | epoch;
+        t->lock_fd = fd;
+        return 0;
+    }
+    return EAGAIN;
+}
+
+static inline bool l0_owner_dead(const l0_table *t, uint64_t owner) {
+    uint64_t row = owner >> 48;
+    if (row >= L0_WRITERS_MAX)
+        return true; /* no writer ever had this name: the file was damaged */
+    if (atomic_load(&l0_row(t, row)->epoch) != (owner & ((UINT64_C(1) << 48) - 1)))
+        return true;
+    if (row == t->me >> 48)
+        return false; /* our own row: another thread of this handle (asking would not see our own lock) */
+    struct flock range;
+    l0_row_range(&range, row);
+    if (fcntl(t->lock_fd, L0_GETLK, &range) != 0)
+        return false; /* not proven */
+    return range.l_type == F_UNLCK;
+}
+
+static inline void l0_pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield" ::: "memory");
+#endif
+}
+
+static inline uint64_t l0_now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+typedef enum l0_locked { L0_LOCKED = 0, L0_LOCKED_FROM_DEAD, L0_LOCK_BUSY } l0_locked;
+
+static inline bool l0_lock_try(const l0_table *t, l0_meta *m) {
+    uint64_t free = 0;
+    return atomic_compare_exchange_strong_explicit(&m->lock, &free, t->me, memory_order_acquire,
+                                                   memory_order_relaxed);
+}
+
+static inline void l0_unlock(l0_meta *m) { atomic_store_explicit(&m->lock, 0, memory_order_release); }
+
+#define L0_SPINS 200u
+
+/* Lock a slot, taking it from a dead owner if need be. With wait_ns 0 it only spins for a moment and asks nobody. */
+static inline l0_locked l0_lock(const l0_table *t, l0_meta *m, uint64_t wait_ns) {
+    for (unsigned i = 0; i < L0_SPINS; i++) {
+        if (atomic_load_explicit(&m->lock, memory_order_relaxed) == 0 && l0_lock_try(t, m))
+            return L0_LOCKED;
+        l0_pause();
+    }
+    if (wait_ns == 0)
+        return L0_LOCK_BUSY;
+    uint64_t until = l0_now_ns() + wait_ns;
+    for (long nap_ns = 20000;; nap_ns = nap_ns < 1000000 ? nap_ns * 2 : nap_ns) {
+        uint64_t owner = atomic_load_explicit(&m->lock, memory_order_relaxed);
+        if (owner == 0) {
+            if (l0_lock_try(t, m))
+                return L0_LOCKED;
+            continue;
+        }
+        if (l0_owner_dead(t, owner)) {
+            if (atomic_compare_exchange_strong_explicit(&m->lock, &owner, t->me, memory_order_acquire,
+                                                        memory_order_relaxed))
+                return L0_LOCKED_FROM_DEAD;
+            continue;
+        }
+        if (l0_now_ns() >= until)
+            return L0_LOCK_BUSY;
+        struct timespec nap = {0, nap_ns};
+        nanosleep(&nap, NULL);
+    }
+}
+
+#endif

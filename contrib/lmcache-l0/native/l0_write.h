@@ -1,0 +1,242 @@
+/* Writing: beside the current version, visible in one step, one writer a slot.
+ *
+ * A slot is changed only under its lock (l0_owner.h), so writers of one key take turns and writers of different
+ * keys never meet. What a killed writer leaves behind is harmless wherever it was stopped: an announced generation
+ * that never became current (the next writer takes the same one again: nobody has ever been given it), a claim
+ * (nothing of it was visible; whoever needs the slot frees it), or a finished write with its lock still taken.
+ *
+ * Two writers that insert one new key at one time must not end in two slots. Each claims a free slot, which shows the
+ * key's hash, moves the home's bound, and then looks at the whole reach of the home again. All three steps are
+ * sequentially consistent, so of two claims at least the later one sees the other. The claim nearer to the
+ * home goes on; the farther one gives way; the nearer one waits until the farther one is settled. A writer waits
+ * only for claims farther than its own, so no circle of waiting can close.
+ */
+#ifndef L0_WRITE_H
+#define L0_WRITE_H
+
+#include "l0_layout.h"
+#include "l0_owner.h"
+#include "l0_probe.h"
+#include "l0_read.h"
+#include "l0_words.h"
+
+typedef struct l0_value {
+    const unsigned char *bytes;
+    size_t n;
+    uint64_t tag;
+} l0_value;
+
+/* Say which bytes will change before they do: see l0_read.h. */
+static inline void l0_announce(l0_meta *m, uint64_t generation) {
+    atomic_store_explicit(&m->writing, generation, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+}
+
+static inline void l0_write_value(const l0_table *t, uint64_t slot, uint64_t buffer, l0_value value) {
+    l0_value_head *head = l0_value_head_at(t, slot, buffer);
+    atomic_store_explicit(&head->bytes, value.n, memory_order_relaxed);
+    atomic_store_explicit(&head->tag, value.tag, memory_order_relaxed);
+    l0_copy_in(l0_buffer_at(t, slot, buffer), value.bytes, value.n);
+}
+
+/* The slot is locked by us and not live. Readers of its former key are turned away from here on. */
+static inline uint64_t l0_claim(const l0_table *t, l0_meta *m, uint64_t hash) {
+    uint64_t last = l0_generation(atomic_load(&m->current)), announced = atomic_load(&m->writing);
+    uint64_t generation = (last > announced ? last : announced) + t->g.buffers;
+    l0_announce(m, generation);
+    atomic_store_explicit(&m->hash, hash, memory_order_relaxed);
+    atomic_store(&m->current, l0_word(generation, 0, L0_CLAIMED));
+    return generation;
+}
+
+/* Give a claim up. The slot stays locked by us. */
+static inline void l0_unclaim(const l0_table *t, l0_meta *m) {
+    uint64_t home = l0_home(t, atomic_load(&m->hash));
+    atomic_store(&m->current, l0_word(atomic_load(&m->writing), 0, L0_FREE));
+    l0_bound_lower(t, home);
+}
+
+/* Lock the slot and clear what a dead owner left. BUSY where l0_lock says so. */
+static inline l0_locked l0_lock_clean(const l0_table *t, l0_meta *m, uint64_t wait_ns) {
+    l0_locked locked = l0_lock(t, m, wait_ns);
+    if (locked == L0_LOCK_BUSY)
+        return locked;
+    /* A claim whose lock could be taken has no living owner. */
+    if (l0_state(atomic_load(&m->current)) == L0_CLAIMED)
+        l0_unclaim(t, m);
+    if (locked == L0_LOCKED_FROM_DEAD)
+        atomic_fetch_add(&l0_head(t)->recovered, 1);
+    return locked;
+}
+
+/* Lock the slot in which the key lives. L0_DONE, L0_MISS, or L0_BUSY. Waits for a writer that is inserting it. */
+static inline l0_result l0_lock_key(const l0_table *t, l0_key key, uint64_t wait_ns, uint64_t *slot_of_key) {
+    uint64_t home = l0_home(t, key.hash);
+    for (int tries = 0; tries < L0_READ_TRIES; tries++) {
+        uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+        uint64_t d = 0;
+        for (; d < reach; d++) {
+            uint64_t slot = l0_position(t, home, d);
+            l0_meta *m = l0_meta_at(t, slot);
+            uint64_t state = l0_state(atomic_load(&m->current));
+            if (state == L0_FREE || atomic_load(&m->hash) != key.hash)
+                continue;
+            if (state == L0_LIVE && !l0_slot_has_key(t, m, slot, key))
+                continue;
+            if (l0_lock_clean(t, m, wait_ns) == L0_LOCK_BUSY)
+                return L0_BUSY;
+            if (l0_state(atomic_load(&m->current)) == L0_LIVE && l0_slot_has_key(t, m, slot, key)) {
+                *slot_of_key = slot;
+                return L0_DONE;
+            }
+            l0_unlock(m);
+            break; /* it was settled otherwise while we waited: look again */
+        }
+        if (d == reach)
+            return L0_MISS;
+    }
+    return L0_BUSY;
+}
+
+/* Lock the nearest free slot. Only with time to wait does it ask whether owners of others are dead. */
+static inline l0_result l0_lock_free(const l0_table *t, uint64_t home, uint64_t wait_ns, uint64_t *distance) {
+    for (uint64_t d = 0; d < t->g.probe_max; d++) {
+        l0_meta *m = l0_meta_at(t, l0_position(t, home, d));
+        if (l0_state(atomic_load_explicit(&m->current, memory_order_relaxed)) != L0_FREE ||
+            atomic_load_explicit(&m->lock, memory_order_relaxed) != 0 || !l0_lock_try(t, m))
+            continue;
+        *distance = d;
+        if (l0_state(atomic_load(&m->current)) == L0_FREE)
+            return L0_DONE;
+        l0_unlock(m);
+    }
+    if (wait_ns == 0)
+        return L0_BUSY;
+    for (uint64_t d = 0; d < t->g.probe_max; d++) {
+        l0_meta *m = l0_meta_at(t, l0_position(t, home, d));
+        uint64_t owner = atomic_load(&m->lock);
+        if (l0_state(atomic_load(&m->current)) == L0_LIVE || (owner != 0 && !l0_owner_dead(t, owner)))
+            continue;
+        if (l0_lock_clean(t, m, 1) == L0_LOCK_BUSY)
+            continue;
+        *distance = d;
+        if (l0_state(atomic_load(&m->current)) == L0_FREE)
+            return L0_DONE;
+        l0_unlock(m);
+    }
+    return L0_FULL;
+}
+
+/* Is our claim at `mine` the one that may go on? L0_DONE: yes. L0_MOVED: give way and look again. L0_BUSY. */
+static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t home, uint64_t mine,
+                                        uint64_t wait_ns) {
+    uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+    for (uint64_t d = 0; d < reach; d++) {
+        uint64_t slot = l0_position(t, home, d);
+        l0_meta *m = l0_meta_at(t, slot);
+        uint64_t state = l0_state(atomic_load(&m->current));
+        if (d == mine || state == L0_FREE || atomic_load(&m->hash) != key.hash)
+            continue;
+        if (state == L0_LIVE ? l0_slot_has_key(t, m, slot, key) : d < mine)
+            return L0_MOVED;
+        if (state == L0_LIVE)
+            continue;
+        if (l0_lock_clean(t, m, wait_ns) == L0_LOCK_BUSY)
+            return L0_BUSY;
+        bool there = l0_state(atomic_load(&m->current)) == L0_LIVE && l0_slot_has_key(t, m, slot, key);
+        l0_unlock(m);
+        if (there)
+            return L0_MOVED;
+    }
+    return L0_DONE;
+}
+
+/* Insert a key that was not there a moment ago. L0_MOVED: it may be there now (or the ticket is old). */
+static inline l0_result l0_put_new(const l0_table *t, l0_key key, l0_value value, uint64_t wait_ns,
+                                   const uint64_t *ticket) {
+    uint64_t home = l0_home(t, key.hash), distance;
+    l0_result result = l0_lock_free(t, home, wait_ns, &distance);
+    if (result != L0_DONE)
+        return result;
+    uint64_t slot = l0_position(t, home, distance);
+    l0_meta *m = l0_meta_at(t, slot);
+    uint64_t generation = l0_claim(t, m, key.hash);
+    if (ticket == NULL)
+        l0_bound_raise(t, home, distance);
+    else if (!l0_bound_raise_from(t, home, distance, *ticket))
+        result = L0_MOVED;
+    if (result == L0_DONE)
+        result = l0_claim_stands(t, key, home, distance, wait_ns);
+    if (result == L0_DONE) {
+        atomic_store_explicit(&m->hits, 0, memory_order_relaxed);
+        atomic_store_explicit(&m->key_bytes, (uint32_t)key.n, memory_order_relaxed);
+        l0_copy_in(l0_key_at(t, slot), key.bytes, key.n);
+        l0_write_value(t, slot, 0, value);
+        atomic_store_explicit(&m->current, l0_word(generation, 0, L0_LIVE), memory_order_release);
+        atomic_fetch_add_explicit(&l0_head(t)->keys, 1, memory_order_relaxed);
+    } else {
+        l0_unclaim(t, m);
+    }
+    l0_unlock(m);
+    return result;
+}
+
+/* Set a key. The caller has joined as a writer; key and value are within the table's limits. L0_DONE; L0_FULL; or
+ * L0_BUSY: a living writer has held this key's slot for wait_ns. With wait_ns 0 it makes no system call, and
+ * L0_BUSY means: ask again with time to wait. `inserted` says whether the key is new. */
+static inline l0_result l0_put(const l0_table *t, l0_key key, l0_value value, uint64_t wait_ns, bool *inserted) {
+    for (int tries = 0; tries < L0_READ_TRIES; tries++) {
+        uint64_t slot;
+        l0_result result = l0_lock_key(t, key, wait_ns, &slot);
+        *inserted = result == L0_MISS;
+        if (result == L0_DONE) {
+            l0_meta *m = l0_meta_at(t, slot);
+            uint64_t current = atomic_load_explicit(&m->current, memory_order_relaxed);
+            uint64_t generation = l0_generation(current) + 1;
+            uint64_t buffer = l0_buffer_after(t, l0_buffer_of(t, current));
+            l0_announce(m, generation);
+            l0_write_value(t, slot, buffer, value);
+            atomic_store_explicit(&m->current, l0_word(generation, buffer, L0_LIVE), memory_order_release);
+            l0_unlock(m);
+        }
+        if (result == L0_MISS)
+            result = l0_put_new(t, key, value, wait_ns, NULL);
+        if (result != L0_MOVED)
+            return result;
+    }
+    return L0_BUSY;
+}
+
+/* What to hand to l0_insert later: it moves whenever a key of this home is inserted or deleted. */
+static inline uint64_t l0_ticket(const l0_table *t, l0_key key) {
+    return atomic_load(&l0_meta_at(t, l0_home(t, key.hash))->bound);
+}
+
+/* Set a key if it is not there and the ticket still holds, else L0_MOVED. */
+static inline l0_result l0_insert(const l0_table *t, l0_key key, l0_value value, uint64_t ticket, uint64_t wait_ns) {
+    uint64_t slot;
+    l0_result result = l0_lock_key(t, key, wait_ns, &slot);
+    if (result == L0_DONE) {
+        l0_unlock(l0_meta_at(t, slot));
+        return L0_MOVED;
+    }
+    return result == L0_MISS ? l0_put_new(t, key, value, wait_ns, &ticket) : result;
+}
+
+/* Delete a key. L0_DONE, L0_MISS, L0_BUSY. Its bytes stay as they are until the slot is used again. */
+static inline l0_result l0_delete(const l0_table *t, l0_key key, uint64_t wait_ns) {
+    uint64_t slot, home = l0_home(t, key.hash);
+    /* First make every ticket of this home old: an insert that is past that check is a claim that we wait for. */
+    l0_bound_raise(t, home, 0);
+    l0_result result = l0_lock_key(t, key, wait_ns, &slot);
+    if (result != L0_DONE)
+        return result;
+    l0_meta *m = l0_meta_at(t, slot);
+    atomic_store(&m->current, (atomic_load(&m->current) & ~UINT64_C(3)) | L0_FREE);
+    atomic_fetch_sub_explicit(&l0_head(t)->keys, 1, memory_order_relaxed);
+    l0_unlock(m);
+    l0_bound_lower(t, home);
+    return L0_DONE;
+}
+
+#endif
