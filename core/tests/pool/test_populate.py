@@ -131,7 +131,7 @@ def test_room_is_asked_before_each_step(make: Make) -> None:
 
 
 def test_stop_ends_after_the_step_that_runs(make: Make) -> None:
-    segment = make(64 * MIB)
+    segment = make(8 * MIB)
     first, go_on = threading.Event(), threading.Event()
 
     def hold(_: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import stat
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +134,20 @@ def test_memory_stays_mapped_under_a_view_and_goes_with_the_last_one(make: Make)
     assert maps_of(address)
     del view
     assert not maps_of(address)
+
+
+@pytest.mark.parametrize("backing", [Backing.SHM, Backing.MEMFD])
+def test_a_pool_that_a_worker_just_drops_is_not_held_open(make: Make, backing: Backing) -> None:
+    segment = make(backing=backing)
+    worker = Segment.attach_fd(segment.worker_fd(), segment.info)
+    fd, address = worker.fileno(), worker.mapping.address
+    held = weakref.ref(worker)
+    del worker
+    gc.collect()
+    assert held() is None
+    assert not maps_of(address)
+    with pytest.raises(OSError):
+        os.fstat(fd)
 
 
 def test_a_closed_segment_answers_with_an_error(make: Make) -> None:

@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,9 @@ class Segment:
         self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
         self._forked = False
         forget_in_child(self)
+        # A worker that reconnects may just drop the old pool: an open descriptor would keep its memory for ever.
+        self._close_fd = weakref.finalize(self, _close_quietly, fd)
+        self._close_fd.atexit = False
 
     # --- making and attaching -----------------------------------------------------------------------------
 
@@ -254,14 +258,14 @@ class Segment:
         for lock in locks:
             lock.close()
         self._let_go()
-        os.close(self._fd)
-        self._fd = -1
 
     def _let_go(self) -> None:
         self._mapping = None
         self._buffer = memoryview(b"")
         self._tables = None
         self.mark_slots = _no_slots
+        self._fd = -1
+        self._close_fd()
 
     def after_fork_in_child(self) -> None:
         """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing."""
@@ -269,10 +273,7 @@ class Segment:
             return
         self._locks = ()  # they have closed themselves
         self._forked = True
-        self._let_go()
-        with contextlib.suppress(OSError):
-            os.close(self._fd)  # or a dead parent's memory would live as long as the child
-        self._fd = -1
+        self._let_go()  # the descriptor too, or a dead parent's memory would live as long as the child
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +282,11 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close_quietly(fd: int) -> None:
+    with contextlib.suppress(OSError):  # in a finalizer or a forked child there is nobody to tell
+        os.close(fd)
 
 
 def _no_slots(offsets: Sequence[int], state: int, row: int) -> None:
