@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,3 +30,20 @@ def tiny_llama(**changes: Any) -> Any:
 @pytest.fixture(scope="session")
 def model() -> Any:
     return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[..., list[int]]:
+    """The tokens that a model goes on with, after what `cache` holds and then `tokens`."""
+    torch = pytest.importorskip("torch")
+
+    def run(model: Any, cache: Any, tokens: list[int], count: int = 12) -> list[int]:
+        out: list[int] = []
+        with torch.inference_mode():
+            while len(out) < count:
+                logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+                out.append(int(logits[0, -1].argmax()))
+                tokens = out[-1:]
+        return out
+
+    return run

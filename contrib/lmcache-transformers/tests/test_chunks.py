@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +13,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CHUNK = 16
+Greedy = Callable[..., list[int]]
 PROMPT = [(7 * i * i + 3 * i) % 509 for i in range(5 * CHUNK + 5)]
 
 
-@torch.inference_mode()
-def greedy(model: Any, cache: Any, tokens: list[int], count: int = 12) -> list[int]:
-    """The tokens that the model goes on with, after what `cache` holds and then `tokens`."""
-    out: list[int] = []
-    while len(out) < count:
-        logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
-        out.append(int(logits[0, -1].argmax()))
-        tokens = out[-1:]
-    return out
-
-
 @pytest.fixture(scope="module")
-def uncached(model: Any) -> tuple[list[int], Any]:
+def uncached(model: Any, greedy: Greedy) -> tuple[list[int], Any]:
     cache = transformers.DynamicCache(config=model.config)
     return greedy(model, cache, PROMPT), cache
 
@@ -85,19 +76,19 @@ def test_a_cache_that_is_written_from_chunks_reads_as_the_same_chunks(uncached: 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_greedy_output_after_a_reused_prefix_equals_the_uncached_run(
-    model: Any, uncached: Any, layout: Layout, count: int
+    model: Any, greedy: Greedy, uncached: Any, layout: Layout, count: int
 ) -> None:
-    cache = write_chunks(read_chunks(uncached[1], 0, count, layout))
+    cache: Any = write_chunks(read_chunks(uncached[1], 0, count, layout))
     assert greedy(model, cache, PROMPT[count * CHUNK :]) == uncached[0]
 
 
-def test_greedy_output_after_zeroed_chunks_differs(model: Any, uncached: Any, layout: Layout) -> None:
+def test_greedy_output_after_zeroed_chunks_differs(model: Any, greedy: Greedy, uncached: Any, layout: Layout) -> None:
     zeroed = [torch.zeros_like(chunk) for chunk in read_chunks(uncached[1], 0, 5, layout)]
     assert greedy(model, write_chunks(zeroed), PROMPT[5 * CHUNK :]) != uncached[0]
 
 
 def test_greedy_output_differs_after_chunks_that_moved_from_their_positions(
-    model: Any, uncached: Any, layout: Layout
+    model: Any, greedy: Greedy, uncached: Any, layout: Layout
 ) -> None:
     # Keys carry the rotary embedding of the place they were computed at; nothing shifts them.
     moved = read_chunks(uncached[1], 1, 4, layout)
@@ -106,16 +97,16 @@ def test_greedy_output_differs_after_chunks_that_moved_from_their_positions(
 
 def test_a_written_cache_does_not_share_memory_with_its_chunks(uncached: Any, layout: Layout) -> None:
     chunks = read_chunks(uncached[1], 0, 2, layout)
-    cache = write_chunks(chunks)
+    cache: Any = write_chunks(chunks)
     for chunk in chunks:
         chunk.zero_()
     assert bool(cache.layers[0].keys.abs().sum() > 0)
 
 
 def test_a_written_cache_stands_in_every_layer_as_if_the_model_had_filled_it(
-    model: Any, uncached: Any, layout: Layout
+    model: Any, greedy: Greedy, uncached: Any, layout: Layout
 ) -> None:
-    cache = write_chunks(read_chunks(uncached[1], 0, 2, layout))
+    cache: Any = write_chunks(read_chunks(uncached[1], 0, 2, layout))
     made = transformers.DynamicCache(config=model.config)
     greedy(model, made, PROMPT[: 2 * CHUNK], 1)
     for ours, theirs in zip(cache.layers, made.layers, strict=True):
@@ -131,13 +122,13 @@ def test_a_written_cache_stands_in_every_layer_as_if_the_model_had_filled_it(
         (lambda cache: cache.layers[1].reset(), "layer 1 .* or empty"),
         (lambda cache: cache.crop(-40), "layer 0 .* 80 tokens"),
         (lambda cache: cache.batch_repeat_interleave(2), "of one sequence"),
-        (lambda cache: [setattr(layer, "keys", layer.keys.half()) for layer in cache.layers], "float16"),
+        (lambda cache: cache.layers[0].__dict__.update(keys=cache.layers[0].keys.half()), "float16"),
     ],
 )
 def test_a_cache_that_does_not_hold_what_is_asked_is_refused(
     uncached: Any, layout: Layout, spoil: Any, words: str
 ) -> None:
-    cache = write_chunks(read_chunks(uncached[1], 0, 5, layout))
+    cache: Any = write_chunks(read_chunks(uncached[1], 0, 5, layout))
     spoil(cache)
     with pytest.raises(UsageError, match=words):
         read_chunks(cache, 0, 5, layout)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 CHUNK = 16
+Greedy = Callable[..., list[int]]
+Answered = Callable[..., tuple[list[int], int, Any]]
 DOCUMENT = [(7 * i * i + 3 * i) % 509 for i in range(5 * CHUNK)]
 QUESTIONS = ([1, 2, 3, 4, 5], [9, 8, 7])
 
@@ -38,6 +41,10 @@ def server(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture
 def client(server: Any) -> Iterator[Any]:
     with server.connect() as client:
+        until = time.monotonic() + 60
+        while (usage := client.status()["l1"])["populated_bytes"] < usage["pool_bytes"]:
+            assert time.monotonic() < until, usage
+            time.sleep(0.005)
         yield client
 
 
@@ -46,50 +53,46 @@ def prefixes(client: Any, model: Any) -> PrefixCache:
     return PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK)
 
 
-@torch.inference_mode()
-def greedy(model: Any, cache: Any, tokens: list[int], count: int = 10) -> list[int]:
-    out: list[int] = []
-    while len(out) < count:
-        logits = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
-        out.append(int(logits[0, -1].argmax()))
-        tokens = out[-1:]
-    return out
+@pytest.fixture
+def answered(model: Any, greedy: Greedy) -> Answered:
+    def run(prefixes: PrefixCache, prompt: list[int]) -> tuple[list[int], int, Any]:
+        prefix = prefixes.load(prompt)
+        out = greedy(model, prefix.cache, prompt[prefix.tokens_reused :])
+        return out, prefix.tokens_reused, prefix.cache
+
+    return run
 
 
-def answered(model: Any, prefixes: PrefixCache, prompt: list[int]) -> tuple[list[int], int, Any]:
-    prefix = prefixes.load(prompt)
-    out = greedy(model, prefix.cache, prompt[prefix.tokens_reused :])
-    return out, prefix.tokens_reused, prefix.cache
-
-
-def test_a_second_question_reuses_the_document_and_gets_the_uncached_answer(model: Any, prefixes: PrefixCache) -> None:
+def test_a_second_question_reuses_the_document_and_gets_the_uncached_answer(
+    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+) -> None:
     first, second = (DOCUMENT + question for question in QUESTIONS)
-    out, reused, cache = answered(model, prefixes, first)
+    out, reused, cache = answered(prefixes, first)
     assert reused == 0
     assert out == greedy(model, transformers.DynamicCache(), first)
     stored = prefixes.store(first, cache)
     assert (stored.chunks_written, stored.chunks_present) == (5, 0)
     assert stored.nbytes == 5 * prefixes.layout.nbytes
-    out, reused, _ = answered(model, prefixes, second)
+    out, reused, _ = answered(prefixes, second)
     assert reused == len(DOCUMENT)
     assert out == greedy(model, transformers.DynamicCache(), second)
 
 
 def test_what_is_stored_reaches_another_client_and_another_model_object(
-    server: Any, model: Any, prefixes: PrefixCache
+    server: Any, model: Any, answered: Answered, prefixes: PrefixCache
 ) -> None:
-    _, _, cache = answered(model, prefixes, DOCUMENT)
+    _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     with server.connect() as other:
-        prefix = PrefixCache(other, model, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1])
+        prefix: Any = PrefixCache(other, model, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1])
     assert prefix.tokens_reused == len(DOCUMENT)
     for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, : len(DOCUMENT)])
         assert torch.equal(ours.values, theirs.values[:, :, : len(DOCUMENT)])
 
 
-def test_a_token_is_always_left_to_compute(model: Any, prefixes: PrefixCache) -> None:
-    _, _, cache = answered(model, prefixes, DOCUMENT)
+def test_a_token_is_always_left_to_compute(answered: Answered, prefixes: PrefixCache) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     assert prefixes.load(DOCUMENT).tokens_reused == len(DOCUMENT) - CHUNK
     assert prefixes.load([*DOCUMENT, 1]).tokens_reused == len(DOCUMENT)
@@ -97,14 +100,14 @@ def test_a_token_is_always_left_to_compute(model: Any, prefixes: PrefixCache) ->
     assert prefixes.load([]).tokens_reused == 0
 
 
-def test_storing_again_copies_nothing(model: Any, prefixes: PrefixCache) -> None:
-    _, _, cache = answered(model, prefixes, DOCUMENT)
+def test_storing_again_copies_nothing(answered: Answered, prefixes: PrefixCache) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     assert prefixes.store(DOCUMENT, cache) == (0, 5, 0)
 
 
-def test_generated_tokens_are_stored_where_they_are_given_too(model: Any, prefixes: PrefixCache) -> None:
-    out, _, cache = answered(model, prefixes, DOCUMENT[: 2 * CHUNK - 4])
+def test_generated_tokens_are_stored_where_they_are_given_too(answered: Answered, prefixes: PrefixCache) -> None:
+    out, _, cache = answered(prefixes, DOCUMENT[: 2 * CHUNK - 4])
     conversation = DOCUMENT[: 2 * CHUNK - 4] + out
     # The last token was answered, not computed on: its KV is not there, and is not claimed to be.
     assert cache.get_seq_length() == len(conversation) - 1
@@ -112,18 +115,24 @@ def test_generated_tokens_are_stored_where_they_are_given_too(model: Any, prefix
     assert prefixes.load([*conversation, 1, 2]).tokens_reused == 2 * CHUNK
 
 
-def test_other_tenants_weights_and_models_share_nothing(client: Any, model: Any, prefixes: PrefixCache) -> None:
-    _, _, cache = answered(model, prefixes, DOCUMENT)
+def test_other_tenants_weights_and_models_share_nothing(
+    client: Any, model: Any, answered: Answered, prefixes: PrefixCache
+) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
-    for other in ({"tenant_salt": "s"}, {"weights_version": "2"}, {"model_name": "tiny2"}):
-        theirs = PrefixCache(client, model, **{"model_name": "tiny", "chunk_tokens": CHUNK} | other)
+    others: list[dict[str, Any]] = [{"tenant_salt": "s"}, {"weights_version": "2"}, {"model_name": "tiny2"}]
+    for other in others:
+        options: dict[str, Any] = {"model_name": "tiny", "chunk_tokens": CHUNK} | other
+        theirs = PrefixCache(client, model, **options)
         assert theirs.load(DOCUMENT).tokens_reused == 0
     assert prefixes.load(DOCUMENT).tokens_reused > 0
 
 
-def test_a_prefix_that_was_loaded_outlives_what_is_cleared(client: Any, model: Any, prefixes: PrefixCache) -> None:
+def test_a_prefix_that_was_loaded_outlives_what_is_cleared(
+    client: Any, model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+) -> None:
     prompt = DOCUMENT + QUESTIONS[0]
-    _, _, cache = answered(model, prefixes, prompt)
+    _, _, cache = answered(prefixes, prompt)
     prefixes.store(prompt, cache)
     prefix = prefixes.load(prompt)
     client.clear()
@@ -132,8 +141,8 @@ def test_a_prefix_that_was_loaded_outlives_what_is_cleared(client: Any, model: A
     assert out == greedy(model, transformers.DynamicCache(), prompt)
 
 
-def test_nothing_is_held_once_load_and_store_are_done(client: Any, model: Any, prefixes: PrefixCache) -> None:
-    _, _, cache = answered(model, prefixes, DOCUMENT)
+def test_nothing_is_held_once_load_and_store_are_done(client: Any, answered: Answered, prefixes: PrefixCache) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
     prefixes.store(DOCUMENT, cache)
     prefixes.load([*DOCUMENT, 1])
     usage = client.status()["l1"]
@@ -142,9 +151,9 @@ def test_nothing_is_held_once_load_and_store_are_done(client: Any, model: Any, p
     assert client.status()["l1"]["used_bytes"] == 0
 
 
-def test_generate_goes_on_from_a_loaded_prefix(model: Any, prefixes: PrefixCache) -> None:
+def test_generate_goes_on_from_a_loaded_prefix(model: Any, answered: Answered, prefixes: PrefixCache) -> None:
     prompt = DOCUMENT + QUESTIONS[0]
-    _, _, cache = answered(model, prefixes, prompt)
+    _, _, cache = answered(prefixes, prompt)
     prefixes.store(prompt, cache)
     ids = torch.tensor([prompt])
     options: Any = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -155,10 +164,12 @@ def test_generate_goes_on_from_a_loaded_prefix(model: Any, prefixes: PrefixCache
     assert warm.tolist() == plain.tolist()
 
 
-def test_without_a_server_everything_misses_and_nothing_is_stored(tmp_path: Path, model: Any) -> None:
+def test_without_a_server_everything_misses_and_nothing_is_stored(
+    client: Any, model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache, tmp_path: Path
+) -> None:
     with Client.connect("nobody", runtime_dir=tmp_path) as client:
         prefixes = PrefixCache(client, model, model_name="tiny", chunk_tokens=CHUNK)
-        out, reused, cache = answered(model, prefixes, DOCUMENT)
+        out, reused, cache = answered(prefixes, DOCUMENT)
         assert reused == 0
         assert prefixes.store(DOCUMENT, cache).chunks_written == 0
     assert out == greedy(model, transformers.DynamicCache(), DOCUMENT)

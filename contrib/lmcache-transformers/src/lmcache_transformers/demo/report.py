@@ -57,6 +57,7 @@ class Report:
         return (
             self._finished
             and not self.error
+            and bool(self.rows)
             and all(row.equal for row in self.rows)
             and all(check.held for check in self.checks)
         )
