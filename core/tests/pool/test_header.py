@@ -23,7 +23,7 @@ MIB = 1 << 20
 u64 = st.integers(0, 2**64 - 1)
 plans = st.builds(
     lambda name, data_bytes, backing, boot_id: headers.plan(name, data_bytes, backing, boot_id=boot_id),
-    st.from_regex(r"[a-z0-9][a-z0-9_-]{0,47}", fullmatch=True),
+    st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True),
     st.integers(SLAB_BYTES_MIN, POOL_BYTES_MAX),
     st.sampled_from(Backing),
     u64,

@@ -43,8 +43,8 @@ def clean(
     """Remove segments, lock files and sockets of dead servers.
 
     `names` limits it to these pools. Lock files NAME.lock are looked for in `runtime_dir` and one level below;
-    with one goes the socket NAME.sock beside it, or, in a directory called NAME, every socket there. Dead is
-    whose lock is free.
+    with one goes the socket NAME.sock beside it, or, in a directory called NAME, every socket there and
+    the directory itself, once it is empty. Dead is whose lock is free.
     """
     wanted = {check_name(name) for name in names}
     found: list[Cleaned] = []
@@ -90,6 +90,9 @@ def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
             else:
                 _remove_sockets(path)
                 lock.unlink()
+                if path.parent.name == path.stem:
+                    with contextlib.suppress(OSError):  # something else may be in it
+                        path.parent.rmdir()
         except (PoolError, OSError) as error:
             yield Cleaned(path, CleanState.REFUSED, reason=str(error))
             return
