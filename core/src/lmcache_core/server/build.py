@@ -9,9 +9,11 @@ from lmcache_core.kernel.allocator import slab_bytes_for
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.segment import Segment
+from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.tiers.tier import Tier, TierConfig, adapter_context
@@ -35,7 +37,9 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
         quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
     )
     epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
-    return Kernel(config, build_eviction(registry, settings.l1.eviction), epoch)
+    kernel = Kernel(config, build_eviction(registry, settings.l1.eviction), epoch)
+    kernel.attach_session(SERVER_SESSION, NO_ROW)  # slots that lanes write belong to no worker
+    return kernel
 
 
 def build_eviction(registry: Registry, component: Component) -> EvictionPolicy:

@@ -6,10 +6,11 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import CacheError, LimitError, PoolMismatchError, ProtocolError, UsageError, VersionError
-from lmcache_core.kernel.answers import Settled
+from lmcache_core.kernel.answers import Reason, Settled
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import BATCH_KEYS_MAX, LAYOUTS_MAX, NAMESPACES_PER_SESSION_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
@@ -64,7 +65,7 @@ class Dispatch:
             m.FreeLookupLocks: self._free_lookup_locks,
             m.PrepareStore: self._prepare_store,
             m.CommitStore: self._settle(kernel.commit_store),
-            m.AbortStore: self._settle(kernel.abort_store),
+            m.AbortStore: self._settle(partial(kernel.abort_store, reason=Reason.ABORTED)),
             m.FinishRead: self._settle(kernel.finish_read),
             m.PrepareRetrieve: self._prepare_retrieve,
             m.RenewLease: self._renew_lease,

@@ -25,6 +25,7 @@ from lmcache_core.kernel.effects import (
 )
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.tiers import l1 as contract
@@ -32,8 +33,6 @@ from lmcache_core.tiers.l1 import LoadGrant, Loading, Pinned, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.tiers.tiering import Tiering
-
-LANES = 0  # the kernel's session for the server's own lanes
 
 REASONS = {
     TierReason.NOWHERE: Reason.NONE,  # the kernel knows better why it is not in the L1 any more
@@ -107,25 +106,25 @@ class L1:
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
 
     def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
-        grants = self.kernel.prepare_retrieve(LANES, namespace, keys, self.now)
+        grants = self.kernel.prepare_retrieve(SERVER_SESSION, namespace, keys, self.now)
         return Pinned(grants.lease_id, [offset or None for offset in grants.offsets])
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
-        self.kernel.finish_read(LANES, lease, self.now, positions)
+        self.kernel.finish_read(SERVER_SESSION, lease, self.now, positions)
 
     def drop(self, namespace: int, keys: Sequence[bytes]) -> None:
         self.kernel.drop(namespace, keys, self.now, Reason.DROPPED)
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         ttl_s = max(0.0, deadline - self.now)
-        grants = self.kernel.prepare_store(LANES, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s)
+        grants = self.kernel.prepare_store(SERVER_SESSION, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s)
         self.apply()
         answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
         return Loading(grants.lease_id, answers, grants.offsets)
 
     def commit_load(self, lease: int, positions: Sequence[int], retain: bool) -> Sequence[int]:
         try:
-            outcomes = self.kernel.commit_store(LANES, lease, self.now, positions, retain=retain)
+            outcomes = self.kernel.commit_store(SERVER_SESSION, lease, self.now, positions, retain=retain)
         except (LeaseExpiredError, ClearedError):  # too late, or cleared: the kernel has taken the slots back
             return []
         ready = [at for at, outcome in zip(positions, outcomes, strict=True) if outcome == Settled.COMMITTED]
@@ -134,7 +133,7 @@ class L1:
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
         with contextlib.suppress(LeaseExpiredError, ClearedError):  # then this was the answer it waited for
-            self.kernel.abort_store(LANES, lease, self.now, positions, reason=REASONS[reason])
+            self.kernel.abort_store(SERVER_SESSION, lease, self.now, positions, reason=REASONS[reason])
 
     def late_load(self, lease: int, positions: Sequence[int]) -> None:
         """The lease has the load's deadline: the kernel has expired it, or does so in this very turn."""

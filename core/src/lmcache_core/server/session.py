@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
+from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.protocol.codec import encode
 from lmcache_core.protocol.messages import Message
 
@@ -38,7 +39,7 @@ class Session:
     uid: int
     pid: int
     carrier: str
-    row: int = 0  # in the pool's worker table; 0: it does not map the pool
+    row: int = NO_ROW  # in the pool's worker table
     nonce: int = 0
     attached: bool = False
     namespaces: dict[int, int] = field(default_factory=dict)  # namespace id → layout id

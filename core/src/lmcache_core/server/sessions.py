@@ -17,6 +17,7 @@ from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import LIFE_CHECK_S_MAX, LIFE_CHECK_S_MIN, SESSIONS_MAX, SILENT_SESSION_S
 from lmcache_core.pool.lifelock import life_lock_free
 from lmcache_core.pool.segment import Segment
+from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.lifeline import LifelinePeer
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer, Session
@@ -64,7 +65,7 @@ class Sessions:
 
     def attach(self, session: Session, row: int, nonce: int, held: list[int], now: float) -> list[int]:
         """The session has shown that it maps the pool. Returns the leases that it goes on holding."""
-        if session.row == 0:
+        if session.row == NO_ROW:
             raise ProtocolError("this session did not ask for the pool in its hello")
         if (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
@@ -148,9 +149,9 @@ class Sessions:
             self._loop.remove(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = -1
-        if session.row:
+        if session.row != NO_ROW:
             self._segment.release_row(session.row)
-            session.row = 0
+            session.row = NO_ROW
         peer, session.peer = session.peer, None
         if peer is not None:
             peer.session = None

@@ -1,0 +1,114 @@
+"""Every way to run, test and measure this repository. `nox -l` is its table of contents.
+
+Sessions install what they need into their own environments; torch comes from the pinned line in constraints.txt,
+and only where it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pyproject.toml"))}
+CORE = ROOT / "core"
+PLUGINS = [name for name, path in PACKAGES.items() if path.parent.name == "plugins"]
+TORCH_TESTED = {"lmcache-transformers", "lmcache-fp8"}  # packages whose own tests need torch
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
+
+
+def install(session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = ()) -> None:
+    """Core and local packages, in one call so that they find each other, under the repository's constraints."""
+    local = [f"{CORE}{extras}", *(str(path) for path in packages)]
+    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools)
+
+
+def test_requirements(path: Path) -> list[str]:
+    """What a package's own tests need beside the package: its dependency group `test`."""
+    groups = tomllib.loads((path / "pyproject.toml").read_text()).get("dependency-groups", {})
+    return list(groups.get("test", []))
+
+
+def installable() -> list[Path]:
+    """Every package of ours that is not the template for others."""
+    return [path for name, path in PACKAGES.items() if name != "adapter-template"]
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job on real input: a model's second prompt skips its prefill, whatever is killed meanwhile."""
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-transformers"], extras="[cli,demo]")
+    session.run("lmcache-core", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that needs no daemon, in a few minutes. Arguments go to pytest."""
+    needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
+    install(session, *installable(), extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
+    session.run("pytest", *(session.posargs or ["-q", "--timeout=300"]))
+
+
+@nox.session
+def core(session: nox.Session) -> None:
+    """Core alone, as a node image has it: no torch, no plugin, no extra."""
+    install(session, tools=(*TEST_TOOLS, *test_requirements(CORE)))
+    session.run("pytest", "-q", "--timeout=300", str(CORE / "tests"), *session.posargs)
+
+
+@nox.session
+@nox.parametrize("name", sorted(PACKAGES), ids=sorted(PACKAGES))
+def plugin(session: nox.Session, name: str) -> None:
+    """One package from its wheel, with its own tests."""
+    path = PACKAGES[name]
+    with tempfile.TemporaryDirectory() as wheels:
+        session.install("-q", "build")
+        for each in (CORE, path):
+            session.run("python", "-m", "build", "-q", "--outdir", wheels, str(each), silent=True)
+        found = [str(wheel) for wheel in Path(wheels).glob("*.whl")]
+        torch = ("torch", "transformers") if name in TORCH_TESTED else ()
+        tools = (*TEST_TOOLS, *test_requirements(path), *torch)
+        session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
+    session.run("pytest", "-q", "--timeout=300", "-c", str(ROOT / "pyproject.toml"), str(path / "tests"))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    session.install("-q", "ruff>=0.14,<0.15")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, over every package."""
+    install(session, *installable(), extras="[cli]", tools=("mypy>=1.18,<2", "pytest", "hypothesis"))
+    for path in [CORE, *installable()]:
+        session.run("mypy", str(path / "src"))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benches named as arguments, or all of them, quickly."""
+    install(session, *installable(), extras="[cli,torch]")
+    names = session.posargs or ["rpc", "copy", "prompt", "alloc", "l2", "policy", "serde", "hooks"]
+    for name in names:
+        session.run("lmcache-core", "bench", name, "--quick")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """What the docs say is so: examples run, links lead somewhere, hook signatures are the code's."""
+    install(session, *installable(), extras="[cli]", tools=tuple(TEST_TOOLS))
+    session.run("pytest", "-q", "--timeout=300", "tests/docs", "core/tests/plugins")
