@@ -25,7 +25,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def lmcache_plugin_info() -> PluginInfo | None:  # type: ignore[empty-body]  # a specification
+def lmcache_plugin_info() -> PluginInfo | None:
     """Say which API generation the plugin was written for.
 
     Called once, when the plugin is loaded, before anything else of it. None, or no implementation: the current

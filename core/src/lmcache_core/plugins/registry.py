@@ -24,8 +24,17 @@ logger = logging.getLogger(__name__)
 
 # A tier is one table: its adapter's settings stand beside ours, so these names are taken.
 TIER_FIELDS = frozenset(
-    ("type", "capacity_bytes", "eviction", "watermark", "evict_ratio")
-    + ("serde", "connections", "deadline_s", "adapter")
+    {
+        "adapter",
+        "capacity_bytes",
+        "connections",
+        "deadline_s",
+        "evict_ratio",
+        "eviction",
+        "serde",
+        "type",
+        "watermark",
+    }
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
@@ -145,6 +154,11 @@ class Registry:
             self._models[kind, name] = self._checked_model(spec) if spec.settings is not None else None
         return self._models[kind, name]
 
+    def factory(self, kind: Kind, name: str) -> Any:
+        """The component's class or function, imported now. Raises PluginError where it cannot be imported."""
+        spec = self.spec(kind, name)
+        return self._imported(spec, spec.factory)
+
     def build(
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
@@ -153,7 +167,7 @@ class Registry:
         errors of ours pass as they are."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
-        factory = self._imported(spec, spec.factory)
+        factory = self.factory(kind, name)
         if model is not None and (settings is None or isinstance(settings, Mapping)):
             settings = model.model_validate(dict(settings or {}))
         arguments = (settings, context) if kind is Kind.L2_ADAPTER else (settings,)

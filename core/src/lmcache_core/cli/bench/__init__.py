@@ -7,7 +7,7 @@ A bench module offers `add_options(parser)` and `run(options, bench)`, where `be
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -28,22 +28,6 @@ BENCHES: dict[str, tuple[str, str]] = {
 }
 
 
-class BenchParser(argparse.ArgumentParser):
-    """Asks its bench module for options only when the bench was chosen."""
-
-    def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._module = module
-
-    def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> tuple[Any, list[str]]:
-        if self._module:
-            module, self._module = self._module, ""
-            import_module(module).add_options(self)
-        return super().parse_known_args(args, namespace)
-
-
 def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str, module: str) -> None:
     """Add the bench `name`, implemented by `module` (an import path), to `lmcache-core bench`.
 
@@ -54,8 +38,6 @@ def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str,
         help=summary,
         description=summary,
         module=module,
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--quick", action="store_true", help="end within 30 seconds")
@@ -63,7 +45,7 @@ def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str,
     parser.set_defaults(run=_runner(name, module))
 
 
-def _runner(name: str, module: str) -> Any:
+def _runner(name: str, module: str) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
         from lmcache_core.cli.bench.harness import Bench
 

@@ -1,0 +1,117 @@
+"""`lmcache-core check`: would a server start here, and would it work? Findings with cures; the status tells."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
+from lmcache_core.cli.table import print_table
+from lmcache_core.errors import CacheError
+from lmcache_core.plugins.components import Finding
+
+if TYPE_CHECKING:
+    from lmcache_core.plugins.records import PluginRecord
+    from lmcache_core.plugins.registry import Registry
+    from lmcache_core.settings.model import Settings
+
+CHECK_S = 10.0  # what the hook promises
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options besides settings."""
+    add_settings_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 where all is well, 1 otherwise."""
+    if arguments.help:
+        print_settings_help(arguments)
+        return 0
+    findings = list(_findings(arguments))
+    well = all(finding.ok for finding in findings)
+    if arguments.json:
+        print(json.dumps({"ok": well, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print_table(
+            ("", "subject", "finding", "cure"),
+            [("ok" if each.ok else "NOT OK", each.subject, each.message, each.cure) for each in findings],
+        )
+    return 0 if well else 1
+
+
+def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
+    registry: Registry = arguments.registry
+    for refusal in registry.refused:
+        # Not an error of this configuration: if the settings named it, composing them fails below.
+        yield Finding(
+            True, f"plugin {refusal.name}", f"not in use: {refusal.distribution} {refusal.version}: {refusal.why}"
+        )
+    try:
+        settings = composed(arguments).settings
+    except CacheError as error:
+        yield _failure("settings", error)
+        return
+    yield Finding(True, "settings", f"valid: server {settings.name!r}, {len(settings.l2)} tiers")
+    yield from _components(registry, settings)
+    yield from _surroundings(settings)
+    in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
+    for record in in_use.values():
+        yield from _asked(registry, record, settings)
+
+
+def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
+    """Everything that a server would import is imported."""
+    for kind, name in dict.fromkeys(settings.components()):
+        try:
+            registry.factory(kind, name)
+        except CacheError as error:
+            yield _failure(f"{kind} {name}", error)
+        else:
+            yield Finding(True, f"{kind} {name}", f"from {registry.owner(kind, name)}")
+
+
+def _surroundings(settings: Settings) -> Iterator[Finding]:
+    from lmcache_core.pool.backing import Backing
+    from lmcache_core.pool.room import check_room, room
+    from lmcache_core.settings.sizes import size_text
+
+    try:
+        check_room(settings.l1.size_bytes, room(Backing(settings.l1.backing)))
+    except CacheError as error:
+        yield _failure("l1", error)
+    else:
+        yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
+
+
+def _asked(registry: Registry, record: PluginRecord, settings: Settings) -> Iterator[Finding]:
+    """What the plugin's own check says, if it says it in time."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.extend(registry.call("lmcache_check", {record.name}, settings=settings))
+
+    faults_before = len(registry.faults)
+    thread = threading.Thread(target=ask, daemon=True)  # one that hangs must not hold up the command
+    thread.start()
+    thread.join(CHECK_S)
+    subject = f"plugin {record.name}"
+    if thread.is_alive():
+        yield Finding(False, subject, f"its check did not end within {CHECK_S:.0f} s", f"report it to {record}")
+        return
+    for fault in registry.faults[faults_before:]:
+        yield Finding(False, subject, str(fault), "report it to the plugin's authors")
+    for answer in answers:
+        for finding in answer if isinstance(answer, list | tuple) else [answer]:
+            sound = isinstance(finding, Finding)
+            yield finding if sound else Finding(False, subject, f"its check gave a {type(finding).__name__}", "")
+
+
+def _failure(subject: str, error: CacheError) -> Finding:
+    message, _, cure = str(error).rpartition(": ")
+    return Finding(False, subject, message or cure, cure if message else "")

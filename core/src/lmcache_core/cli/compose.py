@@ -1,0 +1,70 @@
+"""What the commands that read settings share: their options, and the settings themselves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.compose import Composed
+    from lmcache_core.settings.schema import Schema
+    from lmcache_core.settings.sources import Source
+
+
+def add_settings_options(parser: ArgumentParser) -> None:
+    """`--config` and a `--help` that knows the tiers which are configured."""
+    parser.add_argument("--config", metavar="FILE", help="settings file (default: lmcache.toml here, if there)")
+    parser.add_argument("-h", "--help", action="store_true", help="show this and every setting, and exit")
+    parser.usage = f"{parser.prog} [--config FILE] [--SETTING VALUE ...]"
+    parser.set_defaults(format_help=parser.format_help)
+
+
+def composed(arguments: Namespace) -> Composed:
+    """The settings that a command line asks for. Warnings go to standard error."""
+    from lmcache_core.settings.compose import compose_sources
+
+    found = compose_sources(arguments.registry, _sources(arguments))
+    for warning in found.warnings:
+        print(f"lmcache-core: warning: {warning}", file=sys.stderr)
+    return found
+
+
+def print_settings_help(arguments: Namespace) -> None:
+    """The command's help, then every setting of what is configured, with its type and default."""
+    from lmcache_core.settings.compose import prepare
+    from lmcache_core.settings.names import take_unknown_variables
+
+    sources = _sources(arguments)
+    take_unknown_variables(sources)
+    schema, _, choices = prepare(arguments.registry, sources)
+    print(arguments.format_help())
+    print("settings (flags; in the file as tables, in the environment as LMCACHE_CORE_L1__SIZE_BYTES):")
+    print(settings_lines(schema))
+    if not choices.tiers:
+        print("\nno tier is configured: --l2.NAME.type ADAPTER adds one; `lmcache-core plugins` lists the adapters")
+
+
+def settings_lines(schema: Schema) -> str:
+    """Two lines for each setting."""
+    from lmcache_core.settings.present import default_text
+    from lmcache_core.settings.schema import annotation_text
+    from lmcache_core.settings.sources import dotted
+
+    lines = []
+    for setting in schema.values():
+        lines.append(f"  --{dotted(setting.path)} <{annotation_text(setting.annotation)}>")
+        default = "required" if setting.required else f"default {default_text(setting)}"
+        lines.append(f"      {setting.description + '; ' if setting.description else ''}{default}")
+    return "\n".join(lines)
+
+
+def _sources(arguments: Namespace) -> list[Source]:
+    from lmcache_core.settings.sources import find_file, read_environment, read_file, read_flags
+
+    return [
+        read_flags(arguments.setting_flags),
+        read_environment(os.environ),
+        read_file(find_file(arguments.config)),
+    ]

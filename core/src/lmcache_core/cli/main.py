@@ -1,0 +1,111 @@
+"""`lmcache-core`: the command line. One module for each command, imported when it was chosen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core.cli.bench import BENCHES, add_bench
+from lmcache_core.cli.lazy import LazyParser, add_command
+from lmcache_core.errors import CacheError
+
+if TYPE_CHECKING:
+    from lmcache_core.plugins.registry import Registry
+
+_HERE = "lmcache_core.cli"
+
+# name → module, summary, whether settings may follow as flags
+COMMANDS: dict[str, tuple[str, str, bool]] = {
+    "serve": (f"{_HERE}.serve", "run a server", True),
+    "status": (f"{_HERE}.status", "ask a running server how it is", False),
+    "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),
+    "config": (f"{_HERE}.config", "print the settings with their origin", True),
+    "check": (f"{_HERE}.check", "validate settings and surroundings before a server starts", True),
+    "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
+    "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
+}
+# Commands that others bring, so that a missing package is no riddle.
+ELSEWHERE = {"demo": "lmcache-transformers"}
+
+EXIT_REFUSED = 2  # as argparse's own for a wrong command line
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status. What is wrong is one line on standard error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except CacheError as error:
+        print(f"lmcache-core: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `lmcache-core config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        return EXIT_REFUSED
+
+
+def _run(argv: list[str]) -> int:
+    from lmcache_core.plugins.loader import load_plugins
+
+    registry = load_plugins()
+    parser = build_parser(registry)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and not getattr(arguments, "takes_settings", False):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.registry = registry
+    arguments.setting_flags = rest
+    status: int = arguments.run(arguments)
+    return status
+
+
+def build_parser(registry: Registry) -> argparse.ArgumentParser:
+    """The whole command line, with what the plugins add to it."""
+    from lmcache_core import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="lmcache-core",
+        description="KV-cache storage for LLM inference: a shared-memory pool, fenced leases, and tiers as plugins.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"lmcache-core {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=LazyParser)
+    for name, (module, summary, takes_settings) in COMMANDS.items():
+        command = add_command(commands, name, summary, module, add_help=not takes_settings)
+        command.set_defaults(takes_settings=takes_settings)
+    bench = commands.add_parser("bench", help="measure this machine", description="Measure this machine.")
+    benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=LazyParser)
+    for name, (module, summary) in BENCHES.items():
+        add_bench(benches, name, summary, module)
+    registry.hook.lmcache_add_commands(subparsers=commands, benches=benches)
+    for name, package in ELSEWHERE.items():
+        if name not in commands.choices:
+            _say_where(commands, name, package, registry)
+    return parser
+
+
+def _say_where(commands: argparse._SubParsersAction[LazyParser], name: str, package: str, registry: Registry) -> None:
+    """A name that answers with what to install. It stands in no list: it is not there."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from lmcache_core.errors import PluginError
+        from lmcache_core.plugins.discovery import canonical
+
+        for refusal in registry.refused:
+            if canonical(refusal.distribution) == package:
+                raise PluginError(f"the command {name!r} is not usable: plugin {refusal}")
+        for fault in registry.faults:
+            if canonical(fault.plugin.distribution) == package:
+                raise PluginError(f"the command {name!r} is not usable: {fault}")
+        raise PluginError(f"the command {name!r} comes with {package}: pip install '{package}[{name}]'")
+
+    parser = commands.add_parser(name, add_help=False)
+    parser.set_defaults(run=run, takes_settings=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""`lmcache-core serve`: run a server until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options besides settings."""
+    add_settings_options(parser)
+    parser.add_argument(
+        "--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve; the exit status. Says one line once clients can connect."""
+    if arguments.help:
+        print_settings_help(arguments)
+        return 0
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = composed(arguments).settings
+    from lmcache_core.server.server import Server
+
+    server = Server(settings, arguments.registry)
+    status: int = server.run(
+        on_ready=lambda address: print(f"lmcache-core {settings.name} ready at {address}", flush=True)
+    )
+    return status
