@@ -12,7 +12,7 @@ import pytest
 from lmcache_core import Client, Server
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.settings.compose import make_settings
-from lmcache_transformers import PrefixCache
+from lmcache_transformers import PrefixCache, gather_chunks, prefix_cache, write_chunks
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -173,3 +173,35 @@ def test_without_a_server_everything_misses_and_nothing_is_stored(
         assert reused == 0
         assert prefixes.store(DOCUMENT, cache).chunks_written == 0
     assert out == greedy(model, transformers.DynamicCache(), DOCUMENT)
+
+
+def test_a_server_that_ends_while_a_prefix_is_copied_makes_it_a_miss(
+    server: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
+) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, cache)
+
+    def copy_and_lose_the_server(chunks: list[Any], *device: Any) -> Any:
+        copied = write_chunks(chunks, *device)
+        if chunks:
+            server.stop()
+        return copied
+
+    monkeypatch.setattr(prefix_cache, "write_chunks", copy_and_lose_the_server)
+    prefix = prefixes.load([*DOCUMENT, 1])
+    assert prefix.tokens_reused == 0
+    assert prefix.cache.get_seq_length() == 0
+
+
+def test_a_server_that_ends_while_chunks_are_written_leaves_them_unstored(
+    server: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
+) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
+
+    def write_and_lose_the_server(*arguments: Any) -> None:
+        gather_chunks(*arguments)
+        server.stop()
+
+    monkeypatch.setattr(prefix_cache, "gather_chunks", write_and_lose_the_server)
+    assert prefixes.store(DOCUMENT, cache) == (0, 0, 0)
+    assert answered(prefixes, DOCUMENT)[1] == 0
