@@ -142,6 +142,10 @@ class L2Adapter(ABC):
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
         """Remove each object. One that is not there is DONE: deletes are idempotent."""
 
+    def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        """Take damaged objects out of the way. Deletes them, unless the medium has a better place for them."""
+        return self.delete(keys, deadline)
+
     @abstractmethod
     def usage(self) -> Usage:
         """What is stored now, as far as the medium can tell cheaply."""

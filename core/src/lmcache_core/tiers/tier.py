@@ -1,37 +1,66 @@
-"""One configured tier: adapter, lanes, breakers, serde chain, accounting."""
+"""One configured tier: adapter, lanes, breakers, codec chain, accounting. Lives on the loop's thread."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_core.limits import EVICT_RATIO, L1_WATERMARK, TIER_DEADLINE_S
-from lmcache_core.policies.contracts import EvictionPolicy
+from lmcache_core.errors import SettingsError
+from lmcache_core.limits import (
+    EVICT_RATIO,
+    L1_WATERMARK,
+    TIER_BATCH_KEYS_MAX,
+    TIER_CLOSE_S,
+    TIER_DEADLINE_S,
+    TIER_LOOKUP_S,
+)
+from lmcache_core.policies.contracts import EvictionPolicy, TierView
+from lmcache_core.pool.layout import Layout
+from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
-from lmcache_core.tiers.contract import AdapterContext, L2Adapter
+from lmcache_core.tiers.accounting import Accounting
+from lmcache_core.tiers.breaker import Breaker, BreakerState
+from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind, split_tier_key
+from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Priority
+from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.rebuild import Rebuild
+from lmcache_core.tiers.reclaim import Reclaim
+from lmcache_core.tiers.retry import ask_batch
+from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
+
+__all__ = ["Tier", "TierConfig", "adapter_context"]
+
+_LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing about the tier's health
+_PROBE_KEY = bytes(8)  # shorter than any tier key: it is never there
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted."""
+    """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
+
+    `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
+    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own.
+    """
 
     capacity_bytes: int | None = None
     watermark: float = L1_WATERMARK
     evict_ratio: float = EVICT_RATIO
     deadline_s: float = TIER_DEADLINE_S
-    connections: int = 4  # also the number of load lanes and of store lanes is bounded by it
-
-
-def adapter_context(name: str, connections: int) -> AdapterContext:
-    """The context to build an adapter with: `factory(settings, adapter_context(name, config.connections))`."""
-    ...
+    connections: int = 4
 
 
 class Tier:
-    """`Tier(name, adapter, config, serdes=[…], eviction=policy | None)`. Give it to `Tiering`, which starts it.
+    """Give it to `Tiering`, which starts it.
 
-    `eviction` is an instance of its own (one policy object orders one store); None: the tier runs none."""
+    `eviction` is a policy object of its own (one orders one store); None: the tier runs none, and answers FULL
+    at its capacity.
+    """
 
     def __init__(
         self,
@@ -41,6 +70,339 @@ class Tier:
         *,
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
-    ) -> None: ...
+    ) -> None:
+        if eviction is not None and not adapter.capabilities.delete:
+            raise SettingsError(
+                f"tier {name!r} has an eviction policy and its adapter cannot delete: remove l2.{name}.eviction"
+            )
+        self.name = name
+        self.adapter = adapter
+        self.config = config
+        self.chain = CodecChain(serdes)
+        self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, eviction)
+        self.reads = Breaker()
+        self.writes = Breaker()
+        self.counts: Counter[str] = Counter()
+        self.draining = False
+        self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
+        self.last_error = ""
+        self._stop = threading.Event()
+        self._carrier = Carrier(adapter, self.chain, self._stop)
+        self._kinds: dict[int, ObjectKind] = {}
+        self._now = 0.0
 
-    def status(self) -> dict[str, Any]: ...
+    def start(self, post: Callable[[Call], None], epochs: Epochs, now: float) -> None:
+        """Called once, by Tiering."""
+        self._epochs = epochs
+        connections = max(1, self.config.connections)
+        if self.adapter.capabilities.thread_safe:
+            self._lookups = Lane(f"{self.name}-lookup", min(2, connections), post)
+            self._loads = Lane(f"{self.name}-load", min(4, connections), post)
+            self._stores = Lane(f"{self.name}-store", min(2, connections), post)
+        else:
+            self._lookups = Lane(self.name, 1, post, replaces=False)
+            self._loads = self._stores = self._lookups
+        self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
+        self.reclaim = Reclaim(
+            self.adapter, self.accounting, self._stores, epochs, self.config.deadline_s, self.batch_keys_max, self._stop
+        )
+        # Objects of former epochs may have come to light: a clear just before a restart.
+        self._rebuild = Rebuild(
+            self.adapter,
+            self.accounting,
+            self._lookups,
+            self.config.deadline_s,
+            lambda: self.reclaim.forget_former_epochs(None),
+        )
+        self.tick(now)
+
+    # --- what the controllers ask -------------------------------------------------------------------------
+    @property
+    def view(self) -> TierView:
+        return TierView(self.name, self.reads.state is BreakerState.CLOSED)
+
+    def kind(self, layout: Layout) -> ObjectKind:
+        """What objects of this layout share on this tier. Raises `UsageError` if it cannot be described."""
+        kind = self._kinds.get(layout.fingerprint)
+        if kind is None:
+            kind = self._kinds[layout.fingerprint] = object_kind(layout, self.chain)
+        return kind
+
+    def stored_bytes(self, layout: Layout) -> int:
+        """The most that an object of this layout takes on the medium."""
+        return HEADER_BYTES + self.chain.encoded_bytes_max(layout)
+
+    def ask(
+        self,
+        keys: Sequence[bytes],
+        deadline: float,
+        priority: Priority,
+        answer: Callable[[Sequence[bool] | None, TierReason | None], None],
+    ) -> TierReason | None:
+        """Ask which tier keys are there; `answer(found, None)` or `answer(None, reason)` follows, once.
+
+        A reason given back means that nothing was asked, and no answer follows.
+        """
+        if self.reads.state is not BreakerState.CLOSED:
+            return TierReason.TIER_ERROR
+        step = max(1, self.adapter.capabilities.batch_keys_max)
+        # Only what was known before: a store may end while the tier is being asked.
+        known = {key for key in keys if self.accounting.knows(key)}
+
+        def work() -> list[bool]:
+            found: list[bool] = []
+            for at in range(0, len(keys), step):
+                found += ask_batch(self.adapter.exists, keys[at : at + step], deadline, self._stop)
+            return found
+
+        def ended(call: Call) -> None:
+            if self._returned_late(call, self.reads):
+                return
+            if call.error is not None:
+                self._failed(self.reads, "lookup", str(call.error) or repr(call.error))
+                answer(None, TierReason.TIER_ERROR)
+                return
+            self.reads.succeeded()
+            for key, there in zip(keys, call.result, strict=True):
+                if not there and key in known:
+                    self.accounting.remove(key)  # another server, or the medium itself, deleted it
+            answer(call.result, None)
+
+        def late(call: Call) -> None:
+            self._late(call, self.reads, "lookup")
+            answer(None, TierReason.LATE)
+
+        call = Call(work, deadline, priority, ended, late)
+        return self._submit(self._lookups, call)
+
+    def load(
+        self,
+        batch: Sequence[Transfer],
+        deadline: float,
+        priority: Priority,
+        on_end: Callable[[Sequence[Loaded]], None],
+        on_late: Callable[[bool], None],
+    ) -> Call | TierReason:
+        """Load objects into their views. `on_end(results)` follows for every call that ran.
+
+        `on_late(running)` comes before it when the deadline passes; if not `running` the call never ran, no
+        `on_end` follows, and nobody writes to the views.
+        """
+        if self.reads.state is not BreakerState.CLOSED:
+            return TierReason.TIER_ERROR
+        keys = [transfer.tier_key for transfer in batch]
+
+        def ended(call: Call) -> None:
+            results: Sequence[Loaded] = call.result or [
+                Loaded(TierReason.TIER_ERROR, error=repr(call.error)) for _ in batch
+            ]
+            if not self._returned_late(call, self.reads):
+                self._judge(self.reads, "load", results)
+            self._note_loaded(keys, results)
+            on_end(results)
+
+        def late(call: Call) -> None:
+            self._late(call, self.reads, "load")
+            on_late(call.state is CallState.LATE)
+
+        call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
+        return self._submit(self._loads, call) or call
+
+    def store(self, batch: Sequence[Transfer], on_end: Callable[[Sequence[Outcome]], None]) -> TierReason | None:
+        """Store objects; `on_end(outcomes)` follows once nobody reads their views any more. The caller has asked
+        `stores_allowed` and found room. A reason given back means that nothing was begun."""
+        deadline = self._now + self.config.deadline_s
+        keys = [transfer.tier_key for transfer in batch]
+        reserved = sum(self.stored_bytes(transfer.kind.layout) for transfer in batch)
+
+        def ended(call: Call) -> None:
+            self.accounting.bytes_reserved -= reserved
+            outcomes: Sequence[Outcome] = call.result or [Outcome(Result.FAILED, error=repr(call.error)) for _ in batch]
+            if not self._returned_late(call, self.writes):
+                self._judge(self.writes, "store", outcomes)
+            self._note_stored(keys, outcomes)
+            on_end(outcomes)
+
+        def late(call: Call) -> None:
+            self._late(call, self.writes, "store")
+            if call.state is CallState.EXPIRED:  # otherwise the lane still reads: wait for its end
+                self.accounting.bytes_reserved -= reserved
+                on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
+
+        call = Call(lambda: self._carrier.store(batch, deadline), deadline, WRITE_BACK, ended, late)
+        refused = self._submit(self._stores, call)
+        if refused is None:
+            self.accounting.bytes_reserved += reserved
+        return refused
+
+    def stores_allowed(self) -> bool:
+        """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
+        return self._stores.queued < 2 and self.writes.allows(self._now)
+
+    def cancel(self, call: Call) -> bool:
+        """Take a load back. True: it never runs, and nothing is called back."""
+        return self._loads.cancel(call)
+
+    # --- the loop's turn ----------------------------------------------------------------------------------
+    def tick(self, now: float) -> None:
+        """The time, before completions are applied."""
+        self._now = self.reclaim.now = self._rebuild.now = now
+
+    def step(self, now: float) -> None:
+        """Report what is late, scan on, evict, probe."""
+        self.tick(now)
+        for lane in self.lanes:
+            for call in lane.expire(now):
+                call.on_late(call)
+        self._rebuild.step()
+        self.reclaim.step()
+        if self.reads.state is BreakerState.OPEN and self.reads.allows(now):
+            self._probe(now)
+
+    def next_deadline(self) -> float | None:
+        """When `step` has something to do, apart from completions."""
+        times = [lane.next_deadline for lane in self.lanes]
+        times += [at for at in (self._rebuild.next_at, self.reclaim.next_at) if at is not None]
+        if self.reads.state is BreakerState.OPEN:
+            times.append(self.reads.probe_at)
+        soonest = min(times)
+        return None if soonest == float("inf") else soonest
+
+    def abandon(self) -> None:
+        """Report every call as late now: queued ones never run, running ones end whenever they do."""
+        for lane in self.lanes:
+            for call in lane.expire(float("inf")):
+                call.on_late(call)
+
+    def close(self) -> bool:
+        """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned."""
+        self._stop.set()
+        idle = [lane.close() for lane in self.lanes]
+        # The adapter's close comes after its last call, and may block on its medium: it must not hold the end.
+        closer = threading.Thread(target=self._close_adapter, name=f"tier-{self.name}-close", daemon=True)
+        closer.start()
+        if all(idle):
+            closer.join(TIER_CLOSE_S)
+        return all(idle)
+
+    def status(self) -> dict[str, Any]:
+        counts = self.accounting
+        return {
+            "name": self.name,
+            "draining": self.draining,
+            "reads": {"breaker": str(self.reads.state), "opened": self.reads.opened},
+            "writes": {"breaker": str(self.writes.state), "opened": self.writes.opened},
+            "last_error": self.last_error,
+            "bytes_used": counts.bytes_used,
+            "bytes_leaving": counts.bytes_leaving,
+            "objects": counts.objects,
+            "capacity_bytes": counts.capacity_bytes,
+            "scan": str(self._rebuild.state),
+            "deletes": {
+                "done": self.reclaim.deleted,
+                "evicted": self.reclaim.evicted,
+                "failed": self.reclaim.failed,
+                "last_error": self.reclaim.last_error,
+            },
+            "lanes": {
+                lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in self.lanes
+            },
+            "counts": dict(self.counts),
+        }
+
+    def _probe(self, now: float) -> None:
+        """Ask for a key that is never there: any answer means that the tier is back."""
+
+        def ended(call: Call) -> None:
+            if self._returned_late(call, self.reads):
+                return
+            if call.error is not None:
+                self._failed(self.reads, "probe", str(call.error) or repr(call.error))
+            else:
+                self.reads.succeeded()
+
+        deadline = now + TIER_LOOKUP_S
+        call = Call(
+            lambda: self.adapter.exists([_PROBE_KEY], deadline),
+            deadline,
+            HOUSEKEEPING,
+            ended,
+            lambda call: self._late(call, self.reads, "probe"),
+        )
+        if self._submit(self._lookups, call) is not None:
+            self.reads.failed(now, "the queue of lookups is full")
+
+    def _close_adapter(self) -> None:
+        for lane in self.lanes:
+            lane.wait_idle()
+        self.adapter.close()
+
+    # --- ends of calls ------------------------------------------------------------------------------------
+    def _submit(self, lane: Lane, call: Call) -> TierReason | None:
+        call.allowed_s = call.deadline - self._now
+        if lane.submit(call):
+            return None
+        self.counts["throttled"] += 1
+        return TierReason.THROTTLED
+
+    def _late(self, call: Call, breaker: Breaker, what: str) -> None:
+        self.counts[f"{what}_late"] += 1
+        self.last_error = f"{what} not done by its deadline"
+        if call.state is CallState.LATE and call.allowed_s >= _LATE_COUNTS_S:
+            breaker.failed(self._now, self.last_error)
+        elif breaker.state is BreakerState.HALF_OPEN:
+            breaker.failed(self._now, self.last_error)  # it was the probe
+
+    def _returned_late(self, call: Call, breaker: Breaker) -> bool:
+        if call.was_late and call.error is None:
+            breaker.came_back(self._now)
+        return call.was_late
+
+    def _failed(self, breaker: Breaker, what: str, error: str) -> None:
+        self.counts[f"{what}_failed"] += 1
+        self.last_error = error
+        breaker.failed(self._now, error)
+
+    def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
+        """Tell the breaker how a batch went: one failure of the tier makes the call a failed one."""
+        for result in results:
+            failed = (
+                result.reason is TierReason.TIER_ERROR if isinstance(result, Loaded) else result.result is Result.FAILED
+            )
+            if failed:
+                self._failed(breaker, what, result.error)
+                return
+        breaker.succeeded()
+
+    def _note_loaded(self, keys: Sequence[bytes], results: Sequence[Loaded]) -> None:
+        broken: list[bytes] = []
+        for key, result in zip(keys, results, strict=True):
+            if result.reason is None:
+                self.counts["loaded"] += 1
+                self.counts["loaded_bytes"] += result.nbytes
+                self.accounting.add(key, result.nbytes)  # also one that another server stored
+                continue
+            self.counts[f"load_{result.reason}"] += 1
+            if result.reason in (TierReason.GONE, TierReason.DAMAGED):
+                self.accounting.remove(key)
+            if result.reason is TierReason.DAMAGED:
+                self.last_error = result.error
+                if not result.mismatched:
+                    broken.append(key)
+        self.reclaim.set_aside(broken)
+
+    def _note_stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+        unreachable: list[bytes] = []
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self.counts[f"store_{outcome.result}"] += 1
+            if outcome.result is Result.DONE:
+                self.counts["stored_bytes"] += outcome.nbytes
+                self.accounting.add(key, outcome.nbytes)
+                _, namespace, epoch = split_tier_key(key)
+                if epoch < self._epochs.of(namespace):  # a clear came while it was stored
+                    unreachable.append(key)
+            elif outcome.error:
+                self.last_error = outcome.error
+        if any(outcome.result is Result.FULL for outcome in outcomes):
+            self.reclaim.medium_is_full()
+        self.reclaim.delete(unreachable)

@@ -19,27 +19,40 @@ How a loop drives it (`now` is always `time.monotonic()`):
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lmcache_core.limits import PREFETCH_IN_FLIGHT_MAX
+from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.limits import PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
+from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job, Lookup
 from lmcache_core.tiers.l1 import L1, Committed
+from lmcache_core.tiers.lanes import Call
+from lmcache_core.tiers.prefetch import LookupController
+from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.tier import Tier
+
+_COMPLETIONS_A_STEP = 64  # each settles a batch: together well below the loop's page
 
 
 @dataclass(frozen=True)
 class TieringConfig:
     """`dirty`: what happens to an object that is evicted from the L1 before it was stored: "drop" counts it as
     lost, "keep" holds it in the L1 until it is stored (new stores then answer FULL while the tiers are behind).
+    `epochs_path`: where the namespaces' epochs are kept; None: they are forgotten with the process.
     """
 
     prefetch_in_flight_max: int = PREFETCH_IN_FLIGHT_MAX
-    store_in_flight_bytes_max: int = 512 << 20
+    store_in_flight_bytes_max: int = STORE_IN_FLIGHT_BYTES_MAX
     dirty: str = "drop"
-    epochs_path: str | None = None  # where the namespaces' epochs are kept; None: forgotten with the process
+    epochs_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dirty not in ("drop", "keep"):
+            raise SettingsError(f"dirty = {self.dirty!r} is not known: use 'drop' or 'keep'")
 
 
 class Tiering:
@@ -54,54 +67,147 @@ class Tiering:
         store_policy: StorePolicy,
         prefetch_policy: PrefetchPolicy,
         config: TieringConfig = TieringConfig(),
-    ) -> None: ...
+        now: float = 0.0,
+    ) -> None:
+        self._wake = wake
+        self._ended: deque[Call] = deque()  # appended to by lane threads
+        self._tiers: dict[str, Tier] = {}
+        self._epochs = Epochs(config.epochs_path)
+        self._stores = StoreController(
+            l1,
+            self._tiers,
+            store_policy,
+            self._epochs,
+            in_flight_bytes_max=config.store_in_flight_bytes_max,
+            keep=config.dirty == "keep",
+        )
+        self._lookups = LookupController(l1, self._tiers, prefetch_policy, self._epochs, config.prefetch_in_flight_max)
+        self._draining = False
+        for tier in tiers:
+            self.add_tier(tier, now)
 
     def on_committed(self, objects: Sequence[Committed]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
+        if self._tiers and objects:
+            self._stores.on_committed(objects)
 
     def lookup(
         self, request: Lookup, on_done: Callable[[Job], None], now: float, policy: PrefetchPolicy | None = None
     ) -> Job:
         """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in
-        `on_done`: what was loaded may have been evicted since."""
-        ...
+        `on_done`: what was loaded may have been evicted since. Raises `UsageError` for a tier that is not there.
+        """
+        for tier in self._tiers.values():
+            tier.tick(now)
+        if self._draining:
+            request = request._replace(tiers=())
+        return self._lookups.lookup(request, on_done, now, policy)
 
     def cancel(self, job: Job) -> None:
-        """The request went away. What nobody else waits for is released; `on_done` is called."""
+        """The request went away. What nobody else waits for is released; `on_done` is called, if it was not."""
+        self._lookups.cancel(job)
 
     def step(self, now: float) -> None:
         """Apply completions, report what is late, start what can start. Bounded work a call."""
+        self._lookups.loads.tick(now)
+        for tier in self._tiers.values():
+            tier.tick(now)
+        for _ in range(min(_COMPLETIONS_A_STEP, len(self._ended))):
+            call = self._ended.popleft()
+            call.on_end(call)
+            call.result = None
+        for tier in self._tiers.values():
+            tier.step(now)
+        self._stores.step()
+        self._lookups.step(now)
 
     def next_deadline(self, now: float) -> float | None:
         """When `step` should be called even if nothing wakes the loop. `now` if there is work left already."""
-        ...
+        if self._ended or self._stores.has_work or self._lookups.has_work:
+            return now
+        times = [self._lookups.next_deadline]
+        times += [at for tier in self._tiers.values() if (at := tier.next_deadline()) is not None]
+        if (at := self._stores.next_at) is not None:
+            times.append(at)
+        soonest = min(times)
+        return None if soonest == float("inf") else soonest
 
     def clear(self, namespace: int | None, now: float, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
         epoch moves, stores in flight are followed by a delete, and what the tiers hold is deleted in the
-        background. Call it after the kernel's own clear."""
+        background. Call it after the kernel's own clear. Raises `OSError` if the new epoch cannot be kept.
+        """
+        if tiers:
+            self._epochs.move(namespace)
+        self._stores.clear(namespace)
+        self._lookups.clear(namespace)
+        if tiers:
+            for tier in self._tiers.values():
+                tier.tick(now)
+                tier.reclaim.forget_former_epochs(namespace)
 
     def add_tier(self, tier: Tier, now: float) -> None:
         """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
+        if tier.name in self._tiers:
+            raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
+        tier.start(self._post, self._epochs, now)
+        self._tiers[tier.name] = tier
 
     def drain_tier(self, name: str) -> None:
         """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""
+        self._tier(name).draining = True
 
     def remove_tier(self, name: str, now: float) -> None:
-        """Forget the tier at once (its objects stay on the medium)."""
+        """Forget the tier at once (its objects stay on the medium). What it has under way counts as late.
+        Raises `UsageError` for an unknown name."""
+        tier = self._tier(name)
+        tier.tick(now)
+        del self._tiers[name]
+        self._stores.tier_removed(name)
+        tier.abandon()
+        tier.close()
 
     def begin_drain(self, now: float) -> None:
         """No new lookups; everything dirty goes out."""
+        self._draining = True
+        self._lookups.cancel_all()
 
     @property
     def drained(self) -> bool:
-        """Nothing is pending or in flight."""
-        ...
+        """Nothing is pending or in flight, apart from objects for tiers that do not answer."""
+        return self._stores.idle and self._lookups.idle and not self._ended
 
     def close(self, now: float) -> bool:
-        """End everything without waiting. True: no lane call is out, the pool may be unmapped."""
-        ...
+        """End everything without waiting for any lane. True: no call is out, the pool may be unmapped."""
+        self._draining = True
+        self._lookups.cancel_all()
+        self._stores.close()
+        idle = True
+        for tier in self._tiers.values():
+            tier.tick(now)
+            tier.abandon()
+            idle = tier.close() and idle
+        while self._ended:
+            call = self._ended.popleft()
+            call.on_end(call)
+            call.result = None
+        self._lookups.notify()
+        return idle
 
     def status(self) -> dict[str, Any]:
         """For `status`: queues, counters, and one entry for each tier in order."""
-        ...
+        return {
+            "draining": self._draining,
+            "stores": self._stores.status(),
+            "lookups": self._lookups.status(),
+            "tiers": [tier.status() for tier in self._tiers.values()],
+        }
+
+    def _tier(self, name: str) -> Tier:
+        if name not in self._tiers:
+            raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
+        return self._tiers[name]
+
+    def _post(self, call: Call) -> None:
+        self._ended.append(call)
+        self._wake()

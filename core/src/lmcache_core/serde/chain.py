@@ -1,0 +1,109 @@
+"""The codec chain of a tier: serdes in order on the way out, in reverse on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from lmcache_core.errors import DamagedObjectError, SettingsError
+from lmcache_core.limits import CHAIN_SERDES_MAX
+from lmcache_core.pool.layout import Layout
+from lmcache_core.serde.contract import Buffer, Serde
+from lmcache_core.serde.identity import IdentitySerde
+from lmcache_core.serde.scratch import Scratch
+
+
+class Encoded(NamedTuple):
+    """`buffers` follow one another on the medium; `lengths[i]` is the size after serde i, and the last one is
+    the size of all buffers (no lengths: nothing was encoded)."""
+
+    buffers: Sequence[Buffer]
+    lengths: Sequence[int]
+
+
+class CodecChain:
+    """Serdes applied one after the other. An empty chain costs nothing: the payload is the pool's own memory.
+
+    Shared by all lanes of a tier; what belongs to one thread is its Scratch.
+    """
+
+    def __init__(self, serdes: Sequence[Serde] = ()) -> None:
+        self.serdes = tuple(serde for serde in serdes if not isinstance(serde, IdentitySerde))
+        if len(self.serdes) > CHAIN_SERDES_MAX:
+            raise SettingsError(
+                f"a codec chain of {len(self.serdes)} serdes is over the limit of {CHAIN_SERDES_MAX}: use fewer"
+            )
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether encoded bytes are the object's bytes."""
+        return not self.serdes
+
+    @property
+    def lossless(self) -> bool:
+        return all(serde.lossless for serde in self.serdes)
+
+    def describe(self) -> list[tuple[str, Mapping[str, str | int | float]]]:
+        """Name and parameters of each serde, as an object's header records them."""
+        return [(serde.name, dict(serde.parameters())) for serde in self.serdes]
+
+    def encoded_bytes_max(self, layout: Layout) -> int:
+        """The most bytes that an object of this layout can have on the medium, without its header."""
+        nbytes = layout.nbytes
+        for serde in self.serdes:
+            nbytes = serde.encoded_bytes_max(nbytes, layout)
+            layout = serde.encoded_layout(layout, nbytes)
+        return nbytes
+
+    def encode(self, src: memoryview, layout: Layout, key: bytes, scratch: Scratch) -> Encoded:
+        """The object as it goes to the medium. Buffers may live in `scratch`, or be `src` itself."""
+        buffers: Sequence[Buffer] = [src]
+        lengths: list[int] = []
+        for serde in self.serdes:
+            buffers = serde.encode(_joined(buffers, scratch).toreadonly(), layout, key)
+            lengths.append(sum(_nbytes(part) for part in buffers))
+            layout = serde.encoded_layout(layout, lengths[-1])
+        return Encoded(buffers, lengths)
+
+    def decode(
+        self,
+        src: memoryview,
+        into: memoryview,
+        layout: Layout,
+        key: bytes,
+        lengths: Sequence[int],
+        scratch: Scratch,
+    ) -> None:
+        """Write the object into `into`. `lengths` are those that `encode` gave.
+
+        Raises `DamagedObjectError` where a serde refuses its input or the lengths do not fit the chain.
+        """
+        if len(lengths) != len(self.serdes) or (lengths and lengths[-1] != src.nbytes):
+            raise DamagedObjectError(
+                f"object {key.hex()[:16]}… records {len(lengths)} encoded lengths and the chain has "
+                f"{len(self.serdes)} serdes, or its size differs: store it again"
+            )
+        layouts = [layout]
+        for serde, nbytes in zip(self.serdes, lengths, strict=True):
+            layouts.append(serde.encoded_layout(layouts[-1], nbytes))
+        for step in range(len(self.serdes) - 1, -1, -1):
+            target = into if step == 0 else scratch.take(lengths[step - 1])
+            self.serdes[step].decode(src.toreadonly(), target, layouts[step], key)
+            src = target
+
+
+def _nbytes(part: Buffer) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+def _joined(parts: Sequence[Buffer], scratch: Scratch) -> memoryview:
+    """One view of all parts: the next serde of a chain reads one run of bytes."""
+    if len(parts) == 1:
+        only = parts[0]
+        return only if isinstance(only, memoryview) else memoryview(only)
+    whole = scratch.take(sum(_nbytes(part) for part in parts))
+    at = 0
+    for part in parts:
+        whole[at : at + _nbytes(part)] = part
+        at += _nbytes(part)
+    return whole

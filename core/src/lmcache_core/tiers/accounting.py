@@ -1,0 +1,221 @@
+"""What one tier holds: bytes, objects, and the order in which they would go. Pure; on the loop's thread.
+
+Built by `scan` after a start. While the scan runs, objects that are stored are counted and kept aside in the
+order of their use; the scanned ones, older all of them, enter the policy first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from lmcache_core.limits import KEY_BYTES
+from lmcache_core.policies.contracts import EvictionPolicy
+from lmcache_core.tiers.contract import ScanEntry
+from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
+
+_SHARDS = 64  # a dictionary that grows stalls the loop for as long as it copies itself: 64 small ones do not
+
+
+class TierEntry:
+    """One object on the tier, as its eviction policy sees it."""
+
+    __slots__ = ("epoch", "holds", "listed", "namespace", "nbytes", "newer", "older", "policy_data", "tier_key")
+
+    def __init__(self, tier_key: bytes, nbytes: int) -> None:
+        self.tier_key = tier_key
+        self.nbytes = nbytes
+        self.namespace, self.epoch = 0, 0
+        if len(tier_key) == TIER_KEY_BYTES:
+            _, self.namespace, self.epoch = split_tier_key(tier_key)
+        self.holds = 0  # 1 while its delete is under way
+        self.listed = False  # in the policy's hands
+        self.older: Any = None
+        self.newer: Any = None
+        self.policy_data: Any = None
+
+    @property
+    def key(self) -> bytes:
+        return self.tier_key[:KEY_BYTES]
+
+
+class Accounting:
+    """Entries by tier key, the bytes they take, and the victims when they take too many.
+
+    `capacity_bytes` None: everything fits. Without a policy nothing is evicted, and a full tier says so.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int | None,
+        watermark: float,
+        evict_ratio: float,
+        policy: EvictionPolicy | None,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._watermark = watermark
+        self._evict_ratio = evict_ratio
+        self.policy = policy
+        self.bytes_used = 0
+        self.bytes_reserved = 0  # stores under way
+        self.bytes_leaving = 0  # deletes under way
+        self.objects = 0
+        self.scanning = False
+        self._shards: list[dict[bytes, TierEntry]] = [{} for _ in range(_SHARDS)]
+        self._aside: dict[TierEntry, None] = {}  # in the order of use, until the scan is done
+        self._scanned: Iterator[ScanEntry] = iter(())
+
+    # --- entries ------------------------------------------------------------------------------------------
+    def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
+        return self._shards[tier_key[0] % _SHARDS]
+
+    def knows(self, tier_key: bytes) -> bool:
+        """Whether it is on the tier, and not on its way out."""
+        entry = self._shard(tier_key).get(tier_key)
+        return entry is not None and not entry.holds
+
+    def add(self, tier_key: bytes, nbytes: int) -> None:
+        """It is on the tier now. A known one counts as used, with its new size."""
+        entry = self._shard(tier_key).get(tier_key)
+        if entry is not None:
+            if entry.nbytes == nbytes:
+                self.touch([tier_key])
+                return
+            self.remove(tier_key)
+        entry = TierEntry(tier_key, nbytes)
+        self._count(entry)
+        if self.policy is None:
+            return
+        if self.scanning:
+            self._aside[entry] = None
+        else:
+            self._list([entry])
+
+    def touch(self, tier_keys: Sequence[bytes]) -> None:
+        """They were used."""
+        if self.policy is None:
+            return
+        listed = []
+        for tier_key in tier_keys:
+            entry = self._shard(tier_key).get(tier_key)
+            if entry is None:
+                continue
+            if entry.listed:
+                listed.append(entry)
+            elif self._aside.pop(entry, entry) is None:
+                self._aside[entry] = None
+        if listed:
+            self.policy.access(listed)
+
+    def remove(self, tier_key: bytes) -> None:
+        """It is no longer on the tier. Unknown ones are no error."""
+        entry = self._shard(tier_key).pop(tier_key, None)
+        if entry is None:
+            return
+        self.bytes_used -= entry.nbytes
+        self.objects -= 1
+        if entry.holds:
+            self.bytes_leaving -= entry.nbytes
+        self._aside.pop(entry, None)
+        if entry.listed and self.policy is not None:
+            self.policy.remove([entry])
+            entry.listed = False
+
+    def of_namespace(self, namespace: int | None) -> Iterator[TierEntry]:
+        """All entries of a namespace (None: of all). The caller changes nothing while it walks a shard."""
+        for shard in self._shards:
+            for entry in list(shard.values()):
+                if namespace is None or entry.namespace == namespace:
+                    yield entry
+
+    def _count(self, entry: TierEntry) -> None:
+        self._shard(entry.tier_key)[entry.tier_key] = entry
+        self.bytes_used += entry.nbytes
+        self.objects += 1
+
+    def _list(self, entries: Sequence[TierEntry]) -> None:
+        assert self.policy is not None
+        for entry in entries:
+            entry.listed = True
+        self.policy.insert(entries)
+
+    # --- room ---------------------------------------------------------------------------------------------
+    def fits(self, nbytes: int) -> bool:
+        """Whether so much may be stored now, with all that is under way."""
+        if self.capacity_bytes is None:
+            return True
+        return self.bytes_used + self.bytes_reserved + nbytes <= self.capacity_bytes
+
+    def victims(self, wanted_bytes: int = 0) -> list[TierEntry]:
+        """What should leave now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more on
+        the way in. They count as leaving from now on; `remove` or `stays` follows for each."""
+        if self.capacity_bytes is None or self.policy is None:
+            return []
+        expected = self.bytes_used + self.bytes_reserved + wanted_bytes - self.bytes_leaving
+        over = expected - int(self._watermark * self.capacity_bytes)
+        if over <= 0:
+            return []
+        return self._leave(max(over, int(self._evict_ratio * self.capacity_bytes)))
+
+    def shrink(self) -> list[TierEntry]:
+        """The medium itself is full, below the capacity that was configured: a share of what is there leaves."""
+        if self.policy is None or self.bytes_leaving:
+            return []
+        return self._leave(max(1, int(self._evict_ratio * self.bytes_used)))
+
+    def _leave(self, nbytes: int) -> list[TierEntry]:
+        assert self.policy is not None
+        chosen = [entry for entry in self.policy.victims(nbytes) if isinstance(entry, TierEntry)]
+        self.leave(chosen)
+        return chosen
+
+    def leave(self, entries: Sequence[TierEntry]) -> None:
+        """Their delete is under way."""
+        for entry in entries:
+            entry.holds = 1
+            self.bytes_leaving += entry.nbytes
+        if self.policy is not None:
+            self.policy.held([entry for entry in entries if entry.listed])
+
+    def stays(self, tier_key: bytes) -> None:
+        """Its delete failed."""
+        entry = self._shard(tier_key).get(tier_key)
+        if entry is None or not entry.holds:
+            return
+        entry.holds = 0
+        self.bytes_leaving -= entry.nbytes
+        if entry.listed and self.policy is not None:
+            self.policy.released([entry])
+
+    # --- the scan -----------------------------------------------------------------------------------------
+    def scan_begins(self) -> None:
+        self.scanning = True
+
+    def scan_ended(self, pages: Sequence[Sequence[ScanEntry]]) -> None:
+        """Take over what the scan found; each page is sorted by `used_at_s`. `adopt` does the work."""
+        self._scanned = heapq.merge(*pages, key=lambda entry: entry.used_at_s)
+
+    def adopt(self, entries_max: int) -> bool:
+        """Take over the next scanned entries, oldest first. True: that was the last of them."""
+        batch = list(islice(self._scanned, entries_max))
+        fresh = []
+        for found in batch:
+            if found.key in self._shard(found.key):
+                continue
+            entry = TierEntry(found.key, found.nbytes)
+            self._count(entry)
+            fresh.append(entry)
+        if self.policy is not None and fresh:
+            self._list(fresh)
+        if len(batch) == entries_max:
+            return False
+        self.scanning = False
+        aside, self._aside = list(self._aside), {}
+        if self.policy is not None and aside:
+            self._list(aside)
+            leaving = [entry for entry in aside if entry.holds]
+            if leaving:
+                self.policy.held(leaving)
+        return True

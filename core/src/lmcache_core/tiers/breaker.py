@@ -1,0 +1,73 @@
+"""A circuit breaker: a tier that keeps failing is left alone, and asked again by and by. Pure: `now` comes in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
+
+
+class BreakerState(StrEnum):
+    CLOSED = "closed"  # calls go through
+    OPEN = "open"  # no call goes through until the pause is over
+    HALF_OPEN = "half_open"  # one call is under way to see whether the tier is back
+
+
+class Breaker:
+    """Opens after `failures_max` failed calls in a row; each failed probe doubles the pause, up to a minute's half.
+
+    The caller asks `allows` before each call, and reports its end by `succeeded` or `failed`, once.
+    """
+
+    def __init__(
+        self,
+        failures_max: int = BREAKER_FAILURES,
+        pause_s: float = BREAKER_PAUSE_S,
+        pause_max_s: float = BREAKER_PAUSE_MAX_S,
+    ) -> None:
+        self._failures_max = failures_max
+        self._first_pause_s = pause_s
+        self._pause_max_s = pause_max_s
+        self._pause_s = pause_s
+        self._failures = 0
+        self.state = BreakerState.CLOSED
+        self.probe_at = 0.0  # when an open breaker lets the next probe through
+        self.opened = 0  # how often it has opened
+        self.last_error = ""
+
+    def allows(self, now: float) -> bool:
+        """Whether a call may start now. In the open state, after the pause, True once: the call is the probe."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        if self.state is BreakerState.OPEN and now >= self.probe_at:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return False
+
+    def succeeded(self) -> None:
+        """A call came back, with whatever ordinary answer."""
+        self.state = BreakerState.CLOSED
+        self._failures = 0
+        self._pause_s = self._first_pause_s
+
+    def failed(self, now: float, error: str) -> None:
+        """A call failed, or was late. Calls that had started before it opened change nothing any more."""
+        self.last_error = error
+        if self.state is BreakerState.OPEN:
+            return
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
+            self.state = BreakerState.OPEN
+            self.opened += 1
+            self.probe_at = now + self._pause_s
+            self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
+
+    def came_back(self, now: float) -> None:
+        """A call that was given up has returned after all: do not wait for the pause to probe."""
+        if self.state is BreakerState.OPEN:
+            self.probe_at = min(self.probe_at, now)
+
+    def not_used(self) -> None:
+        """The call that `allows` let through was not made."""
+        if self.state is BreakerState.HALF_OPEN:
+            self.state = BreakerState.OPEN

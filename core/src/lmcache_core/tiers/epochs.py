@@ -1,0 +1,72 @@
+"""Epochs of namespaces: part of every tier key, so that what was cleared can never come back from a medium."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from lmcache_core.errors import SettingsError
+
+
+class _Stored(msgspec.Struct, forbid_unknown_fields=True):
+    everything: int
+    namespaces: dict[int, int]
+
+
+class Epochs:
+    """One number a namespace, never smaller than that of `everything`. Kept in a file, if there is one.
+
+    The file is replaced before a new epoch is used: a crash can lose an answer to `clear`, never a clear that was
+    answered. Servers that share a tier should share this file too, or they stop sharing with the first clear.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = Path(path) if path is not None else None
+        self._stored = _Stored(0, {})
+        if self._path is not None and self._path.exists():
+            try:
+                self._stored = msgspec.json.decode(self._path.read_bytes(), type=_Stored, strict=False)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise SettingsError(
+                    f"cannot read the epochs of the namespaces from {self._path}: {error}. Restore the file, or "
+                    "clear the tiers by hand and delete it: without it cleared objects would come back"
+                ) from error
+
+    def of(self, namespace: int) -> int:
+        stored = self._stored
+        return max(stored.everything, stored.namespaces.get(namespace, 0))
+
+    def move(self, namespace: int | None) -> None:
+        """The next epoch of a namespace, or of all (None). Raises `OSError` if it cannot be kept."""
+        if namespace is None:
+            highest = max(self._stored.namespaces.values(), default=0)
+            moved = _Stored(max(self._stored.everything, highest) + 1, {})
+        else:
+            moved = _Stored(self._stored.everything, {**self._stored.namespaces, namespace: self.of(namespace) + 1})
+        if self._path is not None:
+            _replace(self._path, msgspec.json.encode(moved))
+        self._stored = moved
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # the name too must survive a power cut
+    finally:
+        os.close(folder)

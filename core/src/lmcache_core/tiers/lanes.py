@@ -1,0 +1,239 @@
+"""Lanes: the bounded threads on which a tier's blocking calls run.
+
+The loop's thread submits, cancels and expires; lane threads run calls and post them back. A call is in exactly
+one of these states, and only its lane changes it, under the lane's lock:
+
+    QUEUED ──▶ RUNNING ──▶ ENDED            the usual way
+       │          └──────▶ LATE ──▶ ENDED   reported twice: late now, ended when the call really returns
+       ├──▶ EXPIRED                          its deadline passed in the queue: it never ran
+       └──▶ CANCELLED                        taken back before it ran
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+
+
+class CallState(Enum):
+    QUEUED = auto()
+    RUNNING = auto()
+    LATE = auto()
+    ENDED = auto()
+    EXPIRED = auto()
+    CANCELLED = auto()
+
+
+class Priority(int):
+    """Lower goes first."""
+
+
+WAITED_FOR = Priority(0)  # a request waits for it
+DELETE = Priority(5)  # makes room for stores
+WRITE_BACK = Priority(10)
+WARM_UP = Priority(20)  # nobody waits
+HOUSEKEEPING = Priority(30)  # scans and probes
+
+
+class Call:
+    """One blocking call. `work()` runs on a lane thread; the callbacks run on the loop's thread.
+
+    `on_end(call)` follows exactly once for every call that ran, also after `on_late`; `result` or `error` is
+    set by then. `on_late(call)` is called at most once: if `state` is EXPIRED the call never ran and `on_end`
+    will not follow, if LATE it is still running.
+    """
+
+    __slots__ = (
+        "allowed_s", "deadline", "error", "on_end", "on_late",
+        "priority", "result", "sequence", "state", "was_late", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        deadline: float,
+        priority: Priority,
+        on_end: Callable[[Call], None],
+        on_late: Callable[[Call], None],
+    ) -> None:
+        self.work = work
+        self.deadline = deadline
+        self.priority = priority
+        self.on_end = on_end
+        self.on_late = on_late
+        self.state = CallState.QUEUED
+        self.was_late = False
+        self.allowed_s = math.inf  # from its submission to its deadline
+        self.sequence = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __lt__(self, other: Call) -> bool:
+        return (self.priority, self.sequence) < (other.priority, other.sequence)
+
+
+class Lane:
+    """A bounded priority queue and the daemon threads that empty it.
+
+    `post(call)` is called from lane threads when a call has ended; it must be thread-safe. A thread whose call
+    hangs past its deadline is replaced, a bounded number of times (`replaces` False: never, for adapters that
+    are not thread-safe), so that a tier that comes back is used even if the old calls never return.
+    """
+
+    def __init__(self, name: str, threads: int, post: Callable[[Call], None], *, replaces: bool = True) -> None:
+        self.name = name
+        self._threads_max = threads
+        self._replacements_max = LANE_REPLACEMENTS_MAX if replaces else 0
+        self._post = post
+        self._wakeup = threading.Condition()
+        self._queue: list[Call] = []
+        self._queued = 0  # without what was cancelled or has expired in the queue
+        self._running: set[Call] = set()
+        self._threads = 0
+        self._idle = 0
+        self._hung = 0
+        self._sequence = 0
+        self._closing = False
+        self._soonest = math.inf  # no deadline in this lane is earlier; used by the loop's thread only
+
+    # --- the loop's side ----------------------------------------------------------------------------------
+    def submit(self, call: Call) -> bool:
+        """False: the queue is full, or the lane is closed; the call will not run and nothing is called back."""
+        with self._wakeup:
+            if self._queued >= LANE_QUEUE_MAX or self._closing:
+                return False
+            self._sequence += 1
+            call.sequence = self._sequence
+            heapq.heappush(self._queue, call)
+            self._queued += 1
+            self._wakeup.notify()
+            # Idle threads may have been notified for earlier calls already: count what waits against them.
+            if self._queued > self._idle and self._threads < self._allowed_threads():
+                self._start_thread()
+        self._soonest = min(self._soonest, call.deadline)
+        return True
+
+    def cancel(self, call: Call) -> bool:
+        """True: it was still queued and will never run; nothing is called back. False: it runs or has ended."""
+        with self._wakeup:
+            if call.state is not CallState.QUEUED:
+                return False
+            call.state = CallState.CANCELLED
+            self._queued -= 1
+            self._sweep()
+            return True
+
+    def expire(self, now: float) -> list[Call]:
+        """The calls whose deadline has just passed, EXPIRED or LATE; each is reported once."""
+        if now < self._soonest:
+            return []
+        late: list[Call] = []
+        with self._wakeup:
+            self._soonest = math.inf
+            for call in (*self._queue, *self._running):
+                if call.state not in (CallState.QUEUED, CallState.RUNNING):
+                    continue
+                if call.deadline > now:
+                    self._soonest = min(self._soonest, call.deadline)
+                    continue
+                late.append(call)
+                call.was_late = True
+                if call.state is CallState.QUEUED:
+                    call.state = CallState.EXPIRED
+                    self._queued -= 1
+                else:
+                    call.state = CallState.LATE
+                    self._hung += 1
+            self._sweep()
+            if self._queued > self._idle and self._threads < self._allowed_threads():
+                self._start_thread()
+        return late
+
+    @property
+    def next_deadline(self) -> float:
+        """No call is late before this; infinity where there is none."""
+        return self._soonest
+
+    @property
+    def queued(self) -> int:
+        return self._queued
+
+    @property
+    def running(self) -> int:
+        """Calls that are out, late ones included."""
+        return len(self._running)
+
+    @property
+    def hung(self) -> int:
+        return self._hung
+
+    def close(self) -> bool:
+        """Nothing is started any more. Never waits. True: no call is out."""
+        with self._wakeup:
+            self._closing = True
+            for call in self._queue:
+                call.state = CallState.CANCELLED
+            self._queue.clear()
+            self._queued = 0
+            self._wakeup.notify_all()
+            return not self._running
+
+    def wait_idle(self) -> None:
+        """Block until no call is out. For a closed lane, and never from the loop's thread."""
+        with self._wakeup:
+            self._wakeup.wait_for(lambda: not self._running)
+
+    # --- under the lock -----------------------------------------------------------------------------------
+    def _allowed_threads(self) -> int:
+        return self._threads_max + min(self._hung, self._replacements_max)
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, name=f"lane-{self.name}", daemon=True).start()
+
+    def _sweep(self) -> None:
+        # Cancelled calls stay in the heap until they come up; when they outnumber the rest, they go together.
+        if len(self._queue) > 2 * self._queued + 16:
+            self._queue = [call for call in self._queue if call.state is CallState.QUEUED]
+            heapq.heapify(self._queue)
+
+    # --- lane threads -------------------------------------------------------------------------------------
+    def _work(self) -> None:
+        while (call := self._take()) is not None:
+            try:
+                call.result = call.work()
+            except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the call
+                call.error = error
+            with self._wakeup:
+                self._running.discard(call)
+                if call.state is CallState.LATE:
+                    self._hung -= 1
+                call.state = CallState.ENDED
+                if self._closing:
+                    self._wakeup.notify_all()
+            self._post(call)
+            del call  # a waiting thread must not keep views of the pool alive
+
+    def _take(self) -> Call | None:
+        with self._wakeup:
+            while True:
+                while self._queue and self._queue[0].state is not CallState.QUEUED:
+                    heapq.heappop(self._queue)
+                if self._closing or self._threads > self._allowed_threads():
+                    self._threads -= 1
+                    return None
+                if self._queue:
+                    call = heapq.heappop(self._queue)
+                    self._queued -= 1
+                    call.state = CallState.RUNNING
+                    self._running.add(call)
+                    return call
+                self._idle += 1
+                self._wakeup.wait()
+                self._idle -= 1

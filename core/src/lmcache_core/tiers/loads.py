@@ -1,0 +1,288 @@
+"""Loads from tiers into the L1: one for each key at a time, whoever asks for it.
+
+A load is in one of three places: in the table (under way, others may join), out of it but still out (late or
+cleared: its lane has not returned), or settled. Its slot is settled in the L1 exactly once, and never before the
+lane has stopped writing to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.jobs import Job
+from lmcache_core.tiers.l1 import L1, LoadGrant, TierReason
+from lmcache_core.tiers.lanes import Call, Priority
+from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.transfer import Loaded, Transfer
+
+_SPREAD = 4  # a job's loads are cut into about so many calls, so that lanes share them
+_SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
+
+# job, position, why it failed (None: loaded), and whether this job alone caused the load and keeps it alive
+Settle = Callable[[Job, int, TierReason | None, bool], None]
+
+
+class Load:
+    """One key on its way from a tier into a slot."""
+
+    __slots__ = ("alternatives", "call", "epoch", "key", "lease", "namespace", "nbytes", "out", "position",
+                 "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
+
+    def __init__(self, key: bytes, namespace: int, epoch: int, sources: Sequence[str], retain: bool) -> None:
+        self.key = key
+        self.namespace = namespace
+        self.epoch = epoch
+        self.source, *self.alternatives = sources
+        self.retain = retain
+        self.shared = False
+        self.waiters: list[tuple[Job, int]] = []
+        self.out = False  # given up, while its lane may still be writing
+        self.call: Call | None = None
+        self.lease = 0
+        self.position = 0
+        self.nbytes = 0
+        self.transfer_view: memoryview = memoryview(b"")
+
+
+class LoadTable:
+    """Begins, shares, settles and gives up loads."""
+
+    def __init__(self, l1: L1, tiers: dict[str, Tier], epochs: Epochs, settle: Settle) -> None:
+        self._l1 = l1
+        self._tiers = tiers
+        self._epochs = epochs
+        self._settle = settle
+        self._table: dict[tuple[int, bytes], Load] = {}
+        self._groups: dict[Call, list[Load]] = {}
+        self._now = 0.0
+
+    def __len__(self) -> int:
+        """Loads that are out, late ones included."""
+        return sum(map(len, self._groups.values()))
+
+    def tick(self, now: float) -> None:
+        self._now = now
+
+    # --- begin --------------------------------------------------------------------------------------------
+    def begin(
+        self, job: Job, sources: dict[int, Sequence[str]], retain: bool, priority: Priority
+    ) -> Callable[[], None]:
+        """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first.
+
+        Returns what starts the new ones: the caller first learns, through `settle`, what the L1 refused, and
+        may `detach` positions that are not worth loading any more.
+        """
+        request = job.request
+        fresh: list[int] = []
+        for position in sources:
+            load = self._table.get((request.namespace, request.keys[position]))
+            if load is None:
+                fresh.append(position)
+            else:
+                load.waiters.append((job, position))
+                load.shared = True
+                load.retain |= retain
+        refused: list[tuple[int, TierReason | None]] = []
+        begun: list[Load] = []
+        walk = iter(fresh)
+        while page := list(islice(walk, BATCH_KEYS_MAX)):
+            begun += self._grant(job, page, sources, retain, refused)
+        for position, reason in refused:
+            self._settle(job, position, reason, False)
+        return lambda: self._start(begun, request.layout_id, request.deadline, priority)
+
+    def _grant(
+        self,
+        job: Job,
+        page: Sequence[int],
+        sources: dict[int, Sequence[str]],
+        retain: bool,
+        refused: list[tuple[int, TierReason | None]],
+    ) -> list[Load]:
+        request = job.request
+        loading = self._l1.begin_load(
+            request.namespace, request.layout_id, [request.keys[position] for position in page], request.deadline
+        )
+        nbytes = self._l1.layout(request.layout_id).nbytes
+        epoch = self._epochs.of(request.namespace)
+        begun: list[Load] = []
+        for index, (position, grant) in enumerate(zip(page, loading.grants, strict=True)):
+            if grant is LoadGrant.GRANTED:
+                load = Load(request.keys[position], request.namespace, epoch, sources[position], retain)
+                load.waiters.append((job, position))
+                load.lease, load.position, load.nbytes = loading.lease, index, nbytes
+                load.transfer_view = self._l1.view(loading.offsets[index], nbytes)
+                self._table[request.namespace, load.key] = load
+                begun.append(load)
+            elif grant is LoadGrant.EXISTS:
+                refused.append((position, None))
+            else:
+                refused.append((position, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.FULL))
+        return begun
+
+    def _start(self, loads: Sequence[Load], layout_id: int, deadline: float, priority: Priority) -> None:
+        by_tier: dict[str, list[Load]] = defaultdict(list)
+        for load in loads:
+            if load.waiters:
+                by_tier[load.source].append(load)
+            else:
+                self._abort([load], TierReason.CUT)
+        for name, group in by_tier.items():
+            for part in _parts(group, self._tiers[name].batch_keys_max if name in self._tiers else 1):
+                self._submit(name, part, layout_id, deadline, priority)
+
+    def _submit(self, name: str, part: list[Load], layout_id: int, deadline: float, priority: Priority) -> None:
+        tier = self._tiers.get(name)
+        refused: TierReason | None = TierReason.TIER_ERROR
+        if tier is not None:
+            kind = tier.kind(self._l1.layout(layout_id))
+            batch = [Transfer(load.key, load.namespace, load.epoch, kind, load.transfer_view) for load in part]
+            calls: list[Call] = []
+
+            def ended(results: Sequence[Loaded]) -> None:
+                self._groups.pop(calls.pop(), None)  # popped: call and callback must not keep each other alive
+                self._ended(part, results, layout_id, deadline, priority)
+
+            def late(running: bool) -> None:
+                if not running:
+                    self._groups.pop(calls.pop(), None)
+                self._late(part, running)
+
+            call = tier.load(batch, min(deadline, self._now + tier.config.deadline_s), priority, ended, late)
+            if isinstance(call, Call):
+                calls.append(call)
+                self._groups[call] = part
+                for load in part:
+                    load.call = call
+                return
+            refused = call
+        self._elsewhere(part, [refused] * len(part), layout_id, deadline, priority)
+
+    # --- ends ---------------------------------------------------------------------------------------------
+    def _ended(
+        self, part: list[Load], results: Sequence[Loaded], layout_id: int, deadline: float, priority: Priority
+    ) -> None:
+        good: list[Load] = []
+        bad: list[Load] = []
+        reasons: list[TierReason | None] = []
+        for load, result in zip(part, results, strict=True):
+            load.call = None
+            if load.out:
+                self._l1.abort_load(load.lease, [load.position], TierReason.LATE)
+                load.transfer_view = memoryview(b"")
+            elif not load.waiters:
+                self._abort([load], TierReason.CANCELLED)
+            elif result.reason is None:
+                good.append(load)
+            else:
+                bad.append(load)
+                reasons.append(result.reason)
+        self._commit(good)
+        if bad:
+            self._elsewhere(bad, reasons, layout_id, deadline, priority)
+
+    def _commit(self, loads: Sequence[Load]) -> None:
+        batches: dict[tuple[int, bool], list[Load]] = defaultdict(list)
+        for load in loads:
+            batches[load.lease, load.retain].append(load)
+        for (lease, retain), batch in batches.items():
+            ready = set(self._l1.commit_load(lease, [load.position for load in batch], retain))
+            for load in batch:
+                self._over(load, None if load.position in ready else TierReason.CLEARED)
+
+    def _elsewhere(
+        self,
+        part: Sequence[Load],
+        reasons: Sequence[TierReason | None],
+        layout_id: int,
+        deadline: float,
+        priority: Priority,
+    ) -> None:
+        """These did not come from their tier: try the next that has them, into the same slots."""
+        again: dict[str, list[Load]] = defaultdict(list)
+        for load, reason in zip(part, reasons, strict=True):
+            if load.alternatives and load.waiters and self._now < deadline:
+                load.source = load.alternatives.pop(0)
+                again[load.source].append(load)
+            else:
+                self._abort([load], reason or TierReason.TIER_ERROR)
+        for name, loads in again.items():
+            self._submit(name, loads, layout_id, deadline, priority)
+
+    def _late(self, part: Sequence[Load], running: bool) -> None:
+        for load in part:
+            if load.out:
+                continue
+            if running:
+                load.out = True
+                self._l1.late_load(load.lease, [load.position])
+                self._over(load, TierReason.LATE)
+            else:
+                self._abort([load], TierReason.LATE)
+
+    def _abort(self, loads: Sequence[Load], reason: TierReason) -> None:
+        """Nobody writes to their slots any more."""
+        for load in loads:
+            self._l1.abort_load(load.lease, [load.position], reason)
+            self._over(load, reason)
+
+    def _over(self, load: Load, reason: TierReason | None) -> None:
+        """Tell everyone who waits for it."""
+        if self._table.get((load.namespace, load.key)) is load:
+            del self._table[load.namespace, load.key]
+        if not load.out:
+            load.transfer_view = memoryview(b"")
+        waiters, load.waiters = load.waiters, []
+        own = reason is None and not load.shared and not load.retain
+        for job, position in waiters:
+            self._settle(job, position, reason, own)
+
+    # --- giving up ----------------------------------------------------------------------------------------
+    def detach(self, job: Job, positions: Sequence[int]) -> None:
+        """The job does not wait for these any more. What nobody waits for is taken back, if it has not begun."""
+        calls: dict[Call, None] = {}
+        for position in positions:
+            load = self._table.get((job.request.namespace, job.request.keys[position]))
+            if load is None:
+                continue
+            load.waiters = [waiter for waiter in load.waiters if waiter != (job, position)]
+            if load.call is not None and not load.waiters:
+                calls[load.call] = None
+        for call in calls:
+            group = self._groups.get(call, [])
+            if group and not any(load.waiters for load in group) and self._tiers_cancel(group[0].source, call):
+                del self._groups[call]
+                self._abort(group, TierReason.CANCELLED)
+
+    def _tiers_cancel(self, name: str, call: Call) -> bool:
+        tier = self._tiers.get(name)
+        return tier is not None and tier.cancel(call)
+
+    def clear(self, namespace: int | None) -> None:
+        """Loads of this scope are over for everyone; what a lane still writes is freed when it returns."""
+        for key, load in list(self._table.items()):
+            if namespace is None or load.namespace == namespace:
+                waiters, load.waiters = load.waiters, []
+                del self._table[key]
+                for job, position in waiters:
+                    self._settle(job, position, TierReason.CLEARED, False)
+
+
+def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:
+    """Cut loads into calls, in order: few enough keys for the adapter, small enough for lanes to share."""
+    total = sum(load.nbytes for load in loads)
+    bytes_max = min(TIER_BATCH_BYTES_MAX, max(_SPREAD_BYTES_MIN, -(-total // _SPREAD)))
+    part: list[Load] = []
+    nbytes = 0
+    for load in loads:
+        if part and (len(part) >= keys_max or nbytes + load.nbytes > bytes_max):
+            yield part
+            part, nbytes = [], 0
+        part.append(load)
+        nbytes += load.nbytes
+    if part:
+        yield part

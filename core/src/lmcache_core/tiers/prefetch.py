@@ -1,0 +1,286 @@
+"""The lookup controller: asks tiers for what the L1 lacks, plans, and has it loaded."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from lmcache_core.errors import UsageError
+from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
+from lmcache_core.policies.contracts import PrefetchPolicy
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.format import tier_key
+from lmcache_core.tiers.jobs import Job, JobStatus, Lookup, Wanted
+from lmcache_core.tiers.l1 import L1, TierReason
+from lmcache_core.tiers.lanes import WAITED_FOR, WARM_UP, Priority
+from lmcache_core.tiers.loads import LoadTable
+from lmcache_core.tiers.selection import select
+from lmcache_core.tiers.tier import Tier
+
+
+@dataclass(eq=False)
+class _Work:
+    """What the controller knows of a job beyond what it shows."""
+
+    policy: PrefetchPolicy
+    priority: Priority
+    asked: list[str] = field(default_factory=list)  # in the order of the tiers
+    waiting: set[str] = field(default_factory=set)  # asked, and no answer yet
+    found: dict[str, Sequence[bool]] = field(default_factory=dict)
+    failed: list[TierReason] = field(default_factory=list)
+    decided: bool = False
+    pending: set[int] = field(default_factory=set)  # positions being loaded
+    own: set[int] = field(default_factory=set)  # temporary, loaded for this job alone
+    cut: int = 0
+
+
+class LookupController:
+    """Driven by Tiering. A job goes WAITING → ASKING → LOADING → DONE, or CANCELLED at any time."""
+
+    def __init__(
+        self,
+        l1: L1,
+        tiers: dict[str, Tier],
+        policy: PrefetchPolicy,
+        epochs: Epochs,
+        in_flight_max: int,
+    ) -> None:
+        self._l1 = l1
+        self._tiers = tiers
+        self._epochs = epochs
+        self._in_flight_max = in_flight_max
+        self.policy = policy
+        self.loads = LoadTable(l1, tiers, epochs, self._settled)
+        self.counts: Counter[str] = Counter()
+        self._ids = count(1)
+        self._now = 0.0
+        self._waiting: deque[Job] = deque()
+        self._warm_ups: deque[Job] = deque()
+        self._active: dict[Job, None] = {}
+        self._work: dict[Job, _Work] = {}
+        self._finished: deque[Job] = deque()
+        self._soonest = float("inf")
+
+    # --- from the loop ------------------------------------------------------------------------------------
+    def lookup(self, request: Lookup, on_done: Callable[[Job], None], now: float, policy: PrefetchPolicy | None) -> Job:
+        for name in request.tiers or ():
+            if name not in self._tiers:
+                raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
+        self._now = now
+        job = Job(next(self._ids), request, on_done)
+        priority = WARM_UP if request.warm_up else WAITED_FOR
+        self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
+        self._soonest = min(self._soonest, request.deadline)
+        if len(self._waiting) + len(self._warm_ups) >= LOOKUPS_WAITING_MAX:
+            self._give_up(job, TierReason.THROTTLED)
+            return job
+        (self._warm_ups if request.warm_up else self._waiting).append(job)
+        self._start_waiting()
+        return job
+
+    def step(self, now: float) -> None:
+        """End what is past its deadline, start what waits, and call `on_done` where it is due."""
+        self._now = now
+        self.loads.tick(now)
+        if now >= self._soonest:
+            for job in [job for job in self._work if job.request.deadline <= now]:
+                self._give_up(job, TierReason.LATE)
+            self._soonest = min((job.request.deadline for job in self._work), default=float("inf"))
+        self._start_waiting()
+        self.notify()
+
+    def notify(self) -> None:
+        """Call `on_done` of what has ended."""
+        while self._finished:
+            job = self._finished.popleft()
+            job.on_done(job)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._finished)
+
+    @property
+    def next_deadline(self) -> float:
+        return self._soonest
+
+    @property
+    def idle(self) -> bool:
+        return not self._work and not self._finished
+
+    def cancel(self, job: Job) -> None:
+        if not job.ended:
+            self._give_up(job, TierReason.CANCELLED, JobStatus.CANCELLED)
+            self.notify()
+
+    def clear(self, namespace: int | None) -> None:
+        for job in list(self._work):
+            if namespace is None or job.request.namespace == namespace:
+                self._give_up(job, TierReason.CLEARED)
+        self.loads.clear(namespace)
+
+    def cancel_all(self) -> None:
+        for job in list(self._work):
+            self._give_up(job, TierReason.CANCELLED, JobStatus.CANCELLED)
+        self.notify()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "in_flight": len(self._active),
+            "waiting": len(self._waiting) + len(self._warm_ups),
+            "loads_out": len(self.loads),
+            "counts": dict(self.counts),
+        }
+
+    # --- asking -------------------------------------------------------------------------------------------
+    def _start_waiting(self) -> None:
+        while len(self._active) < self._in_flight_max and (self._waiting or self._warm_ups):
+            job = (self._waiting or self._warm_ups).popleft()
+            if not job.ended:
+                self._ask(job)
+
+    def _ask(self, job: Job) -> None:
+        request, work = job.request, self._work[job]
+        job.status = JobStatus.ASKING
+        self._active[job] = None
+        epoch = self._epochs.of(request.namespace)
+        keys = [tier_key(request.keys[position], request.namespace, epoch) for position in request.missing]
+        deadline = min(request.deadline, self._now + TIER_LOOKUP_S)
+        names = [name for name in self._tiers if request.tiers is None or name in request.tiers]
+        if keys:
+            work.asked = names
+            for name in names:
+                refused = self._tiers[name].ask(keys, deadline, work.priority, self._answer_of(job, name))
+                if refused is None:
+                    work.waiting.add(name)
+                else:
+                    work.failed.append(refused)
+        self._decide_if_clear(job)
+
+    def _answer_of(self, job: Job, name: str) -> Callable[[Sequence[bool] | None, TierReason | None], None]:
+        def answer(found: Sequence[bool] | None, reason: TierReason | None) -> None:
+            work = self._work.get(job)
+            if work is None or work.decided:
+                return
+            work.waiting.discard(name)
+            if found is not None:
+                work.found[name] = found
+            elif reason is not None:
+                work.failed.append(reason)
+            self._decide_if_clear(job)
+
+        return answer
+
+    def _decide_if_clear(self, job: Job) -> None:
+        """Decide once no tier that is still silent could change how many keys are hits."""
+        work = self._work[job]
+        if work.waiting and not all(any(column) for column in zip(*work.found.values(), strict=True)):
+            return
+        if work.waiting and not work.found:
+            return
+        self._decide(job, work)
+
+    def _decide(self, job: Job, work: _Work) -> None:
+        work.decided = True
+        request = job.request
+        views = [self._tiers[name].view for name in work.asked if name in self._tiers]
+        plan = work.policy.plan([request.keys[position] for position in request.missing], work.found, views)
+        sources: dict[int, Sequence[str]] = {}
+        for index, (position, source) in enumerate(zip(request.missing, plan.sources, strict=True)):
+            # A policy that names a tier which does not have the key would only cost a load that misses.
+            if source is not None and source in work.found and work.found[source][index]:
+                others = [name for name in work.asked if name != source and name in work.found]
+                sources[position] = [source, *(name for name in others if work.found[name][index])]
+        chosen = select(request, {position: names[0] for position, names in sources.items()})
+        job.hits, work.cut = chosen.hits, chosen.cut
+        wanted = set(chosen.positions)
+        nowhere = work.failed[0] if work.failed else TierReason.NOWHERE
+        for position in request.missing:
+            if position not in wanted:
+                job.reasons[position] = TierReason.CUT if position in sources else nowhere
+        if not wanted:
+            self._finish(job, JobStatus.DONE)
+            return
+        job.status = JobStatus.LOADING
+        work.pending = wanted
+        start = self.loads.begin(
+            job, {position: sources[position] for position in chosen.positions}, plan.retain, work.priority
+        )
+        start()
+
+    # --- loading ------------------------------------------------------------------------------------------
+    def _settled(self, job: Job, position: int, reason: TierReason | None, own: bool) -> None:
+        """One position of a job is loaded, or will not be."""
+        work = self._work.get(job)
+        if work is None or position not in work.pending:
+            return
+        work.pending.discard(position)
+        if reason is None:
+            job.loaded.add(position)
+            self.counts["loaded"] += 1
+            if own:
+                work.own.add(position)
+        else:
+            self._failed(job, work, position, reason)
+        if not work.pending:
+            self._finish(job, JobStatus.DONE)
+
+    def _failed(self, job: Job, work: _Work, position: int, reason: TierReason) -> None:
+        job.reasons[position] = reason
+        self.counts[f"failed_{reason}"] += 1
+        assert job.hits is not None
+        if job.request.wanted is Wanted.SPARSE:
+            job.hits -= 1
+            return
+        # What comes after a hole cannot be used; of a window nothing can.
+        work.cut = min(work.cut, position) if job.request.wanted is Wanted.PREFIX else 0
+        job.hits = min(job.hits, work.cut)
+        useless = sorted(other for other in work.pending if other >= work.cut)
+        work.pending.difference_update(useless)
+        for other in useless:
+            job.reasons.setdefault(other, TierReason.CUT)
+        self.loads.detach(job, useless)
+
+    # --- ends ---------------------------------------------------------------------------------------------
+    def _give_up(self, job: Job, reason: TierReason, status: JobStatus = JobStatus.DONE) -> None:
+        """End a job now, whatever it waits for."""
+        work = self._work.get(job)
+        if work is None:
+            return
+        request = job.request
+        left = [p for p in request.missing if p not in job.loaded and p not in job.reasons]
+        for position in left:
+            job.reasons[position] = reason
+        pending, work.pending = sorted(work.pending), set()
+        if left:
+            hole = left[0] if request.wanted is Wanted.PREFIX else 0
+            if request.wanted is Wanted.SPARSE:
+                job.hits = len(request.keys) - sum(p in job.reasons for p in request.missing)
+            else:
+                work.cut = min(work.cut, hole)
+                job.hits = work.cut if job.hits is None else min(job.hits, work.cut)
+        if status is JobStatus.CANCELLED or reason is TierReason.CLEARED:
+            work.cut = 0  # nobody will read any of it
+        self._finish(job, status)
+        self.loads.detach(job, pending)
+
+    def _finish(self, job: Job, status: JobStatus) -> None:
+        work = self._work.pop(job)
+        job.status = status
+        self._active.pop(job, None)
+        self.counts[str(status)] += 1
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif job in self._warm_ups:
+            self._warm_ups.remove(job)
+        unread = sorted(p for p in work.own if p >= work.cut) if job.request.wanted is not Wanted.SPARSE else []
+        if status is JobStatus.CANCELLED:
+            unread = sorted(work.own)
+        if unread:
+            self._l1.drop(job.request.namespace, [job.request.keys[p] for p in unread])
+            for position in unread:
+                job.loaded.discard(position)
+                job.reasons.setdefault(position, TierReason.CUT)
+        self._finished.append(job)

@@ -1,0 +1,140 @@
+"""Deletes on a tier, all in the background: evictions, damaged objects, what a clear left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Event
+
+from lmcache_core.limits import BREAKER_PAUSE_S
+from lmcache_core.tiers.accounting import Accounting, TierEntry
+from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
+from lmcache_core.tiers.retry import call_batch
+
+_Method = Callable[[Sequence[bytes], float], Sequence[Outcome]]
+
+
+class Reclaim:
+    """Frees room on one tier. An adapter that cannot delete makes every method a no-op."""
+
+    def __init__(
+        self,
+        adapter: L2Adapter,
+        accounting: Accounting,
+        lane: Lane,
+        epochs: Epochs,
+        deadline_s: float,
+        batch_keys_max: int,
+        stop: Event,
+    ) -> None:
+        self._adapter = adapter
+        self._accounting = accounting
+        self._lane = lane
+        self._epochs = epochs
+        self._deadline_s = deadline_s
+        self._batch_keys_max = batch_keys_max
+        self._stop = stop
+        self.now = 0.0
+        self._paused_until = 0.0  # after a delete that failed: the medium may be read-only
+        self._former: list[TierEntry] = []  # of former epochs
+        self._out = 0
+        self.deleted = 0
+        self.evicted = 0
+        self.failed = 0
+        self.last_error = ""
+
+    def step(self) -> None:
+        """Evict down to the watermark, and go on with what former epochs left."""
+        if self.now < self._paused_until:
+            return
+        self._evict(self._accounting.victims())
+        if self._former and not self._out:
+            batch = [entry for entry in self._former[-self._batch_keys_max :] if not entry.holds]
+            del self._former[-self._batch_keys_max :]
+            self._accounting.leave(batch)
+            self.delete([entry.tier_key for entry in batch])
+
+    @property
+    def next_at(self) -> float | None:
+        """When `step` has something to do."""
+        if self.now < self._paused_until:
+            return self._paused_until
+        return self.now if self._former and not self._out else None
+
+    def make_room(self, nbytes: int) -> TierReason | None:
+        """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
+        if self.now >= self._paused_until:
+            self._evict(self._accounting.victims(nbytes))
+        counts = self._accounting
+        if counts.fits(nbytes):
+            return None
+        if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
+            return TierReason.FULL
+        waits = counts.bytes_leaving or counts.bytes_reserved or counts.scanning or self.now < self._paused_until
+        return TierReason.THROTTLED if waits else TierReason.FULL
+
+    def medium_is_full(self) -> None:
+        """The medium has less room than its configured capacity: a share of what is there leaves."""
+        self._evict(self._accounting.shrink())
+
+    def forget_former_epochs(self, namespace: int | None) -> None:
+        """Delete what can no longer be reached since the epoch moved."""
+        if self._adapter.capabilities.delete:
+            self._former += [
+                entry
+                for entry in self._accounting.of_namespace(namespace)
+                if entry.epoch < self._epochs.of(entry.namespace) and not entry.holds
+            ]
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete tier keys; those that are not there are no error."""
+        if not self._adapter.capabilities.delete:
+            return
+        self._submit(keys, self._adapter.delete)
+
+    def set_aside(self, keys: Sequence[bytes]) -> None:
+        """Take damaged objects out of the way."""
+        if self._adapter.capabilities.delete:
+            self._submit(keys, self._adapter.set_aside)
+
+    def _evict(self, entries: Sequence[TierEntry]) -> None:
+        self.evicted += len(entries)
+        self.delete([entry.tier_key for entry in entries])
+
+    def _submit(self, keys: Sequence[bytes], method: _Method) -> None:
+        for at in range(0, len(keys), self._batch_keys_max):
+            self._submit_batch(keys[at : at + self._batch_keys_max], method)
+
+    def _submit_batch(self, keys: Sequence[bytes], method: _Method) -> None:
+        deadline = self.now + self._deadline_s
+
+        def ended(call: Call) -> None:
+            self._out -= 1
+            outcomes: Sequence[Outcome] = call.result or [Outcome(Result.FAILED, error=repr(call.error))] * len(keys)
+            for key, outcome in zip(keys, outcomes, strict=True):
+                if outcome.result in (Result.DONE, Result.MISS):
+                    self._accounting.remove(key)
+                    self.deleted += 1
+                else:
+                    self._refused(key, outcome.error)
+
+        def late(call: Call) -> None:
+            if call.state is CallState.EXPIRED:
+                self._out -= 1
+                for key in keys:
+                    self._refused(key, "delete not done by its deadline")
+
+        call = Call(lambda: call_batch(method, keys, deadline, self._stop), deadline, DELETE, ended, late)
+        if self._lane.submit(call):
+            self._out += 1
+        else:
+            for key in keys:
+                self._refused(key, "the queue of deletes is full")
+
+    def _refused(self, key: bytes, error: str) -> None:
+        self._accounting.stays(key)
+        self.failed += 1
+        self.last_error = error
+        self._paused_until = self.now + BREAKER_PAUSE_S
