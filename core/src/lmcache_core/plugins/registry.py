@@ -176,9 +176,7 @@ class Registry:
         except CacheError:
             raise
         except Exception as error:
-            raise PluginError(
-                f"{self._whose(spec)} could not be built: {type(error).__name__}: {error}"
-            ) from error
+            raise PluginError(f"{self._whose(spec)} could not be built: {type(error).__name__}: {error}") from error
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -225,16 +223,18 @@ class Registry:
         """Call a hook of each plugin by itself, in order; of all plugins, or of those named. What a plugin
         raises is recorded in `faults` and logged, and the rest go on. Results that are None are left out."""
         results = []
-        modules = {name: self.manager.get_plugin(name) for name in self._plugins}
-        for name, record in self._plugins.items():
-            if plugins is not None and name not in plugins:
+        caller: pluggy.HookCaller = getattr(self.manager.hook, hook)
+        position = {name: number for number, name in enumerate(self._plugins)}
+        # Called one by one: pluggy's own call ends at the first plugin that raises.
+        for implementation in sorted(caller.get_hookimpls(), key=lambda each: position[each.plugin_name]):
+            record = self._plugins[implementation.plugin_name]
+            if plugins is not None and record.name not in plugins:
                 continue
-            others = [module for other, module in modules.items() if other != name]
             try:
-                results += self.manager.subset_hook_caller(hook, others)(**arguments)
+                results.append(implementation.function(*(arguments[name] for name in implementation.argnames)))
             except (Exception, SystemExit) as error:  # noqa: BLE001  # a plugin's fault is not the server's end
                 self._record_fault(record, hook, error)
-        return results
+        return [result for result in results if result is not None]
 
 
 class HookRelay:
