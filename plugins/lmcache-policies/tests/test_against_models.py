@@ -22,11 +22,21 @@ KEYS = 24
 CAPACITY_BYTES = 40
 
 
-class Model:
-    """What is off the list for its holds (`parked`), and one way to walk a list of candidates."""
+class Fifo:
+    """The base of all: an order, what is off it for its holds (`parked`), and one way to walk candidates."""
 
     def __init__(self) -> None:
+        self.order: list[Block] = []
         self.parked: list[Block] = []
+
+    def insert(self, blocks: Sequence[Block]) -> None:
+        self.order += blocks
+
+    def access(self, blocks: Sequence[Block]) -> None:
+        pass
+
+    def victims(self, nbytes: int) -> list[Block]:
+        return self.take(list(self.order), nbytes)
 
     def take(self, candidates: Sequence[Block], nbytes: int) -> list[Block]:
         """The first without holds until `nbytes` are covered; those met with holds are parked."""
@@ -42,10 +52,10 @@ class Model:
         return found
 
     def leave(self, block: Block) -> None:
-        raise NotImplementedError
+        self.order.remove(block)
 
     def back(self, block: Block) -> None:
-        raise NotImplementedError
+        self.order.insert(0, block)
 
     def released(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -65,27 +75,10 @@ class Model:
 
     def resize(self, capacity: int) -> None:
         self.capacity = capacity
+        self.trim()
 
-
-class Fifo(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[Block] = []
-
-    def insert(self, blocks: Sequence[Block]) -> None:
-        self.order += blocks
-
-    def access(self, blocks: Sequence[Block]) -> None:
+    def trim(self) -> None:
         pass
-
-    def victims(self, nbytes: int) -> list[Block]:
-        return self.take(list(self.order), nbytes)
-
-    def leave(self, block: Block) -> None:
-        self.order.remove(block)
-
-    def back(self, block: Block) -> None:
-        self.order.insert(0, block)
 
 
 class Mru(Fifo):
@@ -120,16 +113,31 @@ class Lfu(Fifo):
         return self.take(sorted(self.order, key=self.count.__getitem__), nbytes)
 
 
-class Arc(Model):
-    def __init__(self) -> None:
+class Segments(Fifo):
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.lists: dict[str, list[Block]] = {"once": [], "again": []}
+        self.lists: dict[str, list[Block]] = {name: [] for name in names}
         self.of: dict[Block, str] = {}  # parked ones too
-        self.gone: dict[str, list[tuple[bytes, int]]] = {"once": [], "again": []}
-        self.target = 0
 
     def nbytes(self, name: str) -> int:
         return sum(block.nbytes for block, where in self.of.items() if where == name)
+
+    def move(self, block: Block, name: str) -> None:
+        self.of[block] = name
+        self.lists[name].append(block)
+
+    def leave(self, block: Block) -> None:
+        self.lists[self.of[block]].remove(block)
+
+    def back(self, block: Block) -> None:
+        self.lists[self.of[block]].insert(0, block)
+
+
+class Arc(Segments):
+    def __init__(self) -> None:
+        super().__init__("once", "again")
+        self.gone: dict[str, list[tuple[bytes, int]]] = {"once": [], "again": []}
+        self.target = 0
 
     def gone_bytes(self, name: str) -> int:
         return sum(size for _, size in self.gone[name])
@@ -147,15 +155,13 @@ class Arc(Model):
                     self.target += sign * block.nbytes * max(1, ratio)
                     self.target = max(0, min(self.capacity, self.target))
                     where = "again"
-            self.of[block] = where
-            self.lists[where].append(block)
+            self.move(block, where)
         self.trim()
 
     def access(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.drop(block)
-            self.of[block] = "again"
-            self.lists["again"].append(block)
+            self.move(block, "again")
 
     def remove(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -173,10 +179,6 @@ class Arc(Model):
     def everything(self) -> int:
         return sum(self.nbytes(name) + self.gone_bytes(name) for name in self.lists)
 
-    def resize(self, capacity: int) -> None:
-        super().resize(capacity)
-        self.trim()
-
     def victims(self, nbytes: int) -> list[Block]:
         found: list[Block] = []
         once, again = list(self.lists["once"]), list(self.lists["again"])
@@ -185,25 +187,13 @@ class Arc(Model):
             found += self.take([(once if once and (left > self.target or not again) else again).pop(0)], 1)
         return found
 
-    def leave(self, block: Block) -> None:
-        self.lists[self.of[block]].remove(block)
 
-    def back(self, block: Block) -> None:
-        self.lists[self.of[block]].insert(0, block)
-
-
-class S3Fifo(Model):
+class S3Fifo(Segments):
     def __init__(self) -> None:
-        super().__init__()
-        self.lists: dict[str, list[Block]] = {"small": [], "main": [], "named": []}
-        self.of: dict[Block, str] = {}
+        super().__init__("small", "main", "named")
         self.uses: dict[Block, int] = {}
         self.newcomers: set[Block] = set()
         self.gone: list[tuple[bytes, int]] = []
-
-    def move(self, block: Block, name: str) -> None:
-        self.of[block] = name
-        self.lists[name].append(block)
 
     def insert(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -237,10 +227,6 @@ class S3Fifo(Model):
         while self.gone and sum(size for _, size in self.gone) > self.capacity - self.target():
             self.gone.pop(0)
 
-    def resize(self, capacity: int) -> None:
-        super().resize(capacity)
-        self.trim()
-
     def victims(self, nbytes: int) -> list[Block]:
         found = self.take(list(self.lists["named"]), nbytes)
         while sum(b.nbytes for b in found) < nbytes:
@@ -251,8 +237,7 @@ class S3Fifo(Model):
         return found
 
     def choose(self) -> Block | None:
-        small_bytes = sum(block.nbytes for block, where in self.of.items() if where == "small")
-        name = "small" if small_bytes >= self.target() else "main"
+        name = "small" if self.nbytes("small") >= self.target() else "main"
         while self.lists["small"] or self.lists["main"]:
             if not self.lists[name]:
                 name = "main" if name == "small" else "small"
@@ -266,12 +251,6 @@ class S3Fifo(Model):
                     self.move(block, "named")
                     return block
         return None
-
-    def leave(self, block: Block) -> None:
-        self.lists[self.of[block]].remove(block)
-
-    def back(self, block: Block) -> None:
-        self.lists[self.of[block]].insert(0, block)
 
 
 class Use:
@@ -341,10 +320,6 @@ class Lru2(Fifo):
     def trim(self) -> None:
         while self.gone and sum(ghost[1] for ghost in self.gone) > 4 * self.capacity:
             self.gone.pop(0)
-
-    def resize(self, capacity: int) -> None:
-        super().resize(capacity)
-        self.trim()
 
     def victims(self, nbytes: int) -> list[Block]:
         found = self.take(list(self.order), nbytes)

@@ -33,7 +33,7 @@ class Watched(SimulatedEntry):
     looks = 0
 
     @property
-    def holds(self) -> int:  # type: ignore[override]
+    def holds(self) -> int:
         Watched.looks += 1
         return self._holds
 

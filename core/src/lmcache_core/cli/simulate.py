@@ -63,7 +63,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         _matplotlib()  # refuse now, not after the work
     traces = _traces(options)
-    registry = load_plugins()
+    registry = getattr(options, "registry", None) or load_plugins()
     choices = [_parse_choice(text) for text in options.policies]
     for choice in choices:
         _build(registry, choice)
@@ -125,9 +125,7 @@ def _traces(options: Namespace) -> list[Trace]:
     return traces
 
 
-def _replay_all(
-    options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice]
-) -> list[Result]:
+def _replay_all(options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice]) -> list[Result]:
     from lmcache_core.policies.simulation import Order, replay
 
     runs = [(trace, choice, capacity) for trace in traces for choice in choices for capacity in options.capacities]

@@ -11,6 +11,7 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass, fields
 from itertools import accumulate, count
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class SyntheticSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if not isfinite(value):
+                raise UsageError(f"synthetic trace: {field.name} = {value} is not finite")
             least = 0 if field.name in ("skew", "seed") else 1
             if value < least:
                 raise UsageError(f"synthetic trace: {field.name} = {value} is below {least}")
