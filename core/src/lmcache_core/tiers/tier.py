@@ -71,9 +71,9 @@ class Tier:
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
     ) -> None:
-        if eviction is not None and not adapter.capabilities.delete:
+        if eviction is not None and config.capacity_bytes is not None and not adapter.capabilities.delete:
             raise SettingsError(
-                f"tier {name!r} has an eviction policy and its adapter cannot delete: remove l2.{name}.eviction"
+                f"tier {name!r} has a capacity and an adapter that cannot delete: set l2.{name}.eviction to none"
             )
         self.name = name
         self.adapter = adapter

@@ -1,0 +1,279 @@
+"""The disk tier: one file for each object."""
+
+# Names are strings here: to make a Path of each costs more than the call it is for.
+# ruff: noqa: PTH103, PTH104, PTH108, PTH112, PTH116, PTH208
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+from lmcache_core.errors import TierError
+from lmcache_core.tiers.contract import (
+    AdapterContext,
+    Capabilities,
+    L2Adapter,
+    LoadItem,
+    Outcome,
+    Result,
+    ScanEntry,
+    ScanPage,
+    StoreItem,
+    Usage,
+)
+from lmcache_fs.files import TRAILER, NotWholeError, read_object, write_object
+from lmcache_fs.mode import WriteMode
+from lmcache_fs.paths import Paths, key_of
+from lmcache_fs.settings import FsSettings
+from lmcache_fs.temporary import TemporaryFolder, sweep
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_SCAN_PAGE_ENTRIES = 1000
+_LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
+_DONE = Outcome(Result.DONE)
+
+Item = TypeVar("Item")
+
+
+class FsAdapter(L2Adapter):
+    """Files under `settings.path`. Thread-safe; several adapters, in several processes, may share a directory.
+
+    A file is written under a name of its own and renamed: readers see it whole or not at all. A load sets the
+    file's access time, from which `scan` gives the order of use to the next server. The directory is made when
+    it is first needed, and again if someone deletes it.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True)
+
+    def __init__(self, settings: FsSettings, context: AdapterContext) -> None:
+        self._settings = settings
+        self._tier = context.tier
+        self._paths = Paths(settings.path)
+        self._temporary = TemporaryFolder(self._paths.temporary)
+        self._mode = WriteMode()
+        self._making = threading.Lock()
+        self._made = False
+        self._closed = False
+
+    # --- contract -----------------------------------------------------------------------------------------
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [self._one(self._store_one, item, deadline, "store") for item in items]
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        self._check_open()
+        return [self._is_there(key) for key in keys]
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [self._one(self._load_one, item, deadline, "load") for item in items]
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [self._one(self._delete_one, key, deadline, "delete") for key in keys]
+
+    def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [self._one(self._set_aside_one, key, deadline, "set aside") for key in keys]
+
+    def usage(self) -> Usage:
+        """Only the free bytes: to count files would mean to walk them."""
+        self._check_open()
+        try:
+            room = os.statvfs(self._paths.root)
+        except OSError:
+            return Usage(None, None)
+        return Usage(None, None, room.f_bavail * room.f_frsize)
+
+    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+        """Shard by shard; the cursor is the last shard that was walked."""
+        self._check_open()
+        try:
+            shards = sorted(os.listdir(self._paths.objects))
+        except FileNotFoundError:
+            return ScanPage([], None)
+        except OSError as error:
+            raise self._tier_error("scan", error) from error
+        entries: list[ScanEntry] = []
+        for shard in shards:
+            if cursor is not None and shard <= cursor:
+                continue
+            entries += self._walk(f"{self._paths.objects}/{shard}")
+            cursor = shard
+            if len(entries) >= _SCAN_PAGE_ENTRIES or time.monotonic() >= deadline:
+                return ScanPage(entries, cursor)
+        return ScanPage(entries, None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._temporary.close()
+
+    # --- one object ---------------------------------------------------------------------------------------
+    def _store_one(self, item: StoreItem) -> Outcome:
+        self._make_folders()
+        try:
+            return self._publish(item)
+        except FileNotFoundError:
+            # Someone has deleted the directory, or a part of it, under us.
+            with self._making:
+                self._made = os.path.isdir(self._temporary.path)
+            self._make_folders()
+            os.makedirs(self._paths.shard(item.key), mode=0o700, exist_ok=True)
+            return self._publish(item)
+
+    def _publish(self, item: StoreItem) -> Outcome:
+        temporary, final = self._temporary.name(), self._paths.object(item.key)
+        try:
+            self._write(temporary, item)
+            try:
+                os.rename(temporary, final)
+            except FileNotFoundError:
+                os.makedirs(self._paths.shard(item.key), mode=0o700, exist_ok=True)
+                os.rename(temporary, final)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if self._settings.fsync:
+            _sync_folder(self._paths.shard(item.key))
+        return Outcome(Result.DONE, item.nbytes)
+
+    def _write(self, path: str, item: StoreItem) -> None:
+        mode, sync = self._settings.io_mode, self._settings.fsync
+        direct = mode == "direct" or (mode == "auto" and self._mode.direct())
+        try:
+            write_object(path, item.buffers, direct=direct, sync=sync)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not direct or mode == "direct":
+                raise
+            self._mode.refused()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            write_object(path, item.buffers, direct=False, sync=sync)
+
+    def _load_one(self, item: LoadItem) -> Outcome:
+        direct = self._settings.io_mode == "direct"
+        path = self._paths.object(item.key)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+        try:
+            about = os.fstat(handle)
+            nbytes = read_object(handle, about.st_size, item.buffers, direct=direct)
+            # The order of use, for the next scan. A directory that is read-only to us keeps its old one.
+            with contextlib.suppress(OSError):
+                os.utime(handle, ns=(time.time_ns(), about.st_mtime_ns))
+        except NotWholeError as error:
+            self._keep_damaged(path, item.key)
+            return Outcome(Result.DAMAGED, error=f"file {path} is damaged: {error}")
+        finally:
+            os.close(handle)
+        return Outcome(Result.DONE, nbytes)
+
+    def _delete_one(self, key: bytes) -> Outcome:
+        os.unlink(self._paths.object(key))
+        return _DONE
+
+    def _set_aside_one(self, key: bytes) -> Outcome:
+        self._keep_damaged(self._paths.object(key), key)
+        return _DONE
+
+    def _is_there(self, key: bytes) -> bool:
+        try:
+            about = os.stat(self._paths.object(key))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise self._tier_error("lookup", error) from error
+        return stat.S_ISREG(about.st_mode) and about.st_size >= TRAILER.size
+
+    def _keep_damaged(self, path: str, key: bytes) -> None:
+        """Move a file to the damaged ones; delete it where there is no room for more of them, or no right to."""
+        try:
+            os.makedirs(self._paths.damaged, mode=0o700, exist_ok=True)
+            if len(os.listdir(self._paths.damaged)) < self._settings.damaged_files_max:
+                os.rename(path, f"{self._paths.damaged}/{key.hex()}.{time.time_ns()}")
+                return
+        except OSError:
+            pass  # what cannot be kept is deleted
+        with contextlib.suppress(OSError):  # gone already, or read-only: then it stays damaged, and a miss
+            os.unlink(path)
+
+    # --- all of them --------------------------------------------------------------------------------------
+    def _one(self, method: Callable[[Item], Outcome], item: Item, deadline: float, what: str) -> Outcome:
+        """The outcome of one item: what the operating system refuses is a value, never an exception."""
+        if time.monotonic() >= deadline:
+            return _LATE
+        try:
+            return method(item)
+        except FileNotFoundError as error:
+            if what == "store":
+                return Outcome(Result.FAILED, error=self._words(what, error), retryable=True)
+            return _DONE if what in ("delete", "set aside") else Outcome(Result.MISS)
+        except OSError as error:
+            if error.errno in _FULL:
+                return Outcome(Result.FULL, error=self._words(what, error))
+            permanent = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR)
+            return Outcome(Result.FAILED, error=self._words(what, error), retryable=error.errno not in permanent)
+
+    def _make_folders(self) -> None:
+        if self._made:
+            return
+        with self._making:
+            if not self._made:
+                os.makedirs(self._paths.objects, mode=0o700, exist_ok=True)
+                sweep(self._paths.temporary)
+                self._temporary.open()
+                self._made = True
+
+    def _walk(self, folder: str) -> list[ScanEntry]:
+        entries: list[ScanEntry] = []
+        try:
+            with os.scandir(folder) as files:
+                for file in files:
+                    key = key_of(file.name)
+                    if key is None:
+                        continue
+                    try:
+                        about = file.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # deleted since it was listed
+                    used_at_s = max(about.st_atime, about.st_mtime)
+                    entries.append(ScanEntry(key, max(0, about.st_size - TRAILER.size), used_at_s))
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # deleted since it was listed, or not ours
+        except OSError as error:
+            raise self._tier_error("scan", error) from error
+        return entries
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+
+    def _tier_error(self, what: str, error: OSError) -> TierError:
+        return TierError(self._words(what, error), retryable=error.errno not in _FORBIDDEN)
+
+    def _words(self, what: str, error: OSError) -> str:
+        if error.errno in _FORBIDDEN:
+            cure = f"give the server's user the right to read and write {self._paths.root}"
+        elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
+            cure = f'the medium or the buffers do not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
+        elif error.errno in _FULL:
+            cure = f"free room on the medium, or lower l2.{self._tier}.capacity_bytes"
+        else:
+            cure = f"look at the medium of {self._paths.root}"
+        return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"
+
+
+def _sync_folder(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

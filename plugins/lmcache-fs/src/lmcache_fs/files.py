@@ -1,0 +1,137 @@
+"""One object, one file: its bytes, then a trailer of 16 bytes that says how many they are.
+
+The trailer is how a truncated or longer file is told from a whole one without reading it as an object. Bytes go
+straight from and into the caller's buffers; every call that moves them releases the GIL.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+
+BLOCK_BYTES = 4096  # offset, length and address that O_DIRECT wants, on every medium in use
+TRAILER = struct.Struct("<8sQ")
+_MAGIC = b"LMCFSEND"
+_IOV_BYTES_MAX = 0x7FFFF000  # the most that Linux moves in one call
+_IOV_MAX = 1024
+
+
+class NotWholeError(Exception):
+    """The file is not what was published; the message says how."""
+
+
+def trailer(nbytes: int) -> bytes:
+    """The end of a file that holds `nbytes` of object."""
+    return TRAILER.pack(_MAGIC, nbytes)
+
+
+def write_object(path: str, buffers: Sequence[memoryview], *, direct: bool, sync: bool) -> None:
+    """Write a new file. Raises `OSError`, EINVAL if the medium or the buffers do not allow `direct`."""
+    nbytes = sum(part.nbytes for part in buffers)
+    aligned, rest = split_aligned(buffers) if direct and nbytes >= BLOCK_BYTES else ([], list(buffers))
+    direct = bool(aligned)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    handle = os.open(path, flags, 0o600)
+    try:
+        if direct:
+            _write_all(handle, aligned)
+            # The tail is no whole block: it goes through the page cache.
+            fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+        _write_all(handle, [*rest, memoryview(trailer(nbytes))])
+        if sync:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_object(handle: int, file_bytes: int, buffers: Sequence[memoryview], *, direct: bool) -> int:
+    """Fill `buffers` from a file of `file_bytes`; the object's size. Raises `NotWholeError`, or `OSError`.
+
+    With `direct` the handle was opened with O_DIRECT.
+    """
+    nbytes = file_bytes - TRAILER.size
+    if nbytes < 0:
+        raise NotWholeError(f"it has {file_bytes} bytes, fewer than its trailer")
+    room = sum(part.nbytes for part in buffers)
+    if nbytes > room:
+        raise NotWholeError(f"it holds {nbytes:,} bytes, and {room:,} were expected at most")
+    parts = _cut(buffers, nbytes)
+    end = bytearray(TRAILER.size)
+    at = 0
+    if direct:
+        aligned, parts = split_aligned(parts)
+        at = _read_all(handle, aligned, 0)
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+    _read_all(handle, [*parts, memoryview(end)], at)
+    magic, recorded = TRAILER.unpack(end)
+    if magic != _MAGIC or recorded != nbytes:
+        raise NotWholeError(f"its {file_bytes:,} bytes do not end in its trailer: it was cut, or written over")
+    return nbytes
+
+
+def split_aligned(buffers: Sequence[memoryview]) -> tuple[list[memoryview], list[memoryview]]:
+    """The whole blocks at the front, and the rest."""
+    aligned: list[memoryview] = []
+    for position, part in enumerate(buffers):
+        whole = part.nbytes // BLOCK_BYTES * BLOCK_BYTES
+        if whole == part.nbytes:
+            aligned.append(part)
+            continue
+        if whole:
+            aligned.append(part[:whole])
+        return aligned, [part[whole:], *buffers[position + 1 :]]
+    return aligned, []
+
+
+def _cut(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    parts: list[memoryview] = []
+    for part in buffers:
+        if nbytes <= 0:
+            break
+        parts.append(part[:nbytes])
+        nbytes -= part.nbytes
+    return parts
+
+
+def _some(parts: Sequence[memoryview]) -> list[memoryview]:
+    """As much from the front as one call takes."""
+    room = _IOV_BYTES_MAX // BLOCK_BYTES * BLOCK_BYTES
+    some: list[memoryview] = []
+    for part in parts[:_IOV_MAX]:
+        some.append(part[:room])
+        room -= part.nbytes
+        if room <= 0:
+            break
+    return some
+
+
+def _after(parts: list[memoryview], done: int) -> list[memoryview]:
+    """What is left when `done` bytes are through."""
+    while parts and done >= parts[0].nbytes:
+        done -= parts[0].nbytes
+        parts = parts[1:]
+    if done:
+        parts = [parts[0][done:], *parts[1:]]
+    return parts
+
+
+def _write_all(handle: int, parts: list[memoryview]) -> None:
+    while parts:
+        done = os.writev(handle, _some(parts))
+        if done == 0 and any(part.nbytes for part in parts):
+            raise OSError(errno.EIO, "the medium takes no more bytes and gives no reason")
+        parts = _after(parts, done)
+
+
+def _read_all(handle: int, parts: list[memoryview], at: int) -> int:
+    """Where the next byte would come from."""
+    while parts:
+        done = os.preadv(handle, _some(parts), at)
+        if done == 0 and any(part.nbytes for part in parts):
+            raise NotWholeError(f"it ended at byte {at:,} while it was read")
+        at += done
+        parts = _after(parts, done)
+    return at

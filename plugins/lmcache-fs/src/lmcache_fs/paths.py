@@ -1,0 +1,38 @@
+"""Where things stand in the directory of a disk tier.
+
+PATH/objects/3fa/00ab…    one file for each object: shard of the key, then the key in hex
+PATH/tmp/TOKEN/lock, 1…   files being written by one adapter, which holds a lock on `lock` while it lives
+PATH/damaged/00ab….N      what failed a check, a bounded number of them
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+SHARDS = 4096  # a million objects are 244 files a directory
+_HEX = frozenset("0123456789abcdef")
+
+
+class Paths:
+    """Names in one directory. Key to path is injective: hex, and no key is longer than a file name allows."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.objects = str(root / "objects")
+        self.temporary = root / "tmp"
+        self.damaged = str(root / "damaged")
+
+    def shard(self, key: bytes) -> str:
+        """The directory of a key. By checksum, so that keys that start alike spread too."""
+        return f"{self.objects}/{zlib.crc32(key) % SHARDS:03x}"
+
+    def object(self, key: bytes) -> str:
+        return f"{self.shard(key)}/{key.hex()}"
+
+
+def key_of(name: str) -> bytes | None:
+    """The key of a file's name; None for a file that is not ours."""
+    if not name or len(name) % 2 or not _HEX.issuperset(name):
+        return None
+    return bytes.fromhex(name)
