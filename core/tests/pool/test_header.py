@@ -40,6 +40,7 @@ def forged(header: Header, position: int, value: int) -> bytes:
     return body + struct.pack("<Q", zlib.crc32(body))
 
 
+@settings(deadline=None)
 @given(plans)
 def test_what_is_encoded_is_decoded(header: Header) -> None:
     page = headers.encode(header)
@@ -48,6 +49,7 @@ def test_what_is_encoded_is_decoded(header: Header) -> None:
     assert headers.decode(page + bytes(100)) == header
 
 
+@settings(deadline=None)
 @given(plans)
 def test_the_regions_stand_in_order_and_do_not_overlap(header: Header) -> None:
     regions = [
@@ -67,6 +69,7 @@ def test_the_regions_stand_in_order_and_do_not_overlap(header: Header) -> None:
     assert header.segment_bytes % header.backing.page_bytes == 0
 
 
+@settings(deadline=None)
 @given(plans, st.integers(0, _NUMBERS - 1), u64)
 def test_a_forged_number_never_gets_past_the_checks(header: Header, position: int, value: int) -> None:
     name = fields(Header)[position].name
@@ -83,6 +86,7 @@ def test_a_forged_number_never_gets_past_the_checks(header: Header, position: in
     assert found.info != header.info
 
 
+@settings(deadline=None)
 @given(plans, st.integers(0, 8 * (_BODY.size + 8) - 1))
 def test_a_flipped_bit_is_noticed(header: Header, bit: int) -> None:
     page = bytearray(headers.encode(header))
@@ -91,7 +95,7 @@ def test_a_flipped_bit_is_noticed(header: Header, bit: int) -> None:
         headers.decode(bytes(page))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=5000), st.booleans())
 @example(b"", False)
 @example(headers.MAGIC, True)
@@ -115,6 +119,7 @@ def test_another_layout_version_is_named_on_both_sides() -> None:
         headers.decode(headers.encode(replace(header, layout_version=99)))
 
 
+@settings(deadline=None)
 @given(plans)
 def test_a_header_larger_than_its_file_is_refused_before_it_is_mapped(header: Header) -> None:
     fd = os.memfd_create("short", os.MFD_CLOEXEC)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.errors import LimitError, UsageError
@@ -39,6 +39,7 @@ def test_a_marked_slot_stands_in_the_segment_before_the_call_returns(make: Make)
         assert other.tables.slot(offsets[1]) == (SlotState.WRITING, 7)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, PLAN.slot_rows - 1),
