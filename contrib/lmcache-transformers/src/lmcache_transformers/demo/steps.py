@@ -15,7 +15,7 @@ from typing import Any
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_core.errors import CacheError
+from lmcache_core.errors import CacheError, DisconnectedError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace, chunk_keys
 from lmcache_transformers.demo.model import write_document
@@ -78,11 +78,19 @@ class Demo:
             report.step("kill -9 of the server, and a new one")
             self.server.kill()
             report.facts["server_restarted_s"] = self.server.start()
+            wait_for("our client to find the new server", self._connected, SETTLE_TIMEOUT_S)
             self._reuse(4, "after kill -9 of the server", "disk")
             self._killed_writer()
             report.step("stopping the server")
             report.check("the server ends cleanly on SIGTERM", self.server.stop() == 0)
         report.finish()
+
+    def _connected(self) -> bool | None:
+        try:
+            self.client.noop()
+        except DisconnectedError:
+            return None  # it noticed the loss just now; its next call connects again
+        return True
 
     def _work(self, task: str, question: int) -> dict[str, Any]:
         return run_worker(replace(self.job, task=task, question=question), self.folder)
