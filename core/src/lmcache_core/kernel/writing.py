@@ -84,9 +84,8 @@ class Writing:
         statuses = bytearray(len(keys))
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
         if existing:
-            # A use; and these must not be what is evicted for the rest of their own prefix.
             residents.policy.access(existing[::-1])
-        refusal, placed = self._place(session, size_class, created)
+        refusal, placed = self._place(session, size_class, created, existing)
         residents.flush_slabs()
         if placed < len(created):
             self._deny(created[placed:], entries, statuses, refusal)
@@ -150,7 +149,9 @@ class Writing:
                     statuses[at] = _BUSY
         return entries, created, existing
 
-    def _place(self, session: Session, size_class: SizeClass, created: list[Incarnation]) -> tuple[Grant, int]:
+    def _place(
+        self, session: Session, size_class: SizeClass, created: list[Incarnation], existing: list[Incarnation]
+    ) -> tuple[Grant, int]:
         """Slots for as many as there is room for, first to last; what to answer the others."""
         allocator = self._residents.allocator
         if not created:
@@ -164,7 +165,10 @@ class Writing:
         if placed < len(created):
             if allocator.warming:
                 return Grant.WARMING, placed
+            # What this call says exists must not be what is evicted for the rest of its own prefix.
+            self._residents.hold(existing)
             make_room(self._residents, size_class, len(created) - placed)
+            self._residents.release(existing)
             placed += allocator.place(size_class, created[placed:])
         return Grant.FULL, placed
 

@@ -1,0 +1,59 @@
+"""Makes the model beside these tests importable under pytest's importlib mode, and builds small kernels."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.kernel import Kernel, KernelConfig
+from lmcache_core.policies.lru import LruEviction
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+MIB = 1 << 20
+WORKER, OTHER, LAYOUT, BIG, NS = 1, 2, 1, 2, 0xA
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+@pytest.fixture
+def make_kernel() -> Callable[..., Kernel]:
+    """A kernel over `slots` objects of 1 MiB (each a slab of its own), with two attached workers."""
+
+    def make(slots: int = 8, *, policy: Any = None, **config: Any) -> Kernel:
+        kernel = Kernel(
+            KernelConfig(pool_bytes=slots * MIB, slab_bytes=MIB, write_ttl_s=10, read_ttl_s=10, promise_ttl_s=10)
+            if not config
+            else KernelConfig(
+                **{
+                    "pool_bytes": slots * MIB,
+                    "slab_bytes": MIB,
+                    "write_ttl_s": 10,
+                    "read_ttl_s": 10,
+                    "promise_ttl_s": 10,
+                    **config,
+                }
+            ),
+            policy or LruEviction(),
+            epoch=1,
+        )
+        kernel.add_memory(config.get("pool_bytes", slots * MIB))
+        kernel.register_layout(LAYOUT, MIB)
+        kernel.register_layout(BIG, 2 * MIB)
+        for session, row in ((WORKER, 11), (OTHER, 12)):
+            kernel.open_session(session, uid=1000 + session, row=row)
+            kernel.attach_session(session, row)
+        return kernel
+
+    return make
+
+
+@pytest.fixture
+def kernel(make_kernel: Callable[..., Kernel]) -> Kernel:
+    return make_kernel()

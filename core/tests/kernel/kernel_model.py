@@ -1,0 +1,565 @@
+"""A plain model of the kernel, and a pool made of a dictionary: what every test machine compares with.
+
+The model knows nothing of slabs, lists or heaps. It keeps what a reader of the design would write on paper, takes
+the kernel's choice of slots and victims as given, and checks that each choice was allowed. Its memory is scribbled
+on by everyone who may write, at every step; whoever may read looks whether the bytes are still the right ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_core.errors import LeaseExpiredError
+from lmcache_core.kernel import Grant, Kernel, KernelConfig, LeaseKind, Reason, Settled, State
+from lmcache_core.kernel.effects import Evicted, LeaseExpired, Removed, SlotsMarked
+from lmcache_core.policies.lru import LruEviction
+
+MIB = 1 << 20
+SIZES = {1: 256 << 10, 2: 300 << 10, 3: MIB + 4096}  # layout → bytes; the last takes two units of 1 MiB
+UIDS = {1: 1000, 2: 1000, 3: 2000}
+WRITE_TTL, READ_TTL, PROMISE_TTL = 10.0, 8.0, 5.0
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+@dataclass(eq=False)
+class Thing:
+    """One incarnation on paper."""
+
+    where: tuple[int, bytes]  # namespace, key
+    offset: int
+    nbytes: int
+    layout: int
+    state: State
+    holds: int = 0
+    temporary: bool = False
+
+    @property
+    def content(self) -> tuple[str, int]:
+        return ("written", id(self))
+
+
+@dataclass(eq=False)
+class Permit:
+    """One lease on paper."""
+
+    kind: LeaseKind
+    owner: int
+    namespace: int
+    deadline: float
+    ttl: float
+    things: list[Thing | None] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    expired: bool = False
+
+    def open_at(self) -> list[int]:
+        return [at for at, thing in enumerate(self.things) if thing is not None]
+
+
+class World:
+    """A kernel and its model, driven together."""
+
+    def __init__(self, pool_mib: int = 6, **config: Any) -> None:
+        settings: dict[str, Any] = {
+            "pool_bytes": pool_mib * MIB,
+            "data_offset": 4 * MIB,
+            "slab_bytes": MIB,
+            "write_ttl_s": WRITE_TTL,
+            "read_ttl_s": READ_TTL,
+            "promise_ttl_s": PROMISE_TTL,
+            **config,
+        }
+        whole = pool_mib * MIB
+        self.pool_cap = int(settings.get("quarantine_fraction_max", 0.25) * whole)
+        self.uid_cap = int(settings.get("quarantine_fraction_per_uid_max", 0.125) * whole)
+        self.kernel = Kernel(KernelConfig(**settings), LruEviction(), epoch=3)
+        self.kernel.add_memory(whole)
+        for layout, nbytes in SIZES.items():
+            self.kernel.register_layout(layout, nbytes)
+        self.now = 100.0
+        self.index: dict[tuple[int, bytes], Thing] = {}
+        self.slots: dict[int, Thing] = {}  # all that is not free, by offset
+        self.marks: dict[int, tuple[State, int]] = {}  # SlotsMarked, replayed
+        self.permits: dict[int, Permit] = {}
+        self.pins: dict[Thing, float] = {}
+        self.memory: dict[int, Any] = {}
+        self.sessions: dict[int, str] = {0: "open"}
+        self.expired_told: list[int] = []
+        self.next_session = 1
+
+    # --- what follows from time and effects -----------------------------------------------------------------
+
+    def uid(self, session: int) -> int:
+        return -1 if session == 0 else UIDS[(session - 1) % 3 + 1]
+
+    def join(self) -> int:
+        session = self.next_session
+        self.next_session += 1
+        self.kernel.open_session(session, self.uid(session), session % 100)
+        self.kernel.attach_session(session, session % 100)
+        self.sessions[session] = "open"
+        return session
+
+    def due(self) -> None:
+        """Do on paper what time alone does."""
+        for permit in list(self.permits.values()):
+            if permit.expired or not permit.open_at() or permit.deadline > self.now:
+                continue
+            permit.expired = True
+            if permit.kind is LeaseKind.PROMISE:
+                self.let_go(permit, permit.open_at(), Settled.FINISHED)
+            elif permit.kind is LeaseKind.WRITE:
+                for at in permit.open_at():
+                    self.out_of_index(permit.things[at], State.QUARANTINED)
+        for thing, until in list(self.pins.items()):
+            if until <= self.now:
+                self.unpin_thing(thing)
+
+    def out_of_index(self, thing: Thing | None, state: State) -> None:
+        assert thing is not None
+        if self.index.get(thing.where) is thing:
+            del self.index[thing.where]
+        thing.state = state
+        if state is State.FREE:
+            del self.slots[thing.offset]
+
+    def release(self, thing: Thing, *, read: bool = False) -> None:
+        thing.holds -= 1
+        assert thing.holds >= 0
+        if not thing.holds and (thing.state is State.DOOMED or (read and thing.temporary)):
+            self.out_of_index(thing, State.FREE)
+
+    def take_out(self, thing: Thing) -> None:
+        """A ready object leaves the index, by clear or drop."""
+        self.out_of_index(thing, State.DOOMED if thing.holds else State.FREE)
+        if thing in self.pins:
+            self.unpin_thing(thing)
+
+    def unpin_thing(self, thing: Thing) -> None:
+        del self.pins[thing]
+        self.release(thing)
+
+    def let_go(self, permit: Permit, positions: list[int], answer: Settled, *, read: bool = False) -> None:
+        for at in positions:
+            thing = permit.things[at]
+            if thing is None:
+                continue
+            permit.things[at] = None
+            permit.answers[at] = answer
+            if permit.kind is not LeaseKind.WRITE:
+                self.release(thing, read=read)
+            elif thing.state is State.QUARANTINED:
+                if answer is Settled.COMMITTED:
+                    permit.answers[at] = Settled.CLEARED
+                self.out_of_index(thing, State.FREE)
+            elif answer is Settled.COMMITTED:
+                thing.state = State.READY
+                self.memory[thing.offset] = thing.content
+            else:
+                self.out_of_index(thing, State.FREE)
+
+    def drain(self) -> tuple[list[Thing], list[Any]]:
+        """Replay the marks; evict on paper what the kernel evicted, if it was allowed to."""
+        evicted, effects = [], self.kernel.take_effects()
+        for effect in effects:
+            if isinstance(effect, SlotsMarked):
+                for offset in effect.offsets:
+                    if effect.state is State.FREE:
+                        assert self.marks.pop(offset)[0] is not State.FREE
+                    else:
+                        self.marks[offset] = (effect.state, effect.row)
+            elif isinstance(effect, Evicted):
+                for item in effect.objects:
+                    thing = self.index[item.namespace, item.key]
+                    assert thing.offset == item.offset
+                    assert thing.state is State.READY, "only what is ready is evicted"
+                    assert not thing.holds, "nothing that is held is evicted"
+                    self.out_of_index(thing, State.FREE)
+                    evicted.append(thing)
+            elif isinstance(effect, LeaseExpired):
+                self.expired_told.append(effect.lease_id)
+            elif isinstance(effect, Removed):
+                assert len({(item.namespace, item.key) for item in effect.objects}) == len(effect.objects)
+        return evicted, effects
+
+    # --- calls ----------------------------------------------------------------------------------------------
+
+    def store(
+        self, session: int, namespace: int, layout: int, keys: list[int], lease_id: int = 0, *, loading: bool = False
+    ) -> int:
+        self.due()
+        before = {where: thing.state for where, thing in self.index.items()}
+        blamed = self.is_refused(session)
+        named = [key(number) for number in keys]
+        if lease_id and self.permits[lease_id].expired:
+            try:
+                self.kernel.prepare_store(session, namespace, layout, named, self.now, lease_id=lease_id)
+            except LeaseExpiredError:
+                return lease_id
+            raise AssertionError("an expired lease got another page")
+        grants = self.kernel.prepare_store(
+            session, namespace, layout, named, self.now, lease_id=lease_id, loading=loading
+        )
+        self.drain()
+        permit = self.permits.get(grants.lease_id)
+        if permit is None:
+            assert not lease_id
+            permit = Permit(LeaseKind.WRITE, session, namespace, 0.0, WRITE_TTL)
+            self.permits[grants.lease_id] = permit
+        permit.deadline = self.now + WRITE_TTL
+        assert grants.deadline == permit.deadline
+        claimed: set[bytes] = set()
+        full = False
+        for name, status, offset in zip(named, grants.statuses, grants.offsets, strict=True):
+            there = before.get((namespace, name))
+            thing = None
+            if there is not None:
+                assert status == (Grant.EXISTS if there is State.READY else Grant.BUSY)
+                assert (namespace, name) in self.index, "what is said to exist was not evicted for its neighbours"
+            elif name in claimed:
+                assert status == Grant.BUSY, "a key twice in a batch"
+            elif blamed:
+                assert status == Grant.QUOTA
+            elif status == Grant.GRANTED:
+                assert not full, "room goes to the first keys first"
+                assert offset not in self.slots, f"slot {offset:#x} is in two hands"
+                state = State.LOADING if loading else State.WRITING
+                thing = Thing((namespace, name), offset, -(-SIZES[layout] // 4096) * 4096, layout, state)
+                self.slots[offset] = self.index[namespace, name] = thing
+            else:
+                assert status == Grant.FULL
+                full = True
+            claimed.add(name)
+            assert (offset != 0) == (status == Grant.GRANTED)
+            permit.things.append(thing)
+            permit.answers.append(Settled.NOT_HELD if thing is None else Settled.OPEN)
+        if full:
+            may_go = [t for t in self.slots.values() if t.state is State.READY and not t.holds]
+            others = [t for t in may_go if t.layout == layout and (t.where[0] != namespace or t.where[1] not in named)]
+            assert not others, "FULL, and yet something of that size could have gone"
+        self.check()
+        return grants.lease_id
+
+    def overdue(self) -> dict[int, int]:
+        """Bytes in quarantine past their deadline, by session."""
+        sums: dict[int, int] = {}
+        for permit in self.permits.values():
+            if permit.kind is LeaseKind.WRITE and permit.expired:
+                nbytes = sum(thing.nbytes for thing in permit.things if thing is not None)
+                if nbytes:
+                    sums[permit.owner] = sums.get(permit.owner, 0) + nbytes
+        return sums
+
+    def is_refused(self, session: int) -> bool:
+        overdue, uid = self.overdue(), self.uid(session)
+        of_uid = {owner: nbytes for owner, nbytes in overdue.items() if self.uid(owner) == uid}
+        left_behind = sum(nbytes for owner, nbytes in of_uid.items() if self.sessions[owner] == "lost")
+        at_cap = sum(of_uid.values()) >= self.uid_cap or sum(overdue.values()) >= self.pool_cap
+        return left_behind >= self.uid_cap or (at_cap and session in of_uid)
+
+    def settle(
+        self, session: int, lease_id: int, positions: list[int] | None, verb: str, *, retain: bool = True
+    ) -> None:
+        """commit, abort or finish, by the owner or by a stranger."""
+        self.due()
+        permit = self.permits[lease_id]
+        call: dict[str, Any] = {
+            "commit": lambda: self.kernel.commit_store(session, lease_id, self.now, positions, retain=retain),
+            "abort": lambda: self.kernel.abort_store(session, lease_id, self.now, positions),
+            "finish": lambda: self.kernel.finish_read(session, lease_id, self.now, positions),
+        }
+        stale = self.kernel.usage().counters["stale_leases"]
+        refused = permit.owner != session or (verb == "commit" and permit.expired)
+        try:
+            answers = call[verb]()
+        except LeaseExpiredError:
+            assert refused, "only a stranger or a late commit is refused"
+            assert self.kernel.usage().counters["stale_leases"] == stale + 1
+            answers = None
+        else:
+            assert not refused, "a stale id was taken"
+        self.drain()
+        if permit.owner == session:
+            at = list(range(len(permit.things))) if positions is None else positions
+            said = {"commit": Settled.COMMITTED, "abort": Settled.ABORTED, "finish": Settled.FINISHED}[verb]
+            if verb == "commit" and permit.expired:
+                said = Settled.ABORTED
+            if verb == "commit" and not permit.expired:
+                for position in at:
+                    thing = permit.things[position]
+                    if thing is not None and thing.state is not State.QUARANTINED:
+                        thing.temporary = not retain
+            self.let_go(permit, at, said, read=verb == "finish" and session != 0)
+            if answers is not None:
+                assert list(answers) == [permit.answers[position] for position in at]
+        self.check()
+
+    def retrieve(
+        self,
+        session: int,
+        namespace: int,
+        keys: list[int],
+        promise: int = 0,
+        lease_id: int = 0,
+        *,
+        prefix: bool = False,
+    ) -> int:
+        self.due()
+        named = [key(number) for number in keys]
+        if lease_id and self.permits[lease_id].expired:
+            try:
+                self.kernel.prepare_retrieve(session, namespace, named, self.now, lease_id=lease_id)
+            except LeaseExpiredError:
+                return lease_id
+            raise AssertionError("an expired lease got another page")
+        grants = self.kernel.prepare_retrieve(
+            session, namespace, named, self.now, promise_id=promise, lease_id=lease_id, prefix=prefix
+        )
+        self.drain()
+        permit = self.permits.setdefault(
+            grants.lease_id, Permit(LeaseKind.READ, session, namespace, self.now + READ_TTL, READ_TTL)
+        )
+        permit.deadline = self.now + READ_TTL
+        things = self.expected(namespace, named, grants.statuses, grants.reasons, prefix=prefix)
+        for thing, offset in zip(things, grants.offsets, strict=True):
+            assert offset == (thing.offset if thing else 0)
+            if thing:
+                thing.holds += 1
+            permit.things.append(thing)
+            permit.answers.append(Settled.OPEN if thing else Settled.NOT_HELD)
+        promised = self.permits.get(promise)
+        if promised is not None and promised.namespace == namespace:
+            at = [i for i, thing in enumerate(promised.things) if thing is not None and thing.where[1] in named]
+            self.let_go(promised, at, Settled.FINISHED)
+        self.check()
+        return grants.lease_id
+
+    def expected(
+        self, namespace: int, named: list[bytes], statuses: bytearray, reasons: bytearray, *, prefix: bool
+    ) -> list[Thing | None]:
+        """Compare statuses with the paper; the things that are granted."""
+        things: list[Thing | None] = []
+        ended = False
+        for at, name in enumerate(named):
+            there = self.index.get((namespace, name))
+            if ended:
+                assert statuses[at] == Grant.MISS
+                assert reasons[at] == Reason.NONE
+                things.append(None)
+            elif there is not None and there.state is State.READY:
+                assert statuses[at] == Grant.GRANTED
+                things.append(there)
+            else:
+                loading = there is not None and there.state is State.LOADING
+                assert statuses[at] == (Grant.LOADING if loading else Grant.MISS), "nothing uncommitted is seen"
+                if there is not None and there.state is State.WRITING:
+                    assert reasons[at] == Reason.BEING_WRITTEN
+                elif not loading:
+                    assert reasons[at] not in (Reason.NONE, Reason.BEING_WRITTEN), "every miss has its reason"
+                things.append(None)
+                ended = prefix
+        return things
+
+    def lookup(self, session: int, namespace: int, keys: list[int], *, hold: bool, prefix: bool) -> int:
+        self.due()
+        named = [key(number) for number in keys]
+        found = self.kernel.lookup(session, namespace, named, self.now, hold=hold, prefix=prefix)
+        self.drain()
+        reasons = found.reasons or bytearray(len(keys))
+        things = self.expected(namespace, named, found.statuses, reasons, prefix=prefix)
+        assert (found.promise_id != 0) == (hold and any(things))
+        if found.promise_id:
+            permit = Permit(LeaseKind.PROMISE, session, namespace, self.now + PROMISE_TTL, PROMISE_TTL, things)
+            permit.answers = [Settled.OPEN if thing else Settled.NOT_HELD for thing in things]
+            self.permits[found.promise_id] = permit
+            for thing in things:
+                if thing:
+                    thing.holds += 1
+        self.check()
+        return found.promise_id
+
+    def free_promise(self, session: int, promise: int) -> None:
+        self.due()
+        permit = self.permits[promise]
+        mine = permit.kind is LeaseKind.PROMISE and permit.owner == session and bool(permit.open_at())
+        assert self.kernel.free_lookup_locks(session, [promise], self.now) == int(mine)
+        if mine:
+            self.let_go(permit, permit.open_at(), Settled.FINISHED)
+        self.drain()
+        self.check()
+
+    def renew(self, session: int, lease_id: int) -> None:
+        self.due()
+        permit = self.permits[lease_id]
+        allowed = permit.owner == session and not permit.expired and bool(permit.open_at())
+        try:
+            permit.deadline = self.kernel.renew_lease(session, lease_id, self.now)
+            assert allowed
+            assert permit.deadline == self.now + permit.ttl
+        except LeaseExpiredError:
+            assert not allowed
+        self.drain()
+        self.check()
+
+    def pin(self, session: int, namespace: int, keys: list[int], ttl: float) -> None:
+        self.due()
+        for name, status in zip(
+            (key(n) for n in keys),
+            self.kernel.pin(session, namespace, [key(n) for n in keys], ttl, self.now),
+            strict=True,
+        ):
+            thing = self.index.get((namespace, name))
+            if thing is None or thing.state is not State.READY:
+                assert status == Grant.MISS
+            elif status == Grant.QUOTA:
+                assert thing not in self.pins
+            else:
+                thing.holds += thing not in self.pins
+                self.pins[thing] = max(self.pins.get(thing, 0.0), self.now + ttl)
+        self.drain()
+        self.check()
+
+    def unpin(self, session: int, namespace: int, keys: list[int]) -> None:
+        self.due()
+        answers = self.kernel.unpin(session, namespace, [key(n) for n in keys], self.now)
+        things = [self.index.get((namespace, key(n))) for n in keys]
+        assert list(answers) == [Grant.GRANTED if t in self.pins else Grant.MISS for t in things]
+        for thing in dict.fromkeys(things):
+            if thing in self.pins:
+                self.unpin_thing(thing)
+        self.drain()
+        self.check()
+
+    def clear(self, namespace: int | None) -> None:
+        self.due()
+        cleared = self.kernel.clear(self.now, namespace)
+        self.drain()
+        scope = [thing for where, thing in self.index.items() if namespace in (None, where[0])]
+        ready = [thing for thing in scope if thing.state is State.READY]
+        assert cleared.objects == len(ready)
+        assert cleared.nbytes == sum(thing.nbytes for thing in ready)
+        assert cleared.doomed == len(scope) - len(ready)
+        for thing in scope:
+            if thing.state is State.READY:
+                self.take_out(thing)
+            else:
+                self.out_of_index(thing, State.QUARANTINED)
+        self.check()
+
+    def drop(self, namespace: int, keys: list[int]) -> None:
+        self.due()
+        self.kernel.drop(namespace, [key(number) for number in keys], self.now, Reason.DROPPED)
+        self.drain()
+        for number in keys:
+            thing = self.index.get((namespace, key(number)))
+            if thing is not None and thing.state is State.READY:
+                self.take_out(thing)
+        self.check()
+
+    def trim(self) -> None:
+        self.due()
+        evicted = self.kernel.trim(self.now)
+        assert len(self.drain()[0]) == evicted
+        self.check()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.due()
+        self.kernel.expire(self.now)
+        self.drain()
+        self.check()
+
+    # --- the end of sessions --------------------------------------------------------------------------------
+
+    def settle_all(self, session: int, *, but: tuple[int, ...] = ()) -> None:
+        for lease_id, permit in self.permits.items():
+            if permit.owner == session and lease_id not in but:
+                answer = Settled.ABORTED if permit.kind is LeaseKind.WRITE else Settled.FINISHED
+                self.let_go(permit, permit.open_at(), answer)
+
+    def end(self, session: int, how: str) -> None:
+        """`how`: end_session, session_closed, session_dead or session_lost."""
+        self.due()
+        getattr(self.kernel, how)(session, self.now)
+        self.drain()
+        if how == "session_lost":
+            self.sessions[session] = "lost"
+        else:
+            self.settle_all(session)
+            if how != "end_session":
+                del self.sessions[session]
+        self.check()
+
+    def reclaim(self, old: int, new: int, lease_ids: list[int]) -> None:
+        self.due()
+        moved = self.kernel.reclaim(old, new, lease_ids, self.now)
+        self.drain()
+        open_ids = [i for i in lease_ids if self.permits[i].owner == old and self.permits[i].open_at()]
+        assert set(open_ids) <= set(moved), "what the client still holds moves with it"
+        assert all(self.permits[i].owner == old for i in moved)
+        self.settle_all(old, but=tuple(moved))
+        for lease_id in moved:
+            self.permits[lease_id].owner = new
+        self.sessions.pop(old, None)
+        self.check()
+
+    # --- invariants -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        kernel, slots = self.kernel, self.slots
+        for permit in self.permits.values():  # everyone who may write does, all the time
+            if permit.kind is LeaseKind.WRITE:
+                for thing in permit.things:
+                    if thing is not None:
+                        self.memory[thing.offset] = ("scribble", id(permit))
+        for thing in slots.values():  # and everyone who may read finds the right bytes
+            if thing.state in (State.READY, State.DOOMED):
+                assert self.memory[thing.offset] == thing.content, f"{thing} was overwritten"
+
+        spans = sorted((thing.offset, thing.offset + thing.nbytes) for thing in slots.values())
+        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+            assert end <= start, "two slots overlap"
+        if spans:
+            assert spans[0][0] >= 4 * MIB
+            assert spans[-1][1] <= 4 * MIB + kernel.usage().pool_bytes
+
+        assert {offset: mark[0] for offset, mark in self.marks.items()} == {
+            offset: thing.state for offset, thing in slots.items()
+        }, "the marks in the pool are not what the kernel thinks"
+        for permit in self.permits.values():
+            if permit.kind is LeaseKind.WRITE:
+                for thing in permit.things:
+                    if thing is not None and permit.owner != 0:
+                        assert self.marks[thing.offset][1] == permit.owner % 100, "the mark names the writer"
+
+        usage = kernel.usage()
+        assert usage.used_bytes == sum(thing.nbytes for thing in slots.values())
+        for state in State:
+            if state is not State.FREE:
+                of_state = [thing for thing in slots.values() if thing.state is state]
+                assert usage.objects_by_state[state.name.lower()] == len(of_state)
+                assert usage.bytes_by_state[state.name.lower()] == sum(thing.nbytes for thing in of_state)
+        for kind in LeaseKind:
+            of_kind = [p for p in self.permits.values() if p.kind is kind and p.open_at()]
+            assert usage.leases_by_kind[kind.name.lower()] == len(of_kind)
+        assert usage.pinned_bytes == sum(thing.nbytes for thing in self.pins)
+        assert usage.quarantine_by_session == self.overdue()
+        by_uid: dict[int, int] = {}
+        for session, nbytes in self.overdue().items():
+            by_uid[self.uid(session)] = by_uid.get(self.uid(session), 0) + nbytes
+        assert usage.quarantine_by_uid == by_uid
+        assert sum(each.slots_used * each.slot_bytes for each in usage.classes) == usage.used_bytes
+        assert 0.0 <= usage.fragmentation <= 1.0
+
+        evictable = {thing.offset for thing in slots.values() if thing.state is State.READY and not thing.holds}
+        named = [item.offset for item in kernel._residents.policy.victims(1 << 60)]
+        assert len(named) == len(set(named))
+        assert set(named) == evictable, "the policy orders exactly what may go"
+        deadline = kernel.next_deadline()
+        waiting = [p.deadline for p in self.permits.values() if p.open_at() and not p.expired] + list(
+            self.pins.values()
+        )
+        assert not waiting or (deadline is not None and deadline <= min(waiting))
