@@ -95,6 +95,13 @@ class LoadTable:
             self._settle(job, position, reason, False)
         return lambda: self._start(begun, request.layout_id, request.deadline, priority)
 
+    def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
+        """One more tier has these."""
+        for position in positions:
+            load = self._table.get((job.request.namespace, job.request.keys[position]))
+            if load is not None and name != load.source and name not in load.alternatives:
+                load.alternatives.append(name)
+
     def _grant(
         self,
         job: Job,

@@ -162,9 +162,14 @@ class LookupController:
     def _answer_of(self, job: Job, name: str) -> Callable[[Sequence[bool] | None, TierReason | None], None]:
         def answer(found: Sequence[bool] | None, reason: TierReason | None) -> None:
             work = self._work.get(job)
-            if work is None or work.decided:
+            if work is None:
                 return
             work.waiting.discard(name)
+            if work.decided:
+                if found is not None:  # too late to be chosen, in time to help where a load fails
+                    there = [p for p, has in zip(job.request.missing, found, strict=True) if has]
+                    self.loads.offer(job, there, name)
+                return
             if found is not None:
                 work.found[name] = found
             elif reason is not None:

@@ -1,0 +1,351 @@
+"""Doubles of our own interfaces: an L1 over one piece of memory, an adapter that does what a script says, a loop."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from lmcache_core.errors import TierError
+from lmcache_core.limits import PAGE_BYTES
+from lmcache_core.policies.prefetch import DefaultPrefetch
+from lmcache_core.policies.store import DefaultStore
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tiers.contract import (
+    AdapterContext,
+    Capabilities,
+    L2Adapter,
+    LoadItem,
+    Outcome,
+    Result,
+    ScanEntry,
+    ScanPage,
+    StoreItem,
+    Usage,
+)
+from lmcache_core.tiers.jobs import Job, Lookup
+from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, Pinned, TierReason
+from lmcache_core.tiers.tier import Tier, TierConfig
+from lmcache_core.tiers.tiering import Tiering, TieringConfig
+
+SAFETY_S = 20.0  # a net under tests that wait for a condition, never a measure
+NAMESPACE = 7
+LAYOUT = Layout("uint8", (5000,))  # no multiple of a page, so that tails are exercised
+
+
+class MemoryL1:
+    """An L1 that checks every promise of the interface: who holds what, and that each is settled once."""
+
+    def __init__(self, slots: int = 64) -> None:
+        self.slot_bytes = 2 * PAGE_BYTES
+        self.memory = memoryview(mmap.mmap(-1, slots * self.slot_bytes))
+        self.free = list(range(slots))
+        self.ready: dict[tuple[int, bytes], int] = {}
+        self.temporary: set[tuple[int, bytes]] = set()
+        self.loading: dict[tuple[int, bytes], int] = {}
+        self.quarantined: set[int] = set()
+        self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
+        self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
+        self.gone_while_held: set[int] = set()
+        self.aborted: Counter[str] = Counter()
+        self.next_lease = 1
+
+    # --- as workers do ------------------------------------------------------------------------------------
+    def put(self, key: bytes, content: bytes, namespace: int = NAMESPACE) -> Committed:
+        slot = self.free.pop(0)
+        self.memory[slot * self.slot_bytes : slot * self.slot_bytes + len(content)] = content
+        self.ready[namespace, key] = slot
+        return Committed(key, namespace, 1, len(content))
+
+    def get(self, key: bytes, namespace: int = NAMESPACE) -> bytes | None:
+        slot = self.ready.get((namespace, key))
+        if slot is None:
+            return None
+        return bytes(self.memory[slot * self.slot_bytes : slot * self.slot_bytes + LAYOUT.nbytes])
+
+    def evict(self, key: bytes, namespace: int = NAMESPACE) -> None:
+        slot = self.ready.pop((namespace, key))
+        self.temporary.discard((namespace, key))
+        if any(slot in positions.values() for positions in self.holds.values()):
+            self.gone_while_held.add(slot)
+        else:
+            self.free.append(slot)
+
+    @property
+    def held(self) -> int:
+        return sum(map(len, self.holds.values())) + sum(map(len, self.loads.values()))
+
+    # --- the interface ------------------------------------------------------------------------------------
+    def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
+        lease, self.next_lease = self.next_lease, self.next_lease + 1
+        slots = [self.ready.get((namespace, key)) for key in keys]
+        self.holds[lease] = {i: slot for i, slot in enumerate(slots) if slot is not None}
+        return Pinned(lease, [None if slot is None else slot * self.slot_bytes for slot in slots])
+
+    def finish(self, lease: int, positions: Sequence[int]) -> None:
+        for position in positions:
+            slot = self.holds[lease].pop(position)
+            still = any(slot in held.values() for held in self.holds.values())
+            if slot in self.gone_while_held and not still:
+                self.gone_while_held.discard(slot)
+                self.free.append(slot)
+
+    def drop(self, namespace: int, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if (namespace, key) in self.ready:
+                self.evict(key, namespace)
+
+    def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
+        lease, self.next_lease = self.next_lease, self.next_lease + 1
+        grants, offsets = [], []
+        self.loads[lease] = {}
+        for position, key in enumerate(keys):
+            slot = 0
+            if (namespace, key) in self.ready:
+                grants.append(LoadGrant.EXISTS)
+            elif (namespace, key) in self.loading:
+                grants.append(LoadGrant.BUSY)
+            elif not self.free:
+                grants.append(LoadGrant.FULL)
+            else:
+                slot = self.free.pop(0)
+                self.loading[namespace, key] = slot
+                self.loads[lease][position] = ((namespace, key), slot)
+                grants.append(LoadGrant.GRANTED)
+            offsets.append(slot * self.slot_bytes)
+        return Loading(lease, grants, offsets)
+
+    def commit_load(self, lease: int, positions: Sequence[int], retain: bool) -> Sequence[int]:
+        ready = []
+        for position in positions:
+            name, slot = self.loads[lease].pop(position)
+            assert slot not in self.quarantined, "a late load was committed"
+            if self.loading.pop(name, None) is None:
+                self.free.append(slot)  # cleared
+                continue
+            self.ready[name] = slot
+            if not retain:
+                self.temporary.add(name)
+            ready.append(position)
+        return ready
+
+    def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
+        for position in positions:
+            name, slot = self.loads[lease].pop(position)
+            if self.loading.get(name) == slot:
+                del self.loading[name]
+            self.quarantined.discard(slot)
+            self.free.append(slot)
+            self.aborted[reason] += 1
+
+    def late_load(self, lease: int, positions: Sequence[int]) -> None:
+        for position in positions:
+            name, slot = self.loads[lease][position]
+            del self.loading[name]
+            self.quarantined.add(slot)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        return self.memory[offset : offset + nbytes]
+
+    def layout(self, layout_id: int) -> Layout:
+        assert layout_id == 1
+        return LAYOUT
+
+
+class ScriptedAdapter(L2Adapter):
+    """Keeps objects in a dictionary, and errs as it is told.
+
+    `hang(op)` stops the calls of one method until `release(op)`; `errors[op]` is raised; `answers[op]` replaces
+    the outcomes; `corrupt(key)` flips a bit of what is kept.
+    """
+
+    capabilities = Capabilities(durable=True)
+
+    def __init__(self, settings: object = None, context: AdapterContext | None = None) -> None:
+        del settings, context
+        self.objects: dict[bytes, bytes] = {}
+        self.calls: Counter[str] = Counter()
+        self.errors: dict[str, Exception] = {}
+        self.answers: dict[str, Outcome] = {}
+        self.entered = threading.Semaphore(0)
+        self.closed = False
+        self._gates: dict[str, threading.Event] = {}
+        self._lock = threading.Lock()
+
+    def hang(self, method: str) -> None:
+        self._gates[method] = threading.Event()
+
+    def release(self, method: str) -> None:
+        self._gates.pop(method).set()
+
+    def corrupt(self, key: bytes) -> None:
+        damaged = bytearray(self.objects[key])
+        damaged[-1] ^= 1
+        self.objects[key] = bytes(damaged)
+
+    def _enter(self, method: str) -> None:
+        with self._lock:
+            self.calls[method] += 1
+        gate = self._gates.get(method)
+        if gate is not None:
+            self.entered.release()
+            assert gate.wait(SAFETY_S)
+        if method in self.errors:
+            raise self.errors[method]
+
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self._enter("store")
+        if "store" in self.answers:
+            return [self.answers["store"]] * len(items)
+        for item in items:
+            self.objects[item.key] = b"".join(item.buffers)
+        return [Outcome(Result.DONE, item.nbytes) for item in items]
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        self._enter("exists")
+        return [key in self.objects for key in keys]
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self._enter("load")
+        if "load" in self.answers:
+            return [self.answers["load"]] * len(items)
+        return [self._load_one(item) for item in items]
+
+    def _load_one(self, item: LoadItem) -> Outcome:
+        content = self.objects.get(item.key)
+        if content is None:
+            return Outcome(Result.MISS)
+        at = 0
+        for part in item.buffers:
+            piece = content[at : at + part.nbytes]
+            part[: len(piece)] = piece
+            at += len(piece)
+        return Outcome(Result.DONE, len(content)) if at == len(content) else Outcome(Result.DAMAGED)
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._enter("delete")
+        for key in keys:
+            self.objects.pop(key, None)
+        return [Outcome(Result.DONE)] * len(keys)
+
+    def usage(self) -> Usage:
+        return Usage(sum(map(len, self.objects.values())), len(self.objects))
+
+    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+        self._enter("scan")
+        names = sorted(self.objects)
+        at = int(cursor or 0)
+        page = [ScanEntry(name, len(self.objects[name]), float(i)) for i, name in enumerate(names)][at : at + 3]
+        return ScanPage(page, str(at + 3) if at + 3 < len(names) else None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Loop:
+    """Drives a Tiering as the server's loop does. `jump` moves its clock."""
+
+    def __init__(self, l1: MemoryL1, tiers: Sequence[Tier], **options: object) -> None:
+        self.l1 = l1
+        self._skew_s = 0.0
+        self._wake = threading.Event()
+        config = TieringConfig(**options.pop("config", {}))  # type: ignore[arg-type]
+        policies = {"store_policy": DefaultStore(), "prefetch_policy": DefaultPrefetch()} | options
+        self.tiering = Tiering(
+            l1, tiers, wake=self._wake.set, config=config, now=self.now(), **policies  # type: ignore[arg-type]
+        )
+        self.done: list[Job] = []
+
+    def now(self) -> float:
+        return time.monotonic() + self._skew_s
+
+    def jump(self, seconds: float) -> None:
+        self._skew_s += seconds
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Turn the loop until the condition holds."""
+        end = time.monotonic() + SAFETY_S
+        while True:
+            self._wake.clear()
+            self.tiering.step(self.now())
+            if condition():
+                return
+            assert time.monotonic() < end, f"never came true; {self.tiering.status()}"
+            soonest = self.tiering.next_deadline(self.now())
+            self._wake.wait(1.0 if soonest is None else min(1.0, max(0.0, soonest - self.now())))
+
+    def idle(self) -> None:
+        """Turn until nothing is under way and the tiers are scanned."""
+        self.until(lambda: self.tiering.drained and self.scanned())
+
+    def scanned(self) -> bool:
+        return all(tier["scan"] in ("done", "off") for tier in self.tiering.status()["tiers"])
+
+    def store(self, contents: dict[bytes, bytes]) -> None:
+        self.tiering.on_committed([self.l1.put(key, content) for key, content in contents.items()])
+
+    def ask(self, keys: Sequence[bytes], seconds: float = 1000.0, **options: object) -> Job:
+        missing = [i for i, key in enumerate(keys) if (NAMESPACE, key) not in self.l1.ready]
+        request = Lookup(NAMESPACE, 1, keys, missing, self.now() + seconds, **options)  # type: ignore[arg-type]
+        return self.tiering.lookup(request, self.done.append, self.now())
+
+    def fetch(self, keys: Sequence[bytes], **options: object) -> Job:
+        job = self.ask(keys, **options)  # type: ignore[arg-type]
+        self.until(lambda: job in self.done)
+        return job
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"key %d" % number).digest()
+
+
+def content(number: int) -> bytes:
+    return hashlib.shake_256(b"content %d" % number).digest(LAYOUT.nbytes)
+
+
+@pytest.fixture
+def doubles() -> Iterator[Doubles]:
+    made = Doubles()
+    yield made
+    made.close()
+
+
+class Doubles:
+    """What a test builds its world from."""
+
+    namespace = NAMESPACE
+    layout = LAYOUT
+    key = staticmethod(key)
+    content = staticmethod(content)
+    adapter = ScriptedAdapter
+
+    def __init__(self) -> None:
+        self.loops: list[Loop] = []
+
+    def l1(self, slots: int = 64) -> MemoryL1:
+        return MemoryL1(slots)
+
+    def tier(self, name: str, adapter: L2Adapter, **options: object) -> Tier:
+        tier_options = {k: options.pop(k) for k in ("serdes", "eviction") if k in options}
+        return Tier(name, adapter, TierConfig(**options), **tier_options)  # type: ignore[arg-type]
+
+    def loop(self, l1: MemoryL1, *tiers: Tier, **options: object) -> Loop:
+        loop = Loop(l1, tiers, **options)
+        self.loops.append(loop)
+        return loop
+
+    def contents(self, count: int, first: int = 0) -> dict[bytes, bytes]:
+        return {key(i): content(i) for i in range(first, first + count)}
+
+    def close(self) -> None:
+        for loop in self.loops:
+            loop.tiering.close(loop.now())
+
+
+class FailingMedium(TierError):
+    """What scripts raise."""
