@@ -1,0 +1,80 @@
+"""Misspelt names: errors where they are surely ours, warnings where they may be somebody's, nothing for Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.settings.compose import compose
+
+Toml = Callable[[str], Path]
+COLD = {"LMCACHE_CORE_L2__COLD__TYPE": "acme", "LMCACHE_CORE_L2__COLD__BUCKET": "b"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "file", "said"),
+    [
+        (["--l1.size_byte", "1"], {}, "", "--l1.size_byte is no setting: did you mean '--l1.size_bytes'?"),
+        (["--nme", "x"], {}, "", "--nme is no setting: did you mean '--name'?"),
+        ([], {}, "[l1]\nwatermrk = 0.5\n", "is no setting: did you mean 'l1.watermark'?"),
+        ([], {}, "[leese]\nwrite_ttl_s = 5\n", "did you mean 'lease.write_ttl_s'?"),
+        ([], {}, '[l2.cold]\ntype = "acme"\nbuckt = "b"\n', "did you mean 'l2.cold.bucket'?"),
+        (
+            [],
+            {},
+            '[l2.cold]\ntype = "acme"\nbucket = "b"\nretry.atempts = 1\n',
+            "did you mean 'l2.cold.retry.attempts'?",
+        ),
+        ([], {}, '[l1.eviction]\ntype = "ghostly"\ngohst = 1\n', "did you mean 'l1.eviction.ghost'?"),
+        ([], {"LMCACHE_CORE_L1__BAKCING": "shm"}, "", "did you mean 'LMCACHE_CORE_L1__BACKING'?"),
+        ([], {**COLD, "LMCACHE_CORE_L2__COLD__REGIN": "north"}, "", "did you mean 'LMCACHE_CORE_L2__COLD__REGION'?"),
+        ([], {}, '[l2.cold]\ntype = "plain"\nbucket = "b"\n', "l2.cold.bucket"),
+    ],
+)
+def test_a_misspelt_name_is_an_error_with_what_was_meant(
+    registry: Registry, toml: Toml, flags: list[str], environ: dict[str, str], file: str, said: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        compose(registry, flags, environ, toml(file))
+    assert said in str(caught.value)
+
+
+def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registry) -> None:
+    composed = compose(
+        registry, [], {"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"}
+    )
+    assert composed.warnings == [
+        "LMCACHE_CORE_FOO is no setting and is ignored",
+        "LMCACHE_CORE_L1_SIZE_BYTES is no setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
+    ]
+
+
+def test_variables_of_ours_that_are_no_settings_are_no_warning(registry: Registry) -> None:
+    assert compose(registry, [], {"LMCACHE_CORE_PLUGINS": "x"}).warnings == []
+
+
+@pytest.mark.parametrize("service", ["", "L1_", "L2_", "L2__X_", "ZMQ_", "METRICS_", "NAME_"])
+def test_what_kubernetes_injects_for_a_service_is_ignored(registry: Registry, service: str) -> None:
+    prefix = f"LMCACHE_CORE_{service}"
+    environ = {
+        f"{prefix}SERVICE_HOST": "10.0.0.1",
+        f"{prefix}SERVICE_PORT": "80",
+        f"{prefix}SERVICE_PORT_HTTP": "80",
+        f"{prefix}PORT": "tcp://10.0.0.1:80",
+        f"{prefix}PORT_80_TCP": "tcp://10.0.0.1:80",
+        f"{prefix}PORT_80_TCP_PROTO": "tcp",
+        f"{prefix}PORT_80_TCP_PORT": "80",
+        f"{prefix}PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    composed = compose(registry, [], environ)
+    assert composed.warnings == []
+    assert not composed.settings.l2
+
+
+def test_no_top_level_setting_has_a_name_that_kubernetes_uses(registry: Registry) -> None:
+    top = {path[0] for path in compose(registry, [], {}).schema}
+    assert not {name for name in top if name.endswith(("port", "service_host"))}
