@@ -8,6 +8,7 @@ on by everyone who may write, at every step; whoever may read looks whether the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from lmcache_core.errors import LeaseExpiredError
@@ -520,7 +521,7 @@ class World:
                 assert self.memory[thing.offset] == thing.content, f"{thing} was overwritten"
 
         spans = sorted((thing.offset, thing.offset + thing.nbytes) for thing in slots.values())
-        for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (start, _) in pairwise(spans):
             assert end <= start, "two slots overlap"
         if spans:
             assert spans[0][0] >= 4 * MIB

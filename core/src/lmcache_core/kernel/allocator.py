@@ -167,28 +167,33 @@ class Allocator:
 
     def place(self, size_class: SizeClass, objects: Sequence[Incarnation]) -> int:
         """Give slots to the objects, first to last; how many got one before class and area were full."""
-        placed, count = 0, len(objects)
-        slot_bytes = size_class.slot_bytes
-        while placed < count:
-            if size_class.open:
-                slab = next(reversed(size_class.open))
+        coming, left = iter(objects), len(objects)
+        slot_bytes, open_slabs, empty = size_class.slot_bytes, size_class.open, self._empty
+        while left:
+            if open_slabs:
+                slab = next(reversed(open_slabs))
             else:
                 grown = self.grow(size_class)
                 if grown is None:
                     break
                 slab = grown
-            offsets = slab.take(count - placed)
+            if 0 < len(slab.free) <= left:
+                offsets, slab.free = slab.free, []
+            else:
+                offsets = slab.take(left)
             if not slab.used:
-                del self._empty[slab]
+                del empty[slab]
             slab.used += len(offsets)
             if slab.used == slab.slots:
-                del size_class.open[slab]
+                del open_slabs[slab]
+            left -= len(offsets)
             start, residents = slab.start, slab.residents
-            for item, offset in zip(objects[placed : placed + len(offsets)], offsets, strict=True):
+            # `offsets` first: zip must not draw an object that there is no slot for.
+            for offset, item in zip(offsets, coming, strict=False):
                 item.offset = offset
                 item.slab = slab
                 residents[(offset - start) // slot_bytes] = item
-            placed += len(offsets)
+        placed = len(objects) - left
         size_class.slots_used += placed
         self.used_bytes += placed * slot_bytes
         return placed
@@ -198,14 +203,15 @@ class Allocator:
         nbytes = 0
         for item in objects:
             slab = item.slab
-            size_class = slab.size_class
+            used = slab.used
+            slab.used = used - 1
             slab.free.append(item.offset)
-            if slab.used == slab.slots:
-                size_class.open[slab] = None
-            slab.used -= 1
+            size_class = slab.size_class
             size_class.slots_used -= 1
             nbytes += slab.slot_bytes
-            if not slab.used:
+            if used == slab.slots:
+                size_class.open[slab] = None
+            if used == 1:
                 self._empty[slab] = None
                 slab.free = []  # whole again: its slots go out in order once more
                 slab.fresh = slab.start
