@@ -257,7 +257,12 @@ class Loop:
         config = TieringConfig(**options.pop("config", {}))  # type: ignore[arg-type]
         policies = {"store_policy": DefaultStore(), "prefetch_policy": DefaultPrefetch()} | options
         self.tiering = Tiering(
-            l1, tiers, wake=self._wake.set, config=config, now=self.now(), **policies  # type: ignore[arg-type]
+            l1,
+            tiers,
+            wake=self._wake.set,
+            config=config,
+            now=self.now(),
+            **policies,  # type: ignore[arg-type]
         )
         self.done: list[Job] = []
 
@@ -277,7 +282,8 @@ class Loop:
                 return
             assert time.monotonic() < end, f"never came true; {self.tiering.status()}"
             soonest = self.tiering.next_deadline(self.now())
-            self._wake.wait(1.0 if soonest is None else min(1.0, max(0.0, soonest - self.now())))
+            pause = 1.0 if soonest is None else soonest - self.now()
+            self._wake.wait(min(0.01, max(0.0, pause)))  # conditions may also become true on a lane
 
     def idle(self) -> None:
         """Turn until nothing is under way and the tiers are scanned."""

@@ -1,0 +1,342 @@
+"""A tier may be slow, hung, lying, full, gone or back: the worst that happens is a miss with its reason."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lmcache_core.errors import TierError
+from lmcache_core.limits import BREAKER_FAILURES, LANE_QUEUE_MAX, LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
+from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.format import tier_key
+from lmcache_core.tiers.jobs import JobStatus
+from lmcache_core.tiers.l1 import TierReason
+
+
+@pytest.fixture
+def stocked(doubles: Any) -> Any:
+    """A loop with two tiers, `near` and `far`, that both have objects 0 to 3; the L1 is empty."""
+    near, far = doubles.adapter(), doubles.adapter()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("near", near), doubles.tier("far", far))
+    loop.store(doubles.contents(4))
+    loop.idle()
+    for _, key in list(loop.l1.ready):
+        loop.l1.evict(key)
+    loop.near, loop.far = near, far
+    return loop
+
+
+def _breaker(loop: Any, tier: int, side: str) -> str:
+    return str(loop.tiering.status()["tiers"][tier][side]["breaker"])
+
+
+def test_a_hung_tier_does_not_delay_what_another_can_answer(doubles: Any, stocked: Any) -> None:
+    stocked.near.hang("exists")
+    job = stocked.fetch([doubles.key(i) for i in range(4)])
+    assert job.hits == 4
+    assert stocked.near.entered.acquire(timeout=5)
+    stocked.near.release("exists")
+
+
+def test_a_hung_lookup_is_given_up_and_the_others_decide(doubles: Any, stocked: Any) -> None:
+    stocked.near.hang("exists")
+    del stocked.far.objects[tier_key(doubles.key(2), doubles.namespace, 0)]
+    job = stocked.ask([doubles.key(i) for i in range(4)])
+    stocked.until(lambda: stocked.near.calls["exists"] and len(stocked.tiering._lookups._work[job].found) == 1)
+    assert job.status is JobStatus.ASKING, "the silent tier may have the third key"
+    stocked.jump(TIER_LOOKUP_S + 0.1)
+    stocked.until(lambda: job.ended)
+    assert job.hits == 2
+    assert job.reasons[2] is TierReason.LATE
+    stocked.near.release("exists")
+
+
+def test_a_late_load_is_a_miss_now_and_its_slot_waits_for_the_lane(doubles: Any, stocked: Any) -> None:
+    for adapter in (stocked.near, stocked.far):
+        adapter.hang("load")
+    free = len(stocked.l1.free)
+    job = stocked.ask([doubles.key(0)], seconds=5.0)
+    stocked.until(lambda: stocked.near.calls["load"] or stocked.far.calls["load"])
+    stocked.jump(6.0)
+    stocked.until(lambda: job.ended)
+    assert (job.hits, job.reasons) == (0, {0: TierReason.LATE})
+    assert len(stocked.l1.quarantined) == 1
+    assert len(stocked.l1.free) == free - 1, "the lane may still write to the slot"
+    for adapter in (stocked.near, stocked.far):
+        adapter.release("load")
+    stocked.until(lambda: len(stocked.l1.free) == free)
+    assert not stocked.l1.quarantined
+    assert stocked.l1.get(doubles.key(0)) is None, "what came late is not served"
+
+
+def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Any, stocked: Any) -> None:
+    stocked.near.hang("load")
+    stocked.far.objects.clear()
+    job = stocked.ask([doubles.key(0)], seconds=5.0)
+    stocked.until(lambda: stocked.near.calls["load"])
+    stocked.jump(6.0)
+    stocked.until(lambda: job.ended)
+    stocked.store({doubles.key(0): b"n" * doubles.layout.nbytes})
+    stocked.near.release("load")
+    stocked.until(lambda: not stocked.l1.quarantined and stocked.tiering.drained)
+    assert stocked.l1.get(doubles.key(0)) == b"n" * doubles.layout.nbytes, "the late load wrote elsewhere"
+
+
+def test_a_tier_that_keeps_failing_is_left_alone_and_used_again_when_it_is_back(doubles: Any, stocked: Any) -> None:
+    stocked.near.errors["exists"] = TierError("connection refused", retryable=False)
+    stocked.far.objects.clear()
+    for _ in range(BREAKER_FAILURES):
+        assert stocked.fetch([doubles.key(0)]).reasons == {0: TierReason.TIER_ERROR}
+    assert _breaker(stocked, 0, "reads") == "open"
+    asked = stocked.near.calls["exists"]
+    assert stocked.fetch([doubles.key(0)]).reasons == {0: TierReason.TIER_ERROR}
+    assert stocked.near.calls["exists"] == asked, "an open breaker asks nothing"
+    stocked.jump(10.0)
+    stocked.until(lambda: stocked.near.calls["exists"] > asked and _breaker(stocked, 0, "reads") == "open")
+    del stocked.near.errors["exists"]
+    stocked.jump(60.0)
+    stocked.until(lambda: _breaker(stocked, 0, "reads") == "closed")  # by itself: no request was needed
+    assert stocked.fetch([doubles.key(0)]).hits == 1
+
+
+def test_objects_wait_for_a_tier_that_takes_no_stores_and_go_there_when_it_is_back(doubles: Any, stocked: Any) -> None:
+    stocked.near.answers["store"] = Outcome(Result.FAILED, error="read-only file system")
+    for i in range(BREAKER_FAILURES):
+        stocked.store(doubles.contents(1, first=10 + i))
+        stocked.until(lambda: stocked.tiering.drained)
+    assert _breaker(stocked, 0, "writes") == "open"
+    assert _breaker(stocked, 0, "reads") == "closed", "a read-only tier is still read"
+    stored = stocked.near.calls["store"]
+    stocked.store(doubles.contents(1, first=30))
+    stocked.until(lambda: stocked.tiering.drained and tier_key(doubles.key(30), 7, 0) in stocked.far.objects)
+    assert stocked.near.calls["store"] == stored
+    del stocked.near.answers["store"]
+    stocked.jump(60.0)
+    stocked.until(lambda: tier_key(doubles.key(30), doubles.namespace, 0) in stocked.near.objects)
+    stocked.until(lambda: _breaker(stocked, 0, "writes") == "closed")
+
+
+def test_a_tier_that_was_down_at_start_is_scanned_and_used_once_it_is_up(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    adapter.objects[tier_key(doubles.key(0), doubles.namespace, 0)] = b"x" * 5000
+    adapter.errors = dict.fromkeys(("scan", "exists"), TierError("connection refused", retryable=False))
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    loop.until(lambda: adapter.calls["scan"])
+    assert loop.fetch([doubles.key(0)]).hits == 0
+    adapter.errors.clear()
+    loop.jump(60.0)
+    loop.idle()
+    assert loop.tiering.status()["tiers"][0]["objects"] == 1
+
+
+def test_a_full_queue_answers_throttled_at_once(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(
+        doubles.l1(), doubles.tier("mem", adapter), config={"prefetch_in_flight_max": LANE_QUEUE_MAX + 10}
+    )
+    loop.idle()
+    adapter.hang("exists")
+    jobs = [loop.ask([doubles.key(i)]) for i in range(LANE_QUEUE_MAX + 6)]
+    loop.until(lambda: loop.done)
+    throttled = [job for job in jobs if job.ended]
+    assert {reason for job in throttled for reason in job.reasons.values()} == {TierReason.THROTTLED}
+    assert len(throttled) <= 6
+    adapter.release("exists")
+    loop.until(lambda: all(job.ended for job in jobs))
+
+
+def test_lookups_beyond_the_limit_wait_and_beyond_the_queue_are_throttled(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter), config={"prefetch_in_flight_max": 2})
+    loop.idle()
+    adapter.hang("exists")
+    jobs = [loop.ask([doubles.key(i)]) for i in range(LOOKUPS_WAITING_MAX + 3)]
+    assert [job.status for job in jobs[:3]] == [JobStatus.ASKING, JobStatus.ASKING, JobStatus.WAITING]
+    assert jobs[-1].reasons == {0: TierReason.THROTTLED}
+    adapter.release("exists")
+    loop.until(lambda: all(job.ended for job in jobs))
+    assert len(loop.done) == len(jobs)
+
+
+def test_eight_hung_prefetches_do_not_stop_prefetching_for_ever(doubles: Any, stocked: Any) -> None:
+    stocked.near.hang("load")
+    stocked.far.hang("load")
+    jobs = [stocked.ask([doubles.key(i % 4)], seconds=3.0) for i in range(8)]
+    stocked.until(lambda: any(job.status is JobStatus.LOADING for job in jobs))
+    stocked.jump(4.0)
+    stocked.until(lambda: all(job.ended for job in jobs))
+    stocked.near.release("load")
+    stocked.far.release("load")
+    stocked.until(lambda: not stocked.l1.held)
+    assert stocked.fetch([doubles.key(0)]).hits == 1
+
+
+def test_a_tier_whose_old_calls_never_return_is_used_again_by_fresh_threads(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, connections=1))
+    loop.store(doubles.contents(1))
+    loop.idle()
+    loop.l1.evict(doubles.key(0))
+    adapter.hang("load")
+    job = loop.ask([doubles.key(0)], seconds=3.0)
+    loop.until(lambda: adapter.calls["load"])
+    loop.jump(4.0)
+    loop.until(lambda: job.ended)
+    hung = adapter._gates.pop("load")  # the medium is well again, and the old call is not
+    assert loop.fetch([doubles.key(0)]).hits == 1
+    hung.set()
+    loop.until(lambda: not loop.l1.held)
+
+
+@pytest.mark.parametrize("hung", ["exists", "load", "store", "delete", "scan"])
+def test_close_never_waits_for_a_hung_lane(doubles: Any, hung: str) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    if hung != "scan":
+        loop.store(doubles.contents(1))
+        loop.idle()
+        loop.l1.evict(doubles.key(0))
+    adapter.hang(hung)
+    before = adapter.calls[hung]
+    if hung == "store":
+        loop.store(doubles.contents(1, first=1))
+    elif hung == "delete":
+        loop.tiering.clear(None, loop.now(), tiers=True)
+    elif hung != "scan":
+        loop.ask([doubles.key(0)])
+    loop.until(lambda: adapter.calls[hung] > before)
+    assert not loop.tiering.close(loop.now()), "the call is out: the pool must stay mapped"
+    assert not adapter.closed
+    assert all(job.ended for job in loop.done)
+    adapter.release(hung)
+    for _ in itertools.count():
+        if adapter.closed:
+            break
+        loop._wake.wait(0.01)
+
+
+def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(2))
+    loop.idle()
+    seen = []
+    real = adapter._load_one
+
+    def flaky(item: Any) -> Outcome:
+        seen.append(item.key)
+        if len(seen) == 1:
+            return Outcome(Result.FAILED, error="reset by peer", retryable=True)
+        return real(item)
+
+    adapter._load_one = flaky
+    for i in range(2):
+        loop.l1.evict(doubles.key(i))
+    assert loop.fetch([doubles.key(0), doubles.key(1)]).hits == 2
+    first, second = (tier_key(doubles.key(i), doubles.namespace, 0) for i in range(2))
+    assert seen == [first, second, first]
+
+
+@pytest.mark.parametrize("answers", [[], [Outcome(Result.DONE)] * 3])
+def test_an_adapter_that_miscounts_fails_in_words(doubles: Any, answers: list[Outcome]) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(1))
+    loop.idle()
+    loop.l1.evict(doubles.key(0))
+    adapter.load = lambda items, deadline: answers
+    job = loop.fetch([doubles.key(0)])
+    assert job.reasons == {0: TierReason.TIER_ERROR}
+    assert "outcomes for 1 items" in loop.tiering.status()["tiers"][0]["last_error"]
+
+
+@pytest.mark.parametrize("content", [b"", b"short", bytes(4096), bytes(9096), bytes(10_000)])
+def test_bytes_that_are_no_object_are_a_miss(doubles: Any, content: bytes) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    name = tier_key(doubles.key(0), doubles.namespace, 0)
+    adapter.objects[name] = content
+    job = loop.fetch([doubles.key(0)])
+    assert job.reasons == {0: TierReason.DAMAGED}
+    loop.until(lambda: name not in adapter.objects)
+    assert not loop.l1.held
+
+
+def test_no_room_in_the_l1_ends_the_prefix(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(4), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(4))
+    loop.idle()
+    for i in range(2):
+        loop.l1.evict(doubles.key(i))
+    loop.l1.put(doubles.key(90), b"other")
+    job = loop.fetch([doubles.key(0), doubles.key(1)])
+    assert (job.hits, job.reasons) == (1, {1: TierReason.FULL})
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+@pytest.mark.parametrize("step", ["asking", "loading"])
+def test_a_clear_ends_lookups_and_nothing_of_them_is_served(doubles: Any, stocked: Any, tiers: bool, step: str) -> None:
+    method = "exists" if step == "asking" else "load"
+    stocked.near.hang(method)
+    stocked.far.hang(method)
+    job = stocked.ask([doubles.key(0)])
+    stocked.until(lambda: stocked.near.calls[method] or stocked.far.calls[method])
+    stocked.tiering.clear(doubles.namespace, stocked.now(), tiers=tiers)
+    stocked.until(lambda: job.ended)
+    assert (job.hits, job.reasons) == (0, {0: TierReason.CLEARED})
+    stocked.near.release(method)
+    stocked.far.release(method)
+    stocked.until(lambda: not stocked.l1.held and stocked.tiering.drained)
+    assert stocked.l1.get(doubles.key(0)) is None
+    assert stocked.fetch([doubles.key(0)]).hits == (0 if tiers else 1)
+
+
+def test_a_store_that_a_clear_overtakes_is_deleted_again(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    adapter.hang("store")
+    loop.store(doubles.contents(1))
+    loop.until(lambda: adapter.calls["store"])
+    loop.tiering.clear(doubles.namespace, loop.now(), tiers=True)
+    adapter.release("store")
+    loop.until(lambda: adapter.calls["delete"] and not adapter.objects)
+    loop.idle()
+    loop.l1.evict(doubles.key(0))
+    assert loop.fetch([doubles.key(0)]).reasons == {0: TierReason.NOWHERE}
+
+
+def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(5))
+    loop.tiering.on_committed([loop.l1.put(doubles.key(7), doubles.content(7), namespace=99)])
+    loop.idle()
+    loop.tiering.clear(doubles.namespace, loop.now(), tiers=True)
+    loop.until(lambda: len(adapter.objects) == 1)
+    assert list(adapter.objects) == [tier_key(doubles.key(7), 99, 0)]
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 1)
+
+
+def test_tiers_come_and_go_while_running(doubles: Any, stocked: Any) -> None:
+    third = doubles.adapter()
+    stocked.tiering.add_tier(doubles.tier("third", third), stocked.now())
+    stocked.store(doubles.contents(1, first=8))
+    stocked.idle()
+    assert len(third.objects) == 1
+    stocked.tiering.drain_tier("near")
+    stocked.store(doubles.contents(1, first=9))
+    stocked.idle()
+    assert len(stocked.near.objects) == 5
+    assert len(third.objects) == 2
+    stocked.near.hang("load")
+    job = stocked.ask([doubles.key(0)], tiers=["near"])
+    stocked.until(lambda: stocked.near.calls["load"])
+    stocked.tiering.remove_tier("near", stocked.now())
+    stocked.until(lambda: job.ended)
+    assert [tier["name"] for tier in stocked.tiering.status()["tiers"]] == ["far", "third"]
+    stocked.near.release("load")
+    stocked.until(lambda: not stocked.l1.held)
+    assert stocked.fetch([doubles.key(0)]).hits == 1
