@@ -20,6 +20,9 @@ _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
+# Text that is no UTF-8 raises a ValueError that is no MsgspecError.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
+
 encode = _encoder.encode
 
 
@@ -27,7 +30,7 @@ def decode_request(frame: bytes | bytearray | memoryview) -> Request:
     """The request in a frame. Raises `ProtocolError` for anything else."""
     try:
         return _requests.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not a request of this protocol: {error}") from error
 
 
@@ -35,7 +38,7 @@ def decode_reply(frame: bytes | bytearray | memoryview) -> Reply:
     """The reply in a frame. Raises `ProtocolError` for anything else."""
     try:
         return _replies.decode(frame)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise ProtocolError(f"not a reply of this protocol: {error}") from error
 
 
