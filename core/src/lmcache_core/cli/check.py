@@ -62,7 +62,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from _surroundings(settings)
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
     for record in in_use.values():
-        yield from _asked(registry, record, settings)
+        yield from asked(registry, record, settings)
 
 
 def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
@@ -89,7 +89,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
         yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
 
 
-def _asked(registry: Registry, record: PluginRecord, settings: Settings) -> Iterator[Finding]:
+def asked(registry: Registry, record: PluginRecord, settings: Settings) -> Iterator[Finding]:
     """What the plugin's own check says, if it says it in time."""
     answers: list[Any] = []
 

@@ -7,6 +7,8 @@ import logging
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 
+logger = logging.getLogger(__name__)
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options besides settings."""
@@ -23,6 +25,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = composed(arguments).settings
+    for refusal in arguments.registry.refused:
+        if not refusal.chosen:
+            logger.warning("plugin not in use: %s", refusal)
     from lmcache_core.server.server import Server
 
     server = Server(settings, arguments.registry)

@@ -63,7 +63,7 @@ def _lines(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else None
     )
     if items is None or not value:
-        yield name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        yield name, f"{value:,}" if isinstance(value, int) and "bytes" in name else str(value)
         return
     for key, each in items:
         yield from _lines(each, f"{name}.{key}" if name else str(key))

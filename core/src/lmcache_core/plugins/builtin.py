@@ -18,9 +18,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
         ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruEviction", summary="least recently used goes first"),
         ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopEviction", summary="nothing is ever evicted"),
         ComponentSpec(store, "default", f"{_POLICIES}.store:DefaultStore", summary="to every tier; L1 keeps it"),
-        ComponentSpec(
-            store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then it leaves L1"
-        ),
+        ComponentSpec(store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then it leaves L1"),
         ComponentSpec(
             prefetch,
             "default",

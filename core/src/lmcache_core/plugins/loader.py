@@ -58,7 +58,8 @@ def _allowed(registry: Registry, candidates: Iterable[Candidate], environ: Mappi
         registry.refuse(Refusal("-", absent, "not installed", why))
     for candidate in candidates:
         if canonical(candidate.distribution) not in allowed:
-            _refuse(registry, candidate, f"{ALLOW_LIST} leaves it out: add {candidate.distribution} to allow it")
+            why = f"{ALLOW_LIST} leaves it out: add {candidate.distribution} to allow it"
+            registry.refuse(Refusal(candidate.name, candidate.distribution, candidate.version, why, chosen=True))
     return [candidate for candidate in candidates if canonical(candidate.distribution) in allowed]
 
 

@@ -31,6 +31,7 @@ class Refusal:
     version: str
     why: str
     claims: tuple[ComponentSpec, ...] = ()  # what it would have offered, where that is known
+    chosen: bool = False  # the allow-list leaves it out: nothing is wrong with it
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version}): {self.why}"

@@ -1,0 +1,140 @@
+"""Benches: what a figure means, what is printed, and when a bench module is imported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from lmcache_core.cli.bench import BENCHES, add_bench
+from lmcache_core.cli.bench.harness import Bench, machine, number
+from lmcache_core.cli.lazy import LazyParser
+from lmcache_core.cli.table import plain_table
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("value", "floor", "target", "lower", "on", "ratio", "met"),
+    [
+        (9.0, 10.0, 0.8, False, None, 0.9, True),  # a rate: 0.9 of the floor, wanted at least 0.8
+        (7.0, 10.0, 0.8, False, None, 0.7, False),
+        (30.0, 20.0, 2.0, True, None, 1.5, True),  # a time: 1.5 times the floor, wanted at most 2
+        (50.0, 20.0, 2.0, True, None, 2.5, False),
+        (2.0, None, 2.5, True, None, None, True),  # no floor: the target is on the value
+        (3.0, None, 2.5, True, None, None, False),
+        (2.0, 1.0, 2.5, True, "value", 2.0, True),  # said outright
+        (2.0, 1.0, None, True, None, 2.0, None),  # no target
+    ],
+)
+def test_a_target_is_on_the_ratio_where_there_is_a_floor_and_on_the_value_elsewhere(
+    value: float, floor: float | None, target: float | None, lower: bool, on: str | None, ratio: float, met: bool
+) -> None:
+    bench = Bench("x", as_json=True)
+    result = bench.record("a", value, "u", floor=floor, target=target, lower_is_better=lower, target_on=on)  # type: ignore[arg-type]
+    assert (result.ratio, result.met) == (ratio, met)
+    assert bench.met is (met is not False)
+
+
+def test_a_target_on_a_ratio_that_is_not_there_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="no floor"):
+        Bench("x").record("a", 1.0, "u", target=1.0, target_on="ratio")
+
+
+def test_json_is_one_object_with_the_machine_and_every_result(run: Run) -> None:
+    done = run("bench", "acme", "--json")
+    assert done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["bench"] == "acme"
+    assert set(report["machine"]) == {"cpu", "cores", "memory", "kernel", "python", "lmcache_core"}
+    assert report["results"] == [
+        {"name": "rounds", "value": 3, "unit": "n", "floor": None, "ratio": None, "target": 5, "met": False}
+    ]
+
+
+def test_a_missed_target_changes_the_exit_status_only_when_strict(run: Run) -> None:
+    assert run("bench", "acme").returncode == 0
+    assert run("bench", "acme", "--strict").returncode == 1
+    assert run("bench", "acme", "--strict", "--rounds", "5").returncode == 0
+
+
+def test_without_a_terminal_progress_is_plain_lines_and_the_table_is_aligned(run: Run) -> None:
+    done = run("bench", "acme")
+    assert done.stderr == "bench acme [1/1] going round\n"
+    title, head, rule, row = done.stdout.splitlines()
+    assert title.startswith("bench acme: ")
+    assert head.split() == ["name", "value", "unit", "floor", "ratio", "target", "met"]
+    assert set(rule) == {"-", " "}
+    assert row.split() == ["rounds", "3", "n", "5", "no"]
+
+
+def test_the_hook_bench_ends_quickly_and_sets_hooks_beside_a_direct_method(run: Run) -> None:
+    report = json.loads(run("bench", "hooks", "--quick", "--json", "--seconds", "0.02").stdout)
+    direct, *hooks = report["results"]
+    assert direct["name"] == "direct method"
+    assert len(hooks) == 6
+    assert all(result["floor"] == direct["value"] and result["ratio"] > 1 for result in hooks)
+
+
+def test_a_bench_module_is_imported_only_when_it_was_chosen() -> None:
+    parser = LazyParser()
+    benches = parser.add_subparsers(parser_class=LazyParser)
+    for name in ("chosen", "other"):
+        add_bench(benches, name, "a summary", f"bench_module_{name}_that_is_not_there")
+    assert "a summary" in parser.format_help()
+    with pytest.raises(ModuleNotFoundError, match="bench_module_chosen"):
+        parser.parse_args(["chosen"])
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_can_be_imported_and_has_a_module_and_a_summary(run: Run, name: str) -> None:
+    module, summary = BENCHES[name]
+    assert module.rpartition(".")[2] == name
+    assert summary
+    done = run("bench", name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--quick" in done.stdout
+
+
+def test_the_machine_is_described() -> None:
+    here = machine()
+    assert here["cores"] >= 1
+    assert here["memory"] > 1 << 28
+    assert here["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0.0, "0"),
+        (0.123456, "0.123"),
+        (12.345, "12.3"),
+        (123.4, "123"),
+        (12345.6, "12,346"),
+        (0.00012, "1.20e-04"),
+    ],
+)
+def test_figures_have_three_digits(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_plain_table_cuts_nothing_off() -> None:
+    text = plain_table(("a", "n"), [("x" * 200, "1"), ("[red]", "22")], title="t", right=(1,))
+    assert text.splitlines() == [
+        "t",
+        "a" + " " * 199 + "   n",
+        "-" * 200 + "  --",
+        "x" * 200 + "   1",
+        "[red]" + " " * 195 + "  22",
+    ]
+
+
+def test_abbreviations_are_no_options() -> None:
+    """`--conf` for `--config` would also swallow a setting that begins so."""
+    parser = LazyParser()
+    parser.add_argument("--config")
+    assert parser.parse_known_args(["--conf", "x"]) == (argparse.Namespace(config=None), ["--conf", "x"])

@@ -1,0 +1,270 @@
+"""Commands as a user runs them: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import lmcache_core
+from lmcache_core.cli import check
+from lmcache_core.cli.main import build_parser
+from lmcache_core.errors import PluginError
+from lmcache_core.plugins.hookspecs import hookimpl
+from lmcache_core.plugins.records import Refusal
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.settings.compose import make_settings
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+ACME = ["--l2.cold.type", "acme", "--l2.cold.bucket", "b"]
+POOL = ["--l1.size_bytes", "4MiB"]
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The refusal: exit status 2, one line on standard error, nothing on standard output."""
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("lmcache-core: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"lmcache-core {lmcache_core.__version__}\n"
+
+
+def test_bare_help_names_every_command_and_those_of_plugins(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("serve", "status", "bench", "plugins", "config", "check", "clean", "acme-hello"):
+        assert f"\n    {command}" in done.stdout
+
+
+def test_bare_help_imports_nothing_heavy(environ: dict[str, str], tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from lmcache_core.cli.main import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'pydantic', 'pydantic_settings', 'zmq', 'msgspec', 'numpy', 'rich', 'transformers'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+    )
+    environ = {name: value for name, value in environ.items() if name != "LMCACHE_CORE_PLUGINS"}  # all that there are
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environ, cwd=tmp_path, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_a_plugin_s_command_runs_and_gives_its_exit_status(run: Run) -> None:
+    done = run("acme-hello", "--to", "all")
+    assert (done.returncode, done.stdout) == (7, "hello all\n")
+
+
+def test_demo_without_its_package_says_what_to_install() -> None:
+    parser = build_parser(Registry())
+    arguments, _ = parser.parse_known_args(["demo", "--json"])
+    with pytest.raises(PluginError, match=r"pip install 'lmcache-transformers\[demo\]'"):
+        arguments.run(arguments)
+    assert "demo" not in parser.format_help()
+
+
+def test_demo_whose_package_was_refused_says_why() -> None:
+    registry = Registry()
+    registry.refuse(Refusal("transformers", "LMCache_Transformers", "0.1", "it failed to load"))
+    arguments, _ = build_parser(registry).parse_known_args(["demo"])
+    with pytest.raises(PluginError, match="it failed to load"):
+        arguments.run(arguments)
+
+
+def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run) -> None:
+    done = run("status", "--l1.size_bytes", "1")
+    assert done.returncode == 2
+    assert "unrecognized arguments" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "config"])
+def test_a_misspelt_setting_is_one_line_and_status_two(run: Run, command: str) -> None:
+    assert "did you mean '--l1.size_bytes'?" in one_line(run(command, "--l1.size_byte", "1"))
+
+
+# --- config -------------------------------------------------------------------------------------------------
+
+
+def test_config_shows_values_with_their_origin_and_hides_secrets(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "lmcache.toml").write_text('chunk_tokens = 512\n[l2.cold]\ntype = "acme"\nbucket = "b"\n')
+    env = {"LMCACHE_CORE_L2__COLD__TOKEN": "hunter2", "LMCACHE_CORE_NONSENSE": "1"}
+    done = run("config", "--json", "--l1.size_bytes=8GiB", env=env)
+    shown = json.loads(done.stdout)
+    assert shown["l1.size_bytes"] == {"value": 8 << 30, "origin": "flag", "where": "--l1.size_bytes"}
+    assert shown["chunk_tokens"] == {"value": 512, "origin": "file", "where": "lmcache.toml"}
+    assert shown["l1.backing"]["origin"] == "default"
+    assert shown["l2.cold.token"] == {
+        "value": "**********",
+        "origin": "environment",
+        "where": "LMCACHE_CORE_L2__COLD__TOKEN",
+    }
+    assert "warning: LMCACHE_CORE_NONSENSE" in done.stderr
+    table = run("config", "--l1.size_bytes=8GiB", env=env).stdout
+    assert "hunter2" not in table + done.stdout
+    line = next(line for line in table.splitlines() if line.startswith("l1.size_bytes"))
+    assert line.split() == ["l1.size_bytes", "8GiB", "flag", "--l1.size_bytes"]
+
+
+def test_the_file_can_be_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("chunk_tokens = 64\n")
+    shown = json.loads(run("config", "--json", "--config", "other.toml").stdout)
+    assert shown["chunk_tokens"]["value"] == 64
+    assert "cannot be read" in one_line(run("config", "--config", "absent.toml"))
+
+
+def test_help_shows_every_option_of_the_configured_tiers(run: Run) -> None:
+    bare, with_tier = run("serve", "--help"), run("serve", *ACME, "--help")
+    assert bare.returncode == with_tier.returncode == 0
+    assert "--l1.size_bytes" in bare.stdout
+    assert "no tier is configured" in bare.stdout
+    for option in ("--l2.cold.bucket", "--l2.cold.token <secret|none>", "--l2.cold.capacity_bytes", "where objects go"):
+        assert option in with_tier.stdout
+
+
+# --- plugins ------------------------------------------------------------------------------------------------
+
+
+def test_plugins_lists_versions_components_capabilities_and_refusals(run: Run) -> None:
+    listed = json.loads(run("plugins", "--json").stdout)
+    acme = next(plugin for plugin in listed["plugins"] if plugin["name"] == "acme")
+    assert (acme["distribution"], acme["version"], acme["summary"]) == ("lmcache-acme", "1.5", "objects on Acme")
+    adapter, serde = acme["components"]
+    assert (adapter["kind"], adapter["name"]) == ("l2_adapter", "acme")
+    assert adapter["capabilities"]["ttl"] is True
+    assert adapter["capabilities"]["scan"] is False
+    assert serde["name"] == "no_library"
+    refused = {each["name"]: each for each in listed["refused"]}
+    assert "a_library_that_is_not_there" in refused["broken"]["why"]
+    table = run("plugins").stdout
+    for word in ("lmcache-acme", "1.5", "l2_adapter", "thread_safe", "a_library_that_is_not_there"):
+        assert word in table
+
+
+def test_plugins_show_prints_the_settings_of_a_component(run: Run) -> None:
+    shown = json.loads(run("plugins", "show", "acme", "--json").stdout)
+    settings = {setting["name"]: setting for setting in shown["components"][0]["settings"]}
+    assert settings["bucket"]["required"] is True
+    assert settings["token"]["type"] == "secret|none"
+    assert "where objects go" in run("plugins", "show", "acme").stdout
+
+
+def test_plugins_show_of_a_refused_or_unknown_name_says_why(run: Run) -> None:
+    assert "a_library_that_is_not_there" in one_line(run("plugins", "show", "broken"))
+    assert "did you mean 'acme'?" in one_line(run("plugins", "show", "acne"))
+    assert "plugins show NAME" in one_line(run("plugins", "show"))
+
+
+# --- check --------------------------------------------------------------------------------------------------
+
+
+def findings(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, object]]:
+    return {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+
+
+def test_check_runs_the_checks_of_plugins_in_use(run: Run) -> None:
+    done = run("check", "--json", *POOL, *ACME)
+    assert done.returncode == 0
+    assert findings(done)["bucket"]["ok"] is True
+    assert "bucket" not in findings(run("check", "--json", *POOL))
+
+
+def test_check_tells_what_is_wrong_with_its_cure(run: Run) -> None:
+    done = run("check", "--json", *POOL, *ACME, env={"ACME": "down"})
+    assert done.returncode == 1
+    assert findings(done)["bucket"] == {
+        "ok": False,
+        "subject": "bucket",
+        "message": "cannot be reached",
+        "cure": "plug it in",
+    }
+    assert "NOT OK" in run("check", *POOL, *ACME, env={"ACME": "down"}).stdout
+
+
+def test_check_survives_a_check_that_raises(run: Run) -> None:
+    done = run("check", "--json", *POOL, *ACME, env={"ACME": "raises"})
+    assert done.returncode == 1
+    assert "the check fell over" in str(findings(done)["plugin acme"])
+
+
+def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    class Hangs:
+        @hookimpl
+        def lmcache_check(self) -> None:
+            release.wait()
+
+    registry = Registry()
+    record = registry.register(Hangs(), "hangs")
+    monkeypatch.setattr(check, "CHECK_S", 0.05)
+    try:
+        (finding,) = check.asked(registry, record, make_settings())
+    finally:
+        release.set()
+    assert not finding.ok
+    assert "did not end" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "subject"),
+    [
+        (["--l1.watermark", "9"], "settings"),
+        (["--l1.size_bytes", "9999TiB"], "l1"),
+        ([*POOL, *ACME, "--l2.cold.serde", "no_library"], "serde no_library"),
+        ([*POOL, "--l2.cold.type", "broken"], "settings"),
+    ],
+)
+def test_check_finds_what_would_stop_a_server(run: Run, flags: list[str], subject: str) -> None:
+    done = run("check", "--json", *flags)
+    assert done.returncode == 1
+    assert findings(done)[subject]["ok"] is False
+
+
+# --- serve, status, clean -----------------------------------------------------------------------------------
+
+
+def test_serve_says_when_it_is_ready_answers_status_and_ends_on_sigterm(
+    run: Run, environ: dict[str, str], tmp_path: Path
+) -> None:
+    name = f"cli-{tmp_path.name[-24:].lower()}"
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", *POOL, "--name", name, "--l1.backing", "memfd"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=tmp_path
+    ) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stderr is not None
+            ready = server.stdout.readline()
+            assert ready.startswith(f"lmcache-core {name} ready at ")
+            status = json.loads(run("status", "--name", name, "--json").stdout)
+            assert status["server"]["pid"] == server.pid
+            table = run("status", env={"LMCACHE_CORE_NAME": name}).stdout.splitlines()
+            assert ["server.name", name] in [line.split() for line in table]
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+            assert "plugin not in use: broken (lmcache-broken 1.5)" in server.stderr.read()
+        finally:
+            if server.poll() is None:
+                server.kill()
+
+
+def test_status_without_a_server_is_one_line(run: Run) -> None:
+    assert "no server" in one_line(run("status", "--name", "nobody"))
+
+
+def test_clean_finds_nothing_where_nothing_is_left(run: Run) -> None:
+    done = run("clean", "no-such-pool-anywhere")
+    assert (done.returncode, done.stdout) == (0, "nothing to clean\n")
+    assert json.loads(run("clean", "no-such-pool-anywhere", "--json").stdout) == []
