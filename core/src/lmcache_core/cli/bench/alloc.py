@@ -18,7 +18,6 @@ import hashlib
 import random
 import time
 import tracemalloc
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,34 +131,32 @@ def _slots(count: int, sizes: Sequence[int], fill: float, rounds: int, scattered
     batch = max(1, min(BATCH_KEYS, int(per_size * (1 - FULL))))
     timing = Timing()
     with _without_collector():
-        standing = {size_class: deque(_blanks(int(per_size * fill))) for size_class in classes}
+        standing = {size_class: _blanks(int(per_size * fill)) for size_class in classes}
         for size_class, objects in standing.items():
-            _must_place(allocator, size_class, list(objects))
+            _must_place(allocator, size_class, objects)
         for turn in range(rounds):
             size_class = classes[turn % len(classes)]
             resident, coming = standing[size_class], _blanks(batch)
-            going = _leaving(resident, batch, scattered) or coming
+            places = _leaving(resident, turn // len(classes), batch, scattered)
+            going = [resident[at] for at in places] or coming
             start = time.thread_time()
             _must_place(allocator, size_class, coming)
             allocator.free(going)
             timing.seconds.append(time.thread_time() - start)
             timing.objects += batch
-            if going is not coming:
-                resident.extend(coming)
+            for at, item in zip(places, coming, strict=False):
+                resident[at] = item
     return timing
 
 
-def _leaving(resident: deque[Incarnation], batch: int, scattered: random.Random | None) -> list[Incarnation]:
-    """Takes `batch` of the residents out: the oldest, or drawn by lot."""
+def _leaving(resident: list[Incarnation], turn: int, batch: int, scattered: random.Random | None) -> list[int]:
+    """Which of the residents go: the oldest (each turn's batch takes the place of the one before), or by lot."""
     if not resident:
         return []
     if scattered is not None:
-        for _ in range(batch):  # bring one drawn by lot to the front of the queue
-            at = scattered.randrange(len(resident))
-            resident[0], resident[at] = resident[at], resident[0]
-            resident.rotate(-1)
-        resident.rotate(batch)
-    return [resident.popleft() for _ in range(batch)]
+        return scattered.sample(range(len(resident)), batch)
+    first = turn * batch % len(resident)
+    return [at % len(resident) for at in range(first, first + batch)]
 
 
 def _must_place(allocator: Allocator, size_class: SizeClass, objects: Sequence[Incarnation]) -> None:
