@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+from collections.abc import Callable
 
 import lz4.block
 import numpy as np
@@ -162,14 +163,15 @@ def test_another_key_layout_size_or_codec_is_damage(serde: BlockSerde) -> None:
     layout = Layout("bfloat16", (200,))
     packed = encoded(serde, like_kv(200), layout)
     other = SERDES["lz4" if serde.name == "zstd" else "zstd"]
-    for wrong in (
-        lambda: decoded(serde, packed, 400, layout, key=bytes(32)),
-        lambda: decoded(serde, packed, 400, Layout("float16", (200,))),
-        lambda: decoded(serde, packed, 402, Layout("bfloat16", (201,))),
-        lambda: decoded(other, packed, 400, layout),
-    ):
+    wrong = [
+        (serde, 400, layout, bytes(32)),
+        (serde, 400, Layout("float16", (200,)), KEY),
+        (serde, 402, Layout("bfloat16", (201,)), KEY),
+        (other, 400, layout, KEY),
+    ]
+    for decoder, nbytes, read_as, key in wrong:
         with pytest.raises(DamagedObjectError):
-            wrong()
+            decoded(decoder, packed, nbytes, read_as, key)
 
 
 def forged(serde: BlockSerde, block: bytes, length: int, nbytes: int, layout: Layout) -> bytes:
@@ -242,6 +244,40 @@ def test_threads_on_one_instance_get_their_own_objects_back(serde: BlockSerde) -
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def lets_others_run(call: Callable[[], object], tries: int) -> bool:
+    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
+    let run; on a busy machine it may come too late for one call, so several are tried."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        for _ in range(tries):
+            ran: list[bool] = []
+            gate = threading.Lock()
+            gate.acquire()
+            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
+            thread.start()
+            gate.release()
+            call()
+            seen = bool(ran)
+            thread.join()
+            if seen:
+                return True
+        return False
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def test_compression_lets_other_threads_run(serde: BlockSerde) -> None:
+    block = np.frombuffer(like_kv(BLOCK_BYTES // 2), dtype=np.uint8)
+    planes, words = np.empty_like(block), np.empty_like(block)
+    shuffled(block, 2, planes, words)
+    packed = memoryview(serde.compress(planes))
+    assert lets_others_run(lambda: serde.compress(planes), tries=200)
+    assert lets_others_run(lambda: serde.decompress(packed, BLOCK_BYTES), tries=200)
+    assert lets_others_run(lambda: shuffled(block, 2, planes, words), tries=200)
+    assert not lets_others_run(lambda: bytes(packed), tries=5)  # a call that holds the GIL is told apart
 
 
 def test_levels_are_the_encoders_business(serde: BlockSerde) -> None:

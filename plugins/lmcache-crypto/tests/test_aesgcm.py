@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,45 @@ def test_threads_on_one_instance_get_their_own_objects_back() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def lets_others_run(call: Callable[[], object], tries: int) -> bool:
+    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
+    let run; on a busy machine it may come too late for one call, so several are tried."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        for _ in range(tries):
+            ran: list[bool] = []
+            gate = threading.Lock()
+            gate.acquire()
+            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
+            thread.start()
+            gate.release()
+            call()
+            seen = bool(ran)
+            thread.join()
+            if seen:
+                return True
+        return False
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+def test_decryption_lets_other_threads_run() -> None:
+    layout = Layout("uint8", (16 << 20,))
+    sealed = memoryview(encoded(SERDE, bytes(layout.nbytes), layout))
+    out = memoryview(bytearray(layout.nbytes))
+    assert lets_others_run(lambda: SERDE.decode(sealed, out, layout, KEY), tries=200)
+    assert not lets_others_run(lambda: bytes(out), tries=5)  # a call that holds the GIL is told apart
+
+
+def test_encryption_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The system's random numbers release the GIL too; without them only the cipher is left to do so.
+    monkeypatch.setattr(os, "urandom", bytes)
+    layout = Layout("uint8", (16 << 20,))
+    data = memoryview(bytes(layout.nbytes))
+    assert lets_others_run(lambda: SERDE.encode(data, layout, KEY), tries=200)
 
 
 # --- keys and settings -----------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ import contextlib
 import math
 import random
 import struct
+import sys
+import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -261,6 +264,39 @@ def test_a_scale_that_no_encoder_writes_is_damage(kernel: Kernel, scale: float) 
     with pytest.raises(DamagedObjectError, match="scale 1 "):
         kernel.decode(memoryview(encoded), memoryview(out), "bfloat16", Grouping(2, 1, 1, 32, 1, 0))
     assert out == b"\xa5" * 128
+
+
+def lets_others_run(call: Callable[[], object], tries: int) -> bool:
+    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
+    let run; on a busy machine it may come too late for one call, so several are tried."""
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    try:
+        for _ in range(tries):
+            ran: list[bool] = []
+            gate = threading.Lock()
+            gate.acquire()
+            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
+            thread.start()
+            gate.release()
+            call()
+            seen = bool(ran)
+            thread.join()
+            if seen:
+                return True
+        return False
+    finally:
+        sys.setswitchinterval(interval_s)
+
+
+@pytest.mark.parametrize("isa", list(native_kernels()))
+def test_the_c_kernels_let_other_threads_run(isa: str) -> None:
+    kernel, grouping = KERNELS[isa], Grouping(512, 8, 8, 128, 8, 0)
+    data = memoryview(bytes(grouping.elements * 2))
+    encoded, out = memoryview(kernel.encode(data, "bfloat16", grouping)), memoryview(bytearray(data.nbytes))
+    assert lets_others_run(lambda: kernel.encode(data, "bfloat16", grouping), tries=200)
+    assert lets_others_run(lambda: kernel.decode(encoded, out, "bfloat16", grouping), tries=200)
+    assert not lets_others_run(lambda: bytes(data), tries=5)  # a call that holds the GIL is told apart
 
 
 @pytest.mark.skipif(not native_kernels(), reason="the C kernel was not built here")

@@ -63,7 +63,7 @@ class BlockSerde(Serde):
             lengths.append(packed.size | (STORED if stored else 0))
             at += packed.size
         seal(out[:at], self.codec, itemsize, lengths, nbytes, layout, key)
-        return [memoryview(out[:at])]
+        return [out[:at].data]
 
     def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         itemsize, lengths, at = opened(src, self.codec, into.nbytes, layout, key)

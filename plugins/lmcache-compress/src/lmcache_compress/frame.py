@@ -44,7 +44,7 @@ def frame_bytes(nbytes: int) -> int:
 def seal(out: Bytes, codec: bytes, itemsize: int, lengths: list[int], nbytes: int, layout: Layout, key: bytes) -> None:
     """Write head and lengths in front of the blocks that `out` holds already."""
     out[HEAD.size : frame_bytes(nbytes)] = np.array(lengths, dtype="<u4").view(np.uint8)
-    checksum = _checksum(codec, itemsize, nbytes, layout, key, memoryview(out)[HEAD.size :])
+    checksum = _checksum(codec, itemsize, nbytes, layout, key, out.data[HEAD.size :])
     out[: HEAD.size] = np.frombuffer(HEAD.pack(codec, FORMAT, itemsize, nbytes, checksum), dtype=np.uint8)
 
 

@@ -48,7 +48,7 @@ class ZstdSerde(BlockSerde):
         self._contexts = _Contexts(settings.level)
 
     def compress(self, block: Bytes) -> bytes:
-        return self._contexts.compressor.compress(block)
+        return self._contexts.compressor.compress(block.data)
 
     def decompress(self, block: memoryview, nbytes: int) -> bytes:
         # The library allocates what a frame says it holds, so that is compared first.
