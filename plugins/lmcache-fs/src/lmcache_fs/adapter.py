@@ -263,7 +263,7 @@ class FsAdapter(L2Adapter):
         if error.errno in _FORBIDDEN:
             cure = f"give the server's user the right to read and write {self._paths.root}"
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
-            cure = f'the medium or the buffers do not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
+            cure = f'the medium does not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
         elif error.errno in _FULL:
             cure = f"free room on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ TRAILER = struct.Struct("<8sQ")
 _MAGIC = b"LMCFSEND"
 _IOV_BYTES_MAX = 0x7FFFF000  # the most that Linux moves in one call
 _IOV_MAX = 1024
+_BOUNCE_BYTES = 1 << 20  # for buffers that O_DIRECT does not take as they are
 
 
 class NotWholeError(Exception):
@@ -29,7 +31,7 @@ def trailer(nbytes: int) -> bytes:
 
 
 def write_object(path: str, buffers: Sequence[memoryview], *, direct: bool, sync: bool) -> None:
-    """Write a new file. Raises `OSError`, EINVAL if the medium or the buffers do not allow `direct`."""
+    """Write a new file. Raises `OSError`: EINVAL if the medium does not allow `direct`."""
     nbytes = sum(part.nbytes for part in buffers)
     aligned, rest = split_aligned(buffers) if direct and nbytes >= BLOCK_BYTES else ([], list(buffers))
     direct = bool(aligned)
@@ -37,7 +39,7 @@ def write_object(path: str, buffers: Sequence[memoryview], *, direct: bool, sync
     handle = os.open(path, flags, 0o600)
     try:
         if direct:
-            _write_all(handle, aligned)
+            _write_direct(handle, aligned)
             # The tail is no whole block: it goes through the page cache.
             fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         _write_all(handle, [*rest, memoryview(trailer(nbytes))])
@@ -63,7 +65,7 @@ def read_object(handle: int, file_bytes: int, buffers: Sequence[memoryview], *, 
     at = 0
     if direct:
         aligned, parts = split_aligned(parts)
-        at = _read_all(handle, aligned, 0)
+        at = _read_direct(handle, aligned)
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
     _read_all(handle, [*parts, memoryview(end)], at)
     magic, recorded = TRAILER.unpack(end)
@@ -124,6 +126,52 @@ def _write_all(handle: int, parts: list[memoryview]) -> None:
         if done == 0 and any(part.nbytes for part in parts):
             raise OSError(errno.EIO, "the medium takes no more bytes and gives no reason")
         parts = _after(parts, done)
+
+
+def _write_direct(handle: int, parts: list[memoryview]) -> None:
+    try:
+        _write_all(handle, parts)
+        return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # Some buffer does not start on a block (an encoder's bytes): it goes through one that does.
+    parts = _after(parts, os.lseek(handle, 0, os.SEEK_CUR))
+    bounce = _bounce()
+    while parts:
+        filled = 0
+        while parts and filled < bounce.nbytes:
+            piece = parts[0][: bounce.nbytes - filled]
+            bounce[filled : filled + piece.nbytes] = piece
+            filled += piece.nbytes
+            parts = _after(parts, piece.nbytes)
+        _write_all(handle, [bounce[:filled]])
+
+
+def _read_direct(handle: int, parts: list[memoryview]) -> int:
+    """Where the next byte would come from."""
+    try:
+        return _read_all(handle, parts, 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    bounce = _bounce()
+    at = 0
+    while parts:
+        wanted = min(bounce.nbytes, sum(part.nbytes for part in parts))
+        _read_all(handle, [bounce[:wanted]], at)
+        at += wanted
+        taken = 0
+        while taken < wanted:
+            piece = parts[0][: wanted - taken]
+            piece[:] = bounce[taken : taken + piece.nbytes]
+            taken += piece.nbytes
+            parts = _after(parts, piece.nbytes)
+    return at
+
+
+def _bounce() -> memoryview:
+    return memoryview(mmap.mmap(-1, _BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _read_all(handle: int, parts: list[memoryview], at: int) -> int:
