@@ -49,12 +49,11 @@ def print_settings_help(arguments: Namespace) -> None:
 def settings_lines(schema: Schema) -> str:
     """Two lines for each setting."""
     from lmcache_core.settings.present import default_text
-    from lmcache_core.settings.schema import annotation_text
     from lmcache_core.settings.sources import dotted
 
     lines = []
     for setting in schema.values():
-        lines.append(f"  --{dotted(setting.path)} <{annotation_text(setting.annotation)}>")
+        lines.append(f"  --{dotted(setting.path)} <{setting.type_text}>")
         default = "required" if setting.required else f"default {default_text(setting)}"
         lines.append(f"      {setting.description + '; ' if setting.description else ''}{default}")
     return "\n".join(lines)

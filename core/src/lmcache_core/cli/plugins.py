@@ -139,7 +139,7 @@ def _show(registry: Registry, name: str, as_json: bool) -> int:
 
 def _component(registry: Registry, record: PluginRecord, spec: ComponentSpec) -> dict[str, Any]:
     from lmcache_core.settings.present import default_text
-    from lmcache_core.settings.schema import annotation_text, fields_of
+    from lmcache_core.settings.schema import fields_of
     from lmcache_core.settings.sources import dotted
 
     model = registry.settings_model(spec.kind, spec.name)
@@ -152,7 +152,7 @@ def _component(registry: Registry, record: PluginRecord, spec: ComponentSpec) ->
         "settings": [
             {
                 "name": dotted(setting.path),
-                "type": annotation_text(setting.annotation),
+                "type": setting.type_text,
                 "required": setting.required,
                 "default": None if setting.required else default_text(setting),
                 "description": setting.description,

@@ -39,6 +39,12 @@ class SettingField:
         return any(_is_class(each, (SecretStr, SecretBytes)) for each in parts(self.annotation))
 
     @property
+    def type_text(self) -> str:
+        """Its type in a few letters, for people."""
+        text = annotation_text(self.annotation)
+        return text.replace("int", "size") if self.path[-1].endswith("_bytes") else text
+
+    @property
     def component(self) -> bool:
         """Whether it names one policy."""
         return any(_is_class(each, Component) for each in _alternatives(self.annotation))
@@ -81,7 +87,7 @@ def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
         default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
         if below is None or issubclass(below, Component):
             if below is not None and issubclass(below, Component):
-                default = below.model_fields["type"].default
+                default = default.type if isinstance(default, Component) else below.model_fields["type"].default
             yield SettingField(path, annotation, default, info.is_required(), info.description or "")
         if below is not None:
             yield from _walk(below, path)
