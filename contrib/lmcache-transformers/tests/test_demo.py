@@ -28,9 +28,10 @@ def test_the_demo_holds_and_leaves_nothing_behind(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 0, found
     assert found["ok"] is True
-    assert [row["step"] for row in found["rows"]] == [1, 2, 3, 4]
-    assert [row["tokens_reused"] for row in found["rows"]] == [0, 768, 768, 768]
-    assert [row["source"] for row in found["rows"]] == ["computed", "pool", "disk", "disk"]
-    assert all(row["equal"] and row["bytes_moved"] > 0 for row in found["rows"])
+    assert [row["step"] for row in found["rows"]] == [1, 2, 3, 4, 5]
+    assert [row["tokens_reused"] for row in found["rows"]] == [0, 768, 768, 768, 0]
+    assert [row["source"] for row in found["rows"]] == ["computed", "pool", "disk", "disk", "nowhere"]
+    assert [row["equal"] for row in found["rows"]] == [True, True, True, True, None]
+    assert all(row["bytes_moved"] > 0 for row in found["rows"])
     assert all(check["held"] for check in found["checks"])
     assert list(tmp_path.iterdir()) == []

@@ -12,23 +12,24 @@ from lmcache_core.cli.table import print_table
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the model. Times are seconds to the first token: `cold_s` without a cache, `warm_s` with it."""
+    """One step. Times are seconds to the first token: `cold_s` without a cache, `warm_s` with it; None where
+    nothing was answered."""
 
     step: int
     run: str
-    source: str  # where the prefix came from: computed, pool or disk
+    source: str  # where the prefix came from: computed, pool, disk, or nowhere
     tokens_prompt: int
     tokens_reused: int
-    cold_s: float
+    cold_s: float | None
     warm_s: float | None
-    moved: str  # stored or retrieved
+    moved: str  # stored, retrieved, or discarded with its writer
     bytes_moved: int
-    move_s: float  # all of store, or all of load: keys, lookup, waiting for the disk, copies
-    equal: bool  # greedy output equals the uncached run's, token by token
+    move_s: float | None  # all of store, or all of load: keys, lookup, waiting for the disk, copies
+    equal: bool | None  # greedy output equals the uncached run's, token by token
 
     @property
-    def gb_per_s(self) -> float:
-        return self.bytes_moved / self.move_s / 1e9 if self.move_s else 0.0
+    def gb_per_s(self) -> float | None:
+        return self.bytes_moved / self.move_s / 1e9 if self.move_s else None
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Report:
             self._finished
             and not self.error
             and bool(self.rows)
-            and all(row.equal for row in self.rows)
+            and all(row.equal is not False for row in self.rows)
             and all(check.held for check in self.checks)
         )
 
@@ -114,10 +115,14 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.run,
         row.source,
         f"{row.tokens_reused} of {row.tokens_prompt}",
-        f"{row.cold_s:.2f}",
-        "" if row.warm_s is None else f"{row.warm_s:.2f}",
+        _figure(row.cold_s),
+        _figure(row.warm_s),
         row.moved,
         f"{row.bytes_moved / 1e6:.1f}",
-        f"{row.gb_per_s:.2f}",
-        "yes" if row.equal else "NO",
+        _figure(row.gb_per_s),
+        {True: "yes", False: "NO", None: ""}[row.equal],
     )
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -180,6 +180,21 @@ class Demo:
         namespace = Namespace(said["model"], Layout(said["dtype"], tuple(said["shape"]), said["memory_format"]))
         keys = [bytes.fromhex(key) for key in said["keys"]]
         found = client.lookup(keys, namespace=namespace, prefix=False, wait_s=TIER_WAIT_S)
+        report.row(
+            Row(
+                step=5,
+                run="kill -9 of a worker before commit",
+                source="nowhere",
+                tokens_prompt=len(keys) * self.job.chunk_tokens,
+                tokens_reused=found.hits * self.job.chunk_tokens,
+                cold_s=None,
+                warm_s=None,
+                moved="discarded",
+                bytes_moved=held,
+                move_s=None,
+                equal=None,
+            )
+        )
         report.check(
             "5: the worker held memory when it was killed, all of it free now",
             held == said["bytes_held"] > 0,
