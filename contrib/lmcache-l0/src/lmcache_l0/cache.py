@@ -189,6 +189,7 @@ class SharedCache(_table.Table):
 def _open_or_make(path: Path, given: dict[str, Any], *, create: bool, read_only: bool, reserve: bool) -> int:
     """A descriptor of a finished table file."""
     flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
+    plan = plan_table(**given) if create else None  # before there is a file
     for _ in range(_OPEN_TRIES):
         try:
             fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
@@ -201,9 +202,7 @@ def _open_or_make(path: Path, given: dict[str, Any], *, create: bool, read_only:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise TableError(f"{path} is not a file: name one in a folder of shared memory, such as /dev/shm")
-            if _table.ready(fd) or not create:
-                return fd
-            if _finish(path, fd, given, reserve):
+            if plan is None or _table.ready(fd) or _finish(path, fd, plan, reserve):
                 return fd
         except BaseException:
             os.close(fd)
@@ -212,7 +211,7 @@ def _open_or_make(path: Path, given: dict[str, Any], *, create: bool, read_only:
     raise TableError(f"{path} was removed {_OPEN_TRIES} times while it was opened: somebody clears that folder")
 
 
-def _finish(path: Path, fd: int, given: dict[str, Any], reserve: bool) -> bool:
+def _finish(path: Path, fd: int, plan: Plan, reserve: bool) -> bool:
     """Build the table in an empty file, one process at a time. False: the name has moved on meanwhile."""
     fcntl.flock(fd, fcntl.LOCK_EX)  # freed by the kernel if we die in the middle: the next one starts over
     try:
@@ -220,7 +219,6 @@ def _finish(path: Path, fd: int, given: dict[str, Any], reserve: bool) -> bool:
             return False
         if _table.ready(fd):
             return True
-        plan = plan_table(**given)
         try:
             _allocate(path, fd, plan, reserve)
         except BaseException:

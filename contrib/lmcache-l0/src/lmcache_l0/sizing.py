@@ -12,6 +12,7 @@ VALUE_BYTES = 4096
 SIZE_GB = 1.0
 LOAD_MAX = 0.7  # planned load: the mean probe of a miss is short below, and grows fast above
 _LINE_BYTES = 64
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ def _built(slots: int, value: int, key: int, versions: int) -> Plan:
 def _slots_in(budget: int, value: int, key: int, versions: int) -> int:
     """The most slots that a file of `budget` bytes holds."""
     one = _built(1, value, key, versions)
-    slots = max(0, (budget - one.file_bytes) // (one.slot_bytes + _LINE_BYTES) + 2)
+    per_slot = one.slot_bytes + _LINE_BYTES
+    # One slot's file is padded to pages twice, so this guess is up to that much too low: start above it.
+    slots = max(0, (budget - one.file_bytes + 2 * _PAGE_BYTES) // per_slot + 2)
     while slots and _built(slots, value, key, versions).file_bytes > budget:
         slots -= 1
     return min(slots, _table.SLOTS_MAX)

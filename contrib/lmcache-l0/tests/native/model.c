@@ -1,0 +1,225 @@
+/* One writer against a model: every operation's result, every key's value, after every step; then damaged files. */
+#include "rig.h"
+
+enum { SLOTS = 13, KEYS = 20, VALUE = 200 };
+
+typedef struct model {
+    bool there;
+    size_t n;
+    uint64_t stamp;
+} model;
+
+static unsigned live(const model *m) {
+    unsigned n = 0;
+    for (int i = 0; i < KEYS; i++)
+        n += m[i].there;
+    return n;
+}
+
+static void check_key(const l0_table *t, const model *m, uint64_t number) {
+    unsigned char key_bytes[16], value[VALUE], expected[VALUE];
+    l0_found found;
+    l0_key key = numbered_key(t, key_bytes, number);
+    l0_result result = l0_find(t, key, &found);
+    CHECK(result == (m[number].there ? L0_DONE : L0_MISS), "key %llu", (unsigned long long)number);
+    if (result != L0_DONE)
+        return;
+    CHECK(found.n == m[number].n, "%zu bytes", found.n);
+    CHECK(l0_get_exactly(t, key, value, found.n, &found) == L0_DONE, "copy");
+    CHECK(l0_get_exactly(t, key, value, found.n - 1, &found) == L0_OTHER_SIZE, "size");
+    value_fill(expected, found.n, number, m[number].stamp);
+    CHECK(memcmp(value, expected, found.n) == 0, "bytes of key %llu", (unsigned long long)number);
+}
+
+static void against_model(uint64_t seed, int steps) {
+    rig r;
+    l0_table t;
+    rig_open(&r, SLOTS, VALUE, 16, 1 + seed % 3);
+    rig_join(&r, &t);
+    model m[KEYS] = {0};
+    unsigned char key_bytes[16], value[VALUE];
+    for (int step = 0; step < steps; step++) {
+        uint64_t number = rig_random(&seed) % KEYS, stamp = rig_random(&seed);
+        size_t n = 16 + rig_random(&seed) % (VALUE - 15);
+        l0_key key = numbered_key(&t, key_bytes, number);
+        bool inserted, room = live(m) < SLOTS, was = m[number].there;
+        value_fill(value, n, number, stamp);
+        l0_value v = {value, n, 0};
+        switch (rig_random(&seed) % 4) {
+        case 0:
+            CHECK(l0_delete(&t, key, 1) == (was ? L0_DONE : L0_MISS), "delete");
+            m[number].there = false;
+            break;
+        case 1: {
+            uint64_t ticket = l0_ticket(&t, key);
+            bool old = rig_random(&seed) % 2;
+            if (old)
+                l0_delete(&t, key, 1), was = m[number].there = false;
+            l0_result result = l0_insert(&t, key, v, ticket, 1), wanted = L0_DONE;
+            room = live(m) < SLOTS;
+            if (was || (old && room))
+                wanted = L0_MOVED;
+            else if (!room)
+                wanted = L0_FULL;
+            CHECK(result == wanted, "insert: %d, not %d", result, wanted);
+            if (result == L0_DONE)
+                m[number] = (model){true, n, stamp};
+            break;
+        }
+        default: {
+            l0_result result = l0_put(&t, key, v, 1, &inserted);
+            CHECK(result == (was || room ? L0_DONE : L0_FULL), "put");
+            if (result == L0_DONE) {
+                CHECK(inserted == !was, "inserted");
+                m[number] = (model){true, n, stamp};
+            }
+        }
+        }
+        for (uint64_t i = 0; i < KEYS; i++)
+            check_key(&t, m, i);
+        l0_survey s = {0};
+        l0_survey_add(&t, 0, SLOTS, &s);
+        CHECK(s.keys == live(m) && s.claimed == 0 && s.locked == 0, "survey");
+        CHECK(atomic_load(&l0_head(&t)->keys) == s.keys, "count");
+    }
+    for (uint64_t i = 0; i < KEYS; i++)
+        l0_delete(&t, numbered_key(&t, key_bytes, i), 1);
+    /* Nothing piles up: an empty table's probes are as short as a new one's. */
+    l0_survey s = {0};
+    l0_survey_add(&t, 0, SLOTS, &s);
+    CHECK(s.keys == 0 && s.miss_probes == SLOTS, "%llu probes", (unsigned long long)s.miss_probes);
+    rig_leave(&t);
+    rig_close(&r);
+}
+
+static void views_last_as_promised(void) {
+    rig r;
+    l0_table t;
+    unsigned char key_bytes[16], value[64];
+    bool inserted;
+    for (uint64_t versions = 1; versions <= 5; versions++) {
+        rig_open(&r, SLOTS, VALUE, 16, versions);
+        rig_join(&r, &t);
+        l0_key key = numbered_key(&t, key_bytes, 7);
+        l0_found found;
+        value_fill(value, 64, 7, 0);
+        l0_put(&t, key, (l0_value){value, 64, 0}, 1, &inserted);
+        l0_find(&t, key, &found);
+        for (uint64_t w = 1; w <= versions; w++) {
+            value_fill(value, 64, 7, w);
+            l0_put(&t, key, (l0_value){value, 64, 0}, 1, &inserted);
+            CHECK(l0_intact(&t, found.meta, found.generation), "after %llu of %llu", (unsigned long long)w,
+                  (unsigned long long)versions);
+            uint64_t stamp;
+            memcpy(&stamp, found.bytes + 8, 8);
+            CHECK(stamp == 0 && value_whole(found.bytes, found.n, 7), "the view's bytes moved");
+        }
+        l0_put(&t, key, (l0_value){value, 64, 0}, 1, &inserted);
+        CHECK(!l0_intact(&t, found.meta, found.generation), "one more write ends the view");
+        rig_leave(&t);
+        rig_close(&r);
+    }
+}
+
+static void dead_owner_is_relieved(void) {
+    rig r;
+    l0_table dead, alive;
+    unsigned char key_bytes[16], value[64];
+    bool inserted;
+    rig_open(&r, SLOTS, VALUE, 16, 2);
+    rig_join(&r, &dead);
+    rig_join(&r, &alive);
+    l0_key key = numbered_key(&dead, key_bytes, 3);
+    value_fill(value, 64, 3, 1);
+    l0_value v = {value, 64, 0};
+    CHECK(l0_put(&dead, key, v, 1, &inserted) == L0_DONE, "put");
+    l0_found found;
+    l0_find(&dead, key, &found);
+    CHECK(l0_lock(&dead, found.meta, 0) == L0_LOCKED, "lock");
+    l0_announce(found.meta, found.generation + 1);
+    memset(l0_buffer_at(&dead, found.slot, 1), 0xee, 64); /* stopped in the middle of its second write */
+    CHECK(l0_put(&alive, key, v, 1000000, &inserted) == L0_BUSY, "a living owner is waited for");
+    CHECK(l0_get_exactly(&alive, key, value, 64, &found) == L0_DONE && value_whole(value, 64, 3), "the old value");
+    rig_leave(&dead);
+    CHECK(l0_get_exactly(&alive, key, value, 64, &found) == L0_DONE && value_whole(value, 64, 3), "the old value");
+    value_fill(value, 64, 3, 2);
+    CHECK(l0_put(&alive, key, v, 1000000, &inserted) == L0_DONE && !inserted, "the slot can be written");
+
+    /* A claim of a dead writer, whose row somebody else has by now. */
+    rig_join(&r, &dead);
+    l0_key other = numbered_key(&dead, key_bytes, 4);
+    uint64_t distance, home = l0_home(&dead, other.hash);
+    CHECK(l0_lock_free(&dead, home, 1, &distance) == L0_DONE, "free slot");
+    l0_meta *m = l0_meta_at(&dead, l0_position(&dead, home, distance));
+    l0_claim(&dead, m, other.hash);
+    l0_bound_raise(&dead, home, distance);
+    uint64_t row = dead.me >> 48;
+    rig_leave(&dead);
+    rig_join(&r, &dead);
+    CHECK(dead.me >> 48 == row, "the row is taken again");
+    CHECK(l0_put(&alive, other, v, 1000000, &inserted) == L0_DONE && inserted, "the claim is cleared");
+    CHECK(l0_delete(&alive, other, 1) == L0_DONE, "and whole");
+    l0_survey s = {0};
+    l0_survey_add(&alive, 0, SLOTS, &s);
+    CHECK(s.claimed == 0 && s.locked == 0 && s.keys == 1, "nothing is left behind");
+    rig_leave(&dead);
+    rig_leave(&alive);
+    rig_close(&r);
+}
+
+/* Whatever the file says, no access leaves it and every call comes back. */
+static void damaged_files(uint64_t seed, int rounds) {
+    for (int round = 0; round < rounds; round++) {
+        rig r;
+        l0_table t;
+        unsigned char key_bytes[16], value[VALUE];
+        bool inserted;
+        rig_open(&r, SLOTS, VALUE, 16, 2);
+        rig_join(&r, &t);
+        for (uint64_t i = 0; i < 8; i++) {
+            value_fill(value, 64, i, i);
+            l0_put(&t, numbered_key(&t, key_bytes, i), (l0_value){value, 64, 0}, 1, &inserted);
+        }
+        uint64_t from = t.g.meta_offset, to = t.g.slots_offset + SLOTS * t.g.slot_bytes;
+        if (round % 2)
+            to = from + SLOTS * L0_LINE_BYTES; /* half of the rounds hit only what steers */
+        uint64_t hits = 1 + rig_random(&seed) % 200;
+        for (uint64_t i = 0; i < hits; i++) {
+            uint64_t at = from + rig_random(&seed) % (to - from);
+            t.base[at] = rig_random(&seed) % 3 ? (unsigned char)rig_random(&seed) : 0xff;
+        }
+        for (uint64_t i = 0; i < KEYS; i++) {
+            l0_found found;
+            l0_resident resident;
+            l0_key key = numbered_key(&t, key_bytes, i);
+            if (l0_find(&t, key, &found) == L0_DONE)
+                l0_copy_out(value, found.bytes, found.n);
+            l0_put(&t, key, (l0_value){value, VALUE, 0}, 1000, &inserted);
+            l0_insert(&t, key, (l0_value){value, 1, 0}, l0_ticket(&t, key), 1000);
+            if (i % 3 == 0)
+                l0_delete(&t, key, 1000);
+            l0_resident_at(&t, i % SLOTS, &resident);
+        }
+        l0_survey s = {0};
+        l0_survey_add(&t, 0, SLOTS, &s);
+        l0_cool(&t, 0, SLOTS);
+        /* And headers: any change is refused, or changes nothing that counts. */
+        l0_geometry g;
+        memset(&g, 0, sizeof g);
+        t.base[rig_random(&seed) % (offsetof(l0_header, checksum) + 8)] ^= 1 << rig_random(&seed) % 8;
+        CHECK(l0_header_check(l0_head(&t), t.g.file_bytes, &g) != L0_OK_HEADER, "a damaged header was believed");
+        rig_leave(&t);
+        rig_close(&r);
+    }
+}
+
+int main(int argc, char **argv) {
+    int rounds = argc > 1 ? atoi(argv[1]) : 100;
+    for (int seed = 1; seed <= 6; seed++)
+        against_model((uint64_t)seed, rounds * 10);
+    views_last_as_promised();
+    dead_owner_is_relieved();
+    damaged_files(99, rounds);
+    puts("ok");
+    return 0;
+}
