@@ -1,0 +1,203 @@
+"""End to end with a disk behind the pool: store, tier, evicted, prefetched, read; and what may go wrong there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.results import Status
+from lmcache_core.kernel.answers import Reason
+
+Node = Any  # the fixture of tests/conftest.py
+KEYS = 20
+
+
+def until(condition: Any, what: str = "") -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> list[str]:
+    return ["--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk")]
+
+
+def files(tmp_path: Path) -> list[Path]:
+    """Objects on the medium itself."""
+    return [path for path in (tmp_path / "disk").rglob("*") if path.is_file() and path.stat().st_size > 65536]
+
+
+def stored_objects(client: Any) -> int:
+    return int(client.status()["tiers"]["tiers"][0]["objects"])
+
+
+def fill(node: Node, client: Any, first: int = 0, count: int = KEYS) -> list[bytes]:
+    keys = [node.key(i) for i in range(first, first + count)]
+    sources = [node.payload(i) for i in range(first, first + count)]
+    assert client.store(keys, sources, namespace=node.namespace).stored == count
+    return keys
+
+
+def read_back(node: Node, client: Any, keys: list[bytes], wait_s: float = 30.0) -> int:
+    """Look up, wait for the loads, retrieve; the hits, with every byte checked."""
+    found = client.lookup(keys, namespace=node.namespace, hold=True, wait_s=wait_s)
+    into = [bytearray(65536) for _ in keys]
+    result = client.retrieve(keys, into, namespace=node.namespace, promises=found.promises)
+    assert result.hits == found.hits
+    for at in range(result.hits):
+        assert bytes(into[at]) == node.payload(int(keys[at].lstrip(b"\0") or b"0"))
+    return int(result.hits)
+
+
+def test_what_left_the_pool_is_read_from_disk(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    client.clear(node.namespace)
+    assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == 0
+    assert read_back(node, client, keys) == KEYS
+    assert client.status()["counters"]["loaded"] == KEYS
+
+
+def test_a_pool_that_overflows_serves_all_of_it_from_the_disk(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys: list[bytes] = []
+    for first in range(0, 600, 50):  # 37 MiB through a pool of 16
+        keys += fill(node, client, first, 50)
+        until(lambda: len(files(tmp_path)) >= len(keys), "the disk to keep up")
+    assert client.status()["counters"]["evicted"] > 0
+    for first in range(0, 600, 100):
+        assert read_back(node, client, keys[first : first + 100]) == 100
+
+
+def test_after_kill_9_of_the_server_the_next_one_reads_from_disk(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    server = node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    server.kill()
+    node.serve(*disk)
+    until(lambda: client.lookup(keys, namespace=node.namespace).statuses[0] is not Status.UNREACHABLE)
+    assert read_back(node, client, keys) == KEYS
+
+
+def test_sigterm_flushes_what_was_not_stored_yet(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    server = node.serve(*disk)
+    client = node.client()
+    fill(node, client, count=100)
+    server.signal(signal.SIGTERM)
+    assert server.popen.wait(60) == 0
+    assert len(files(tmp_path)) == 100
+
+
+def test_a_flipped_bit_is_a_miss_with_its_reason_and_is_set_aside(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client, count=3)
+    until(lambda: len(files(tmp_path)) == 3, "the files")
+    client.clear(node.namespace)
+    victim = next(path for path in files(tmp_path) if keys[1].hex() in str(path).replace(os.sep, ""))
+    content = bytearray(victim.read_bytes())
+    content[-100] ^= 4
+    victim.write_bytes(content)
+    found = client.lookup(keys, namespace=node.namespace, wait_s=30)
+    assert found.hits == 1
+    assert found.reasons[1] is Reason.DAMAGED
+    assert read_back(node, client, keys) == 1
+
+
+def test_clear_with_tiers_is_for_good_also_after_a_restart(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    server = node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    client.clear(node.namespace, tiers=True)
+    assert client.lookup(keys, namespace=node.namespace, wait_s=30).hits == 0
+    server.kill()
+    node.serve(*disk)
+    until(lambda: client.lookup(keys, namespace=node.namespace).statuses[0] is not Status.UNREACHABLE)
+    assert client.lookup(keys, namespace=node.namespace, wait_s=30).hits == 0
+
+
+def test_a_capacity_in_bytes_is_kept_by_evicting_on_the_disk(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk, "--l2.disk.capacity_bytes", "2MiB")
+    client = node.client()
+    fill(node, client, count=100)
+    until(lambda: client.status()["tiers"]["tiers"][0]["bytes_used"] > 0, "stores")
+
+    def settled() -> bool:
+        tier = client.status()["tiers"]["tiers"][0]
+        on_disk = sum(path.stat().st_size for path in files(tmp_path))
+        return tier["bytes_used"] <= 2 << 20 and on_disk <= 2 << 20 and not tier["lanes"]["disk-store"]["queued"]
+
+    until(settled, "the capacity")
+
+
+def test_a_lookup_can_be_asked_about_while_it_loads(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    client.clear(node.namespace)
+    found = client.lookup(keys, namespace=node.namespace)
+    assert found.job
+    assert client.query_lookup_hits(found.job).hits == KEYS
+    until(lambda: client.query_prefetch_status(found.job).done, "the loads")
+    assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS
+
+
+def test_lookup_nowait_answers_when_the_loads_have_ended(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    client.clear(node.namespace)
+    handle = client.lookup_nowait(keys, namespace=node.namespace)
+    until(lambda: handle.done, "the handle")
+    assert handle.result is not None
+    assert handle.result.hits == KEYS
+    cancelled = client.lookup_nowait([node.key("nowhere")], namespace=node.namespace)
+    cancelled.cancel()
+    assert cancelled.done
+
+
+def test_buffer_only_mode_drops_from_the_pool_what_the_disk_has(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    node.serve(*disk, "--store_policy", "skip_l1", "--l1.eviction", "noop")
+    client = node.client()
+    keys: list[bytes] = []
+    for first in range(0, 500, 50):  # twice the pool, and its eviction policy never evicts
+        until(lambda: client.status()["l1"]["used_bytes"] < 8 << 20, "the disk to keep up")
+        keys += fill(node, client, first, 50)
+    until(lambda: client.status()["l1"]["used_bytes"] == 0, "the drops")
+    assert len(files(tmp_path)) == 500
+    assert read_back(node, client, keys[:100]) == 100
+
+
+def test_two_servers_may_share_one_directory(node: Node, tmp_path: Path, disk: list[str]) -> None:
+    from lmcache_core.client.client import Client
+
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    first_name, node.name = node.name, node.name + "b"
+    node.serve(*disk)
+    with Client.connect(node.name, runtime_dir=node.run) as other:
+        assert read_back(node, other, keys) == KEYS
+    node.name = first_name
+
+
+def test_status_is_plain_json(node: Node, disk: list[str]) -> None:
+    node.serve(*disk)
+    status = node.client().status()
+    assert json.loads(json.dumps(status)) == status
