@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from lmcache_core.cli.bench import BENCHES, add_bench
 from lmcache_core.cli.bench.harness import Bench, machine, number
 from lmcache_core.cli.lazy import LazyParser
-from lmcache_core.cli.table import plain_table
+from lmcache_core.cli.table import plain_table, print_table
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -131,6 +133,51 @@ def test_a_plain_table_cuts_nothing_off() -> None:
         "x" * 200 + "   1",
         "[red]" + " " * 195 + "  22",
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_rich_draws_the_table_and_leaves_brackets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    print_table(("name", "n"), [("[red]x[/red]", "1")], title="a title", right=(1,), stream=out)
+    assert "[red]x[/red]" in out.getvalue()
+    assert "a title" in out.getvalue()
+    assert "┃" in out.getvalue()
+
+
+@pytest.mark.parametrize("without_rich", [False, True])
+def test_progress_is_shown_with_rich_and_without_it(monkeypatch: pytest.MonkeyPatch, without_rich: bool) -> None:
+    if without_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    else:
+        pytest.importorskip("rich")
+    err, out = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr(sys, "stdout", out)
+    with Bench("x") as bench:
+        bench.steps(2)
+        bench.step("first thing")
+        bench.step("second thing")
+        bench.record("a", 1.0, "u")
+    assert ("bench x [2/2] second thing\n" in err.getvalue()) is without_rich
+    assert err.getvalue()
+    assert "a" in out.getvalue()
+
+
+def test_a_run_that_raises_prints_no_half_report(capsys: pytest.CaptureFixture[str]) -> None:
+    def break_off() -> None:
+        with Bench("x", as_json=True) as bench:
+            bench.record("a", 1.0, "u")
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        break_off()
+    assert capsys.readouterr().out == ""
 
 
 def test_abbreviations_are_no_options() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,6 +67,30 @@ def test_bare_help_imports_nothing_heavy(environ: dict[str, str], tmp_path: Path
 def test_a_plugin_s_command_runs_and_gives_its_exit_status(run: Run) -> None:
     done = run("acme-hello", "--to", "all")
     assert (done.returncode, done.stdout) == (7, "hello all\n")
+
+
+def test_a_plugin_cannot_take_the_name_of_a_command() -> None:
+    class Greedy:
+        @hookimpl
+        def lmcache_add_commands(self, subparsers: Any) -> None:
+            subparsers.add_parser("serve")
+
+    registry = Registry()
+    registry.register(Greedy(), "greedy")
+    parser = build_parser(registry)
+    assert "serve" in str(registry.faults[0])
+    assert parser.parse_known_args(["serve"])[0].takes_settings
+
+
+def test_a_reader_that_goes_away_is_no_traceback(environ: dict[str, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "config"]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environ, cwd=tmp_path, check=False)
+    finally:
+        os.close(write_end)
+    assert done.stderr == b""
 
 
 def test_demo_without_its_package_says_what_to_install() -> None:

@@ -33,6 +33,7 @@ COLD = {"LMCACHE_CORE_L2__COLD__TYPE": "acme", "LMCACHE_CORE_L2__COLD__BUCKET": 
         ([], {"LMCACHE_CORE_L1__BAKCING": "shm"}, "", "did you mean 'LMCACHE_CORE_L1__BACKING'?"),
         ([], {**COLD, "LMCACHE_CORE_L2__COLD__REGIN": "north"}, "", "did you mean 'LMCACHE_CORE_L2__COLD__REGION'?"),
         ([], {}, '[l2.cold]\ntype = "plain"\nbucket = "b"\n', "l2.cold.bucket"),
+        (['--l1.eviction={"type": "ghostly", "gohst": 1}'], {}, "", "did you mean 'l1.eviction.ghost'?"),
     ],
 )
 def test_a_misspelt_name_is_an_error_with_what_was_meant(

@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status. What is wrong is one line on standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
+        status = _run(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is caught
     except CacheError as error:
         print(f"lmcache-core: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_REFUSED
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `lmcache-core config | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
         return EXIT_REFUSED
+    return status
 
 
 def _run(argv: list[str]) -> int:

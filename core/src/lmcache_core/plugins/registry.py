@@ -164,7 +164,7 @@ class Registry:
     ) -> Any:
         """One new component. `settings` is an instance of its model, or the values to make one from; `context`
         is the AdapterContext, for adapters only. Raises PluginError naming the plugin where it cannot be built;
-        errors of ours pass as they are."""
+        errors of ours pass as they are, and so does the ValidationError for values that the model refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
         factory = self.factory(kind, name)

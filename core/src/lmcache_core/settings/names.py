@@ -34,7 +34,7 @@ def take_unknown_variables(sources: Sequence[Source]) -> dict[SettingPath, str]:
 def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
     """A line for each variable that is no setting."""
     return [
-        f"{name} is no setting and is ignored{_near(path, schema, Origin.ENVIRONMENT)}" for path, name in taken.items()
+        f"{name} is no setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}" for path, name in taken.items()
     ]
 
 
@@ -48,7 +48,7 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
                 continue
             name = spelled(path, source.origin)
             where = f" ({leaf.where})" if leaf.where != name else ""
-            meant = _near(path, schema, source.origin) if problem == "no setting" else ""
+            meant = near(path, schema, source.origin) if problem == "no setting" else ""
             problems.append(f"{name}{where} is {problem}{meant}")
     if problems:
         raise SettingsError("; ".join(problems))
@@ -75,7 +75,7 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
     return "no setting"
 
 
-def _near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
+def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
     """Compared without regard to how many underscores stand where: those are what people get wrong."""
     flat = {"_".join(each): each for each in known}
     told = suggestion("_".join(path), flat)

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.settings.names import near
 from lmcache_core.settings.schema import Schema
 from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, spelled
 
@@ -36,7 +37,7 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
             f"or by {spelled(path, Origin.ENVIRONMENT)}"
         )
     if kind == "extra_forbidden":
-        return f"{dotted(path)} is no setting"
+        return f"{dotted(path)} is no setting{near(path, schema, Origin.DEFAULT)}"
     where = next(
         (leaf.where for source in sources for at, leaf in source.leaves.items() if at[: len(known)] == known), ""
     )
