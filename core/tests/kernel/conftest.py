@@ -14,12 +14,7 @@ from lmcache_core.policies.lru import LruEviction
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-MIB = 1 << 20
-WORKER, OTHER, LAYOUT, BIG, NS = 1, 2, 1, 2, 0xA
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
+from kernel_words import BIG, LAYOUT, MIB, OTHER, WORKER  # found through the line above
 
 
 @pytest.fixture
@@ -27,22 +22,9 @@ def make_kernel() -> Callable[..., Kernel]:
     """A kernel over `slots` objects of 1 MiB (each a slab of its own), with two attached workers."""
 
     def make(slots: int = 8, *, policy: Any = None, **config: Any) -> Kernel:
-        kernel = Kernel(
-            KernelConfig(pool_bytes=slots * MIB, slab_bytes=MIB, write_ttl_s=10, read_ttl_s=10, promise_ttl_s=10)
-            if not config
-            else KernelConfig(
-                **{
-                    "pool_bytes": slots * MIB,
-                    "slab_bytes": MIB,
-                    "write_ttl_s": 10,
-                    "read_ttl_s": 10,
-                    "promise_ttl_s": 10,
-                    **config,
-                }
-            ),
-            policy or LruEviction(),
-            epoch=1,
-        )
+        sizes = {"pool_bytes": slots * MIB, "slab_bytes": MIB}
+        times = {"write_ttl_s": 10, "read_ttl_s": 10, "promise_ttl_s": 10}
+        kernel = Kernel(KernelConfig(**{**sizes, **times, **config}), policy or LruEviction(), epoch=1)
         kernel.add_memory(config.get("pool_bytes", slots * MIB))
         kernel.register_layout(LAYOUT, MIB)
         kernel.register_layout(BIG, 2 * MIB)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from lmcache_core.kernel.allocator import SizeClass, Slab
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
@@ -19,13 +17,13 @@ def make_room(residents: Residents, size_class: SizeClass, slots: int) -> None:
     The policy's coldest first. Those of the same class give their slots; where these are not enough, the class
     takes a whole slab: the one that holds the coldest object of another class and nothing that is held.
     """
-    policy, allocator = residents.policy, residents.allocator
+    allocator = residents.allocator
     evicted_max = residents.evictions + EVICTED_OBJECTS_MAX
     known_busy: set[Slab] = set()
     reach = 1
     while (missing := slots - size_class.slots_free) > 0 and residents.evictions < evicted_max:
         nbytes = missing * size_class.slot_bytes * reach
-        coldest = cast(list[Incarnation], policy.victims(nbytes))
+        coldest = residents.victims(nbytes)
         own = [item for item in coldest if item.slab.size_class is size_class][:missing]
         if own:
             residents.evict(own)
@@ -86,7 +84,7 @@ class Trimmer:
         if over > 0:
             mean = max(1, used // max(1, residents.objects()))
             nbytes = min(over, TRIM_STEP_OBJECTS * mean)
-            victims = cast(list[Incarnation], residents.policy.victims(nbytes))[:TRIM_STEP_OBJECTS]
+            victims = residents.victims(nbytes)[:TRIM_STEP_OBJECTS]
         if victims:
             residents.evict(victims)
         else:

@@ -64,7 +64,9 @@ def check_keys(keys: Sequence[bytes]) -> None:
     """Raise `UsageError` naming the first key that is not 32 bytes."""
     if set(map(len, keys)) - {KEY_BYTES}:
         at = next(i for i, key in enumerate(keys) if len(key) != KEY_BYTES)
-        raise UsageError(f"key {at} is {len(keys[at])} bytes long and a key has {KEY_BYTES}: derive keys with tokens/")
+        raise UsageError(
+            f"key {at} is {len(keys[at])} bytes long, not {KEY_BYTES}: derive keys with lmcache_core.tokens"
+        )
 
 
 class NamespaceTable:

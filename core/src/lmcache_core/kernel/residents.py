@@ -7,6 +7,7 @@ disagree. All methods take whole batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from lmcache_core.kernel.allocator import Allocator
 from lmcache_core.kernel.answers import Reason
@@ -62,6 +63,14 @@ class Residents:
             self.allocator.assigned.clear()
 
     # --- what is being written ------------------------------------------------------------------------------
+
+    def unclaim(self, objects: Sequence[Incarnation]) -> None:
+        """Undo a claim that was never granted: keys out of the table, slots back to their slabs."""
+        self.table.remove(objects)
+        seated = [item for item in objects if hasattr(item, "slab")]
+        for item in seated:
+            item.state = State.FREE
+        self.allocator.free(seated)
 
     def granted(self, objects: Sequence[Incarnation], live: State, nbytes: int, row: int) -> None:
         """Objects that stand in the table and have their slots: the first step of each incarnation."""
@@ -130,6 +139,11 @@ class Residents:
             self.move([item for item in objects if item.holds], READY, Event.REMOVE_HELD)
         self.reasons.note(objects, reason)
         self.effects.append(Removed(list(objects), reason))
+
+    def victims(self, nbytes: int) -> list[Incarnation]:
+        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err."""
+        named = cast(list[Incarnation], self.policy.victims(nbytes))
+        return [item for item in dict.fromkeys(named) if item.state is READY and not item.holds]
 
     def evict(self, victims: list[Incarnation]) -> None:
         """Make room: the victims are ready, and nobody holds them."""

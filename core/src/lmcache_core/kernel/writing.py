@@ -85,7 +85,11 @@ class Writing:
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
         if existing:
             residents.policy.access(existing[::-1])
-        refusal, placed = self._place(session, size_class, created, existing)
+        try:
+            refusal, placed = self._place(session, size_class, created, existing)
+        except BaseException:  # a policy is a plugin: its failure is this call's, and must not block these keys
+            self._residents.unclaim(created)
+            raise
         residents.flush_slabs()
         if placed < len(created):
             self._deny(created[placed:], entries, statuses, refusal)
@@ -167,8 +171,10 @@ class Writing:
                 return Grant.WARMING, placed
             # What this call says exists must not be what is evicted for the rest of its own prefix.
             self._residents.hold(existing)
-            make_room(self._residents, size_class, len(created) - placed)
-            self._residents.release(existing)
+            try:
+                make_room(self._residents, size_class, len(created) - placed)
+            finally:
+                self._residents.release(existing)
             placed += allocator.place(size_class, created[placed:])
         return Grant.FULL, placed
 

@@ -1,0 +1,53 @@
+"""The transition table is the only way between states."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from kernel_words import LAYOUT, NS, WORKER, keys, offer
+
+from lmcache_core.kernel import TRANSITIONS, Event, Kernel, State
+from lmcache_core.kernel.states import INDEXED, diagram
+
+
+def test_every_state_is_reached_from_free_and_leads_back_to_it() -> None:
+    def reached(start: State, steps: set[tuple[State, State]]) -> set[State]:
+        seen, todo = {start}, [start]
+        while todo:
+            here = todo.pop()
+            for before, after in steps:
+                if before is here and after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+        return seen
+
+    forward = {(before, after) for (before, _), after in TRANSITIONS.items()}
+    assert reached(State.FREE, forward) == set(State)
+    assert reached(State.FREE, {(after, before) for before, after in forward}) == set(State)
+
+
+def test_nothing_comes_back_into_the_index_and_nothing_becomes_ready_but_by_commit() -> None:
+    for (before, event), after in TRANSITIONS.items():
+        if after is State.READY:
+            assert event is Event.COMMIT
+        if before not in INDEXED and before is not State.FREE:
+            assert after is State.FREE
+
+
+def test_a_step_that_is_not_in_the_table_stops_the_kernel(kernel: Kernel) -> None:
+    offer(kernel, 1)
+    item = kernel._residents.table.of(NS).get(keys(1)[0])
+    assert item is not None
+    for before, event in itertools.product(State, Event):
+        if (before, event) not in TRANSITIONS:
+            with pytest.raises(KeyError):
+                kernel._residents.move([item], before, event)
+    with pytest.raises(AssertionError, match="expected READY"):
+        kernel._residents.move([item], State.READY, Event.REMOVE)
+    assert kernel.prepare_store(WORKER, NS, LAYOUT, keys(1), 0.0).lease_id
+
+
+def test_the_diagram_has_a_line_for_each_step() -> None:
+    assert len(diagram().splitlines()) == 1 + len(TRANSITIONS)
+    assert "WRITING --> QUARANTINED: expire" in diagram()
