@@ -72,9 +72,13 @@ def test_a_pool_that_overflows_serves_all_of_it_from_the_disk(node: Node, tmp_pa
     node.serve(*disk)
     client = node.client()
     keys: list[bytes] = []
+
+    def keeps_up() -> bool:
+        return len(files(tmp_path)) >= len(keys)
+
     for first in range(0, 600, 50):  # 37 MiB through a pool of 16
         keys += fill(node, client, first, 50)
-        until(lambda: len(files(tmp_path)) >= len(keys), "the disk to keep up")
+        until(keeps_up, "the disk to keep up")
     assert client.status()["counters"]["evicted"] > 0
     for first in range(0, 600, 100):
         assert read_back(node, client, keys[first : first + 100]) == 100

@@ -1,0 +1,57 @@
+"""What the docs say is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.kernel.states import diagram
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".nox", ".venv", "node_modules"} & set(path.parts))
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def fenced(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_diagram_of_states_is_the_codes() -> None:
+    text = (ROOT / "docs/internals/leases.md").read_text()
+    assert fenced(text, "mermaid") == [diagram()]
+
+
+def test_the_two_commands_are_the_first_that_say_demo_and_tests() -> None:
+    commands = fenced((ROOT / "README.md").read_text(), "sh")
+    assert commands[0].strip().endswith("nox -s demo")
+    assert commands[1].strip().endswith("nox -s tests")
+    assert all(len(command.strip().splitlines()) == 1 for command in commands[:2])
+
+
+def test_the_use_from_python_runs(node: Any) -> None:
+    node.serve()
+    code = fenced((ROOT / "README.md").read_text(), "python")[0].replace('"default"', f'"{node.name}"')
+    code = code.replace(".connect(", f".connect(runtime_dir={str(node.run)!r}, name=")
+    done = subprocess.run(
+        [sys.executable, "-c", code + "\nassert found.hits == 4"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_examples_in_python_parse(page: Path) -> None:
+    for code in fenced(page.read_text(), "python"):
+        ast.parse(re.sub(r"^(def .*[^:])$", r"\1: ...", code, flags=re.MULTILINE))  # a signature is one, too
