@@ -83,6 +83,7 @@ class Capabilities:
     evicts: bool = False  # the medium drops objects by itself when it is full
     shared: bool = False  # several servers may use the medium at once
     batch_keys_max: int = TIER_BATCH_KEYS_MAX
+    batch_bytes_max: int | None = None  # more in one call gains nothing (one object is always allowed)
     object_bytes_max: int | None = None
     key_bytes_max: int = 64
 

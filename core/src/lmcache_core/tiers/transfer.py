@@ -170,18 +170,22 @@ class Carrier:
     def _parts(self, batch: Sequence[Transfer]) -> Iterator[Sequence[Transfer]]:
         """The batch in pieces that the adapter takes at once and whose scratch fits its limit."""
         keys_max = max(1, self._adapter.capabilities.batch_keys_max)
+        bytes_max = self._adapter.capabilities.batch_bytes_max or SCRATCH_BYTES_MAX
         part: list[Transfer] = []
-        scratch_bytes = 0
+        scratch_bytes = nbytes = 0
         for transfer in batch:
             needs = HEADER_BYTES
             if not self._chain.is_identity:
                 # An intermediate and a result for each serde, each at most as large as the largest stage.
                 needs += 2 * self._chain.encoded_bytes_max(transfer.kind.layout)
-            if part and (len(part) >= keys_max or scratch_bytes + needs > SCRATCH_BYTES_MAX):
+            size = transfer.view.nbytes
+            full = len(part) >= keys_max or scratch_bytes + needs > SCRATCH_BYTES_MAX or nbytes + size > bytes_max
+            if part and full:
                 yield part
-                part, scratch_bytes = [], 0
+                part, scratch_bytes, nbytes = [], 0, 0
             part.append(transfer)
             scratch_bytes += needs
+            nbytes += size
         if part:
             yield part
 
