@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.plugins.registry import Registry
@@ -80,7 +80,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("equivalence") / "lmcache.toml"
 
 
-@settings(max_examples=60, deadline=None)
+# too_slow looks at the clock, and a loaded machine is no fault of ours
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tree=TREES)
 def test_flags_environment_file_and_values_give_the_same_settings(
     registry: Registry, file: Path, tree: dict[str, Any]
