@@ -45,9 +45,7 @@ HOLDERS: dict[str, Callable[[list[int]], Any]] = {
     "array q": lambda ids: array("q", ids),
     "array Q": lambda ids: array("Q", ids),
     "array l": lambda ids: array("l", ids),
-    "bytes cast to I": lambda ids: (
-        memoryview(array("I", ids).tobytes()).cast("I") if ids else memoryview(array("I"))
-    ),
+    "bytes cast to I": lambda ids: memoryview(array("I", ids).tobytes()).cast("I") if ids else memoryview(array("I")),
     "strided view": strided,
     "numpy int64": as_numpy("int64"),
     "numpy uint64": as_numpy("uint64"),
@@ -141,10 +139,7 @@ def test_another_process_with_another_hash_seed_gets_the_same_keys() -> None:
     [
         *[("list", bad) for bad in (-1, 2**32, 2**70, -(2**70))],
         *[(holder, -1) for holder in ("iterator", "array q", "array l", "array i", "strided view")],
-        *[
-            (holder, -7)
-            for holder in ("numpy int64", "numpy int32", "torch int64", "torch int32", "torch strided")
-        ],
+        *[(holder, -7) for holder in ("numpy int64", "numpy int32", "torch int64", "torch int32", "torch strided")],
         *[(holder, 2**32) for holder in ("array q", "array Q", "numpy int64", "numpy uint64", "torch int64")],
         ("array Q", 2**63),
         ("array q", -(2**63)),

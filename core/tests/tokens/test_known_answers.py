@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from pathlib import Path
+
+import pytest
 
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace, chunk_keys, keys_from_block_hashes
@@ -54,3 +57,13 @@ def test_a_chunk_key_hashes_its_predecessor_and_little_endian_words() -> None:
     first = hashlib.sha256(NAMESPACE.digest + struct.pack("<4I", *TOKENS[:4])).digest()
     second = hashlib.sha256(first + struct.pack("<4I", *TOKENS[4:8])).digest()
     assert chunk_keys(TOKENS, NAMESPACE, chunk_tokens=4) == [first, second]
+
+
+def test_the_guide_prints_the_same_answers() -> None:
+    guide = Path(__file__).parents[3] / "docs" / "guide" / "keys.md"
+    if not guide.exists():
+        pytest.skip("the guide is not part of this copy")
+    text = guide.read_text()
+    keys = chunk_keys(TOKENS, NAMESPACE, chunk_tokens=4) + keys_from_block_hashes([bytes(range(32))], NAMESPACE)
+    for value in (NAMESPACE.digest.hex(), str(NAMESPACE.id), *(key.hex() for key in keys)):
+        assert value in text

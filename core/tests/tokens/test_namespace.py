@@ -65,9 +65,7 @@ def test_a_namespace_survives_pickling() -> None:
     assert again.digest == namespace.digest
 
 
-@pytest.mark.parametrize(
-    "shard", [(0, 0), (1, 1), (-1, 2), (0, 1, 2), [0, 1], (0, 1 << 17), (0.0, 1), (False, True)]
-)
+@pytest.mark.parametrize("shard", [(0, 0), (1, 1), (-1, 2), (0, 1, 2), [0, 1], (0, 1 << 17), (0.0, 1), (False, True)])
 def test_a_kv_shard_that_is_no_part_of_a_whole_is_refused(shard: object) -> None:
     with pytest.raises(UsageError, match="kv_shard"):
         Namespace("m", LAYOUT, kv_shard=shard)  # type: ignore[arg-type]

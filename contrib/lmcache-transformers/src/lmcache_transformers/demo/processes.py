@@ -21,7 +21,7 @@ def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
             cwd=folder,
-            env=clean_environment(),
+            env=clean_environment() | {"TMPDIR": str(folder)},  # torch leaves a folder of its own there
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

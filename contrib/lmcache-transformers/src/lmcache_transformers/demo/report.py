@@ -48,7 +48,7 @@ class Report:
         self._as_json = as_json
         self.rows: list[Row] = []
         self.checks: list[Check] = []
-        self.facts: dict[str, float] = {}
+        self.facts: dict[str, float] = {}  # seconds, by what they were needed for; names end in _s
         self.error = ""
         self._finished = False
 
@@ -104,6 +104,8 @@ class Report:
         for check in self.checks:
             seen = f" ({check.seen})" if check.seen else ""
             sys.stdout.write(f"{'held  ' if check.held else 'BROKEN'}  {check.claim}{seen}\n")
+        for name, seconds in self.facts.items():
+            sys.stdout.write(f"{name.removesuffix('_s').replace('_', ' ')}: {seconds:.3f} s\n")
         if self.error:
             sys.stdout.write(f"error: {self.error}\n")
         sys.stdout.write(f"ok: {'yes' if self.ok else 'no'}\n")

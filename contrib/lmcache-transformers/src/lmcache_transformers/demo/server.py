@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from lmcache_core.client.client import Client
 from lmcache_core.errors import CacheError, DisconnectedError
 
-SERVER_NAME = "demo"
 TIER = "disk"
 START_TIMEOUT_S = 120.0  # a safety net: seconds are usual
 STOP_TIMEOUT_S = 60.0
@@ -52,10 +51,11 @@ class ServerProcess:
 
     def __init__(self, folder: Path, pool_bytes: int, backing: str, chunk_tokens: int) -> None:
         self.folder = folder
+        self.name = f"demo-{os.getpid()}"  # of its own: a pool in shared memory goes by it on the whole node
         self.runtime_dir = folder / "run"
         self.tier_dir = folder / "disk"
         self._flags = {
-            "name": SERVER_NAME,
+            "name": self.name,
             "runtime_dir": self.runtime_dir,
             "state_dir": folder / "state",
             "l1.size_bytes": pool_bytes,
@@ -79,9 +79,13 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 command, cwd=self.folder, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        with Client.connect(SERVER_NAME, runtime_dir=self.runtime_dir, maps_pool=False) as client:
+        with self.observer() as client:
             wait_for("the server to be ready", lambda: self._ready(client), START_TIMEOUT_S)
         return time.perf_counter() - started_s
+
+    def observer(self) -> Client:
+        """A client that looks and asks, and maps nothing."""
+        return Client.connect(self.name, runtime_dir=self.runtime_dir, client_name="demo", maps_pool=False)
 
     def _ready(self, client: Client) -> bool | None:
         assert self._process is not None

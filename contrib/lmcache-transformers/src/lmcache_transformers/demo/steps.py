@@ -13,16 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace, chunk_keys
-from lmcache_transformers.demo.model import write_document
+from lmcache_transformers.demo.model import ModelShape, write_document
 from lmcache_transformers.demo.observe import look
 from lmcache_transformers.demo.processes import HangingWorker, run_worker
 from lmcache_transformers.demo.report import Report, Row
-from lmcache_transformers.demo.server import SERVER_NAME, DemoError, ServerProcess, wait_for
+from lmcache_transformers.demo.server import DemoError, ServerProcess, wait_for
 from lmcache_transformers.demo.worker import Job
 
 SETTLE_TIMEOUT_S = 60.0  # a safety net for what takes milliseconds: a death noticed, a queue emptied
@@ -36,6 +35,10 @@ class Demo:
     def __init__(self, arguments: Arguments, folder: Path, report: Report) -> None:
         self.folder = folder
         self.report = report
+        shape = ModelShape(arguments.layers, arguments.kv_heads, arguments.seed)
+        # Room for the document, for the one whose writer is killed, and for as much again.
+        pool_bytes = max(POOL_BYTES_MIN, 4 * arguments.tokens * shape.token_bytes)
+        self.server = ServerProcess(folder, pool_bytes, arguments.backing, arguments.chunk_tokens)
         self.job = Job(
             task="",
             question=0,
@@ -45,14 +48,10 @@ class Demo:
             layers=arguments.layers,
             kv_heads=arguments.kv_heads,
             seed=arguments.seed,
-            server=SERVER_NAME,
-            runtime_dir=str(folder / "run"),
+            server=self.server.name,
+            runtime_dir=str(self.server.runtime_dir),
             wait_s=TIER_WAIT_S,
         )
-        self.document_bytes = arguments.tokens * self.job.shape.token_bytes
-        # Room for the document, for the one whose writer is killed, and for as much again.
-        pool_bytes = max(POOL_BYTES_MIN, 4 * self.document_bytes)
-        self.server = ServerProcess(folder, pool_bytes, arguments.backing, arguments.chunk_tokens)
         self.reused_expected = arguments.tokens // arguments.chunk_tokens * arguments.chunk_tokens
         self.uncached: list[dict[str, Any]] = []
 
@@ -65,9 +64,7 @@ class Demo:
             stack.enter_context(self.server)
             report.step("starting a server with a pool and a disk tier")
             report.facts["server_ready_s"] = self.server.start()
-            self.client = stack.enter_context(
-                Client.connect(SERVER_NAME, runtime_dir=self.server.runtime_dir, maps_pool=False)
-            )
+            self.client = stack.enter_context(self.server.observer())
             for question in (0, 1):
                 report.step(f"question {question + 1} without a cache, to compare with")
                 self.uncached.append(self._work("uncached", question))
