@@ -82,33 +82,35 @@ def reopen(fd: int) -> int:
         ) from error
 
 
-def grant_access(fd: int, access: Access, gids: Sequence[int]) -> None:
-    """Set mode and groups of a segment that this process owns.
+def grant_access(
+    target: int | Path, access: Access, gids: Sequence[int], *, owner_bits: int = 6, group_bits: int = 6
+) -> None:
+    """Set mode and groups of a segment, socket or directory that this process owns (`rwx` bits: 4, 2, 1).
 
     The first gid becomes the file's group; more of them need access lists, which tmpfs has and memfd lacks.
     """
     if access is Access.OWNER:
-        os.fchmod(fd, 0o600)
+        os.chmod(target, owner_bits << 6)  # noqa: PTH101 - a descriptor, or a path
         return
     if not gids:
         raise UsageError('access = "group" names no gid: list those of the engine processes')
     try:
-        os.fchown(fd, -1, gids[0])
-        os.fchmod(fd, 0o660)
+        os.chown(target, -1, gids[0])
+        os.chmod(target, owner_bits << 6 | group_bits << 3)  # noqa: PTH101
         if len(gids) > 1:
-            os.setxattr(fd, "system.posix_acl_access", _access_list(gids[1:]))
+            os.setxattr(target, "system.posix_acl_access", _access_list(gids[1:], owner_bits, group_bits))
     except OSError as error:
+        what = target if isinstance(target, Path) else "the pool"
         raise PoolError(
-            f"the pool cannot be opened to gids {', '.join(map(str, gids))}: {error.strerror}; the server must "
+            f"{what} cannot be opened to gids {', '.join(map(str, gids))}: {error.strerror}; the server must "
             "be a member of the first, and more than one needs a file system with access lists"
         ) from error
 
 
-def _access_list(more_gids: Sequence[int]) -> bytes:
+def _access_list(more_gids: Sequence[int], owner_bits: int, group_bits: int) -> bytes:
     """The kernel's form of an access list: version 2, then (tag, permissions, id), ids ascending."""
     undefined = 0xFFFFFFFF
-    read_write = 6
-    entries = [(0x01, read_write, undefined), (0x04, read_write, undefined)]  # owner, owning group
-    entries += [(0x08, read_write, gid) for gid in sorted(set(more_gids))]
-    entries += [(0x10, read_write, undefined), (0x20, 0, undefined)]  # mask, others
+    entries = [(0x01, owner_bits, undefined), (0x04, group_bits, undefined)]  # owner, owning group
+    entries += [(0x08, group_bits, gid) for gid in sorted(set(more_gids))]
+    entries += [(0x10, group_bits, undefined), (0x20, 0, undefined)]  # mask, others
     return struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache_core.errors import UsageError
+from lmcache_core.pool.backing import Access, grant_access
 
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
@@ -31,12 +33,14 @@ def server_directory(name: str, root: Path | None = None) -> Path:
     return (root or runtime_root()) / name
 
 
-def make_server_directory(name: str, root: Path | None, mode: int) -> Path:
-    """Create the directory, private to us. Raises `UsageError` where it is another user's: in a shared /tmp
-    somebody else may have made it first."""
+def make_server_directory(
+    name: str, root: Path | None, access: Access = Access.OWNER, gids: Sequence[int] = ()
+) -> Path:
+    """Create the directory, private to us or open to groups. Raises `UsageError` where it is another user's: in a
+    shared /tmp somebody else may have made it first."""
     path = server_directory(name, root)
-    path.parent.mkdir(mode=0o700 if mode == 0o700 else 0o755, parents=True, exist_ok=True)
-    path.mkdir(mode=mode, exist_ok=True)
+    path.parent.mkdir(mode=0o700 if access is Access.OWNER else 0o755, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     for part in (path.parent, path):
         found = part.stat()
         if found.st_uid != os.geteuid() and found.st_uid != 0:
@@ -45,5 +49,5 @@ def make_server_directory(name: str, root: Path | None, mode: int) -> Path:
             )
         if stat.S_IMODE(found.st_mode) & 0o002 and not found.st_mode & stat.S_ISVTX:
             raise UsageError(f"{part} is writable by everybody: chmod o-w it, or set runtime_dir elsewhere")
-    path.chmod(mode)
+    grant_access(path, access, gids, owner_bits=7, group_bits=5)
     return path

@@ -117,7 +117,9 @@ class L1:
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         ttl_s = max(0.0, deadline - self.now)
-        grants = self.kernel.prepare_store(SERVER_SESSION, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s)
+        grants = self.kernel.prepare_store(
+            SERVER_SESSION, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s
+        )
         self.apply()
         answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
         return Loading(grants.lease_id, answers, grants.offsets)

@@ -15,15 +15,18 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmcache_core.limits import SEND_QUEUE_FRAMES_MAX
+from lmcache_core.pool.backing import Access, grant_access
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer
 
 SOCKET_NAME = "lifeline"
+SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
+GROUPS_MAX = 65536  # the kernel's own limit
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -130,7 +133,14 @@ class LifelinePeer(Peer):
 class LifelineListener:
     """The listening socket `DIRECTORY/lifeline`. The caller owns the directory's lock: a leftover is replaced."""
 
-    def __init__(self, directory: Path, loop: Loop, on_accept: Callable[[socket.socket], None], mode: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        loop: Loop,
+        on_accept: Callable[[socket.socket], None],
+        access: Access,
+        gids: Sequence[int],
+    ) -> None:
         self.path = directory / SOCKET_NAME
         self._loop = loop
         self._on_accept = on_accept
@@ -142,7 +152,7 @@ class LifelineListener:
             self._sock.bind(f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}")
         finally:
             os.close(directory_fd)
-        self.path.chmod(mode)
+        grant_access(self.path, access, gids)
         self._inode = self.path.stat().st_ino
         self._sock.listen(1024)
         loop.add(self._sock.fileno(), select.EPOLLIN, self._ready)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lmcache_core.kernel.effects import LeaseExpired
 from lmcache_core.limits import HOUSEKEEPING_S, SWITCH_INTERVAL_S
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.backing import Access
 from lmcache_core.pool.hugepages import huge_page_fraction
 from lmcache_core.pool.populate import Populator
 from lmcache_core.pool.segment import Segment, name_exists
@@ -59,15 +60,15 @@ class Server:
         self._drain_until_s: float | None = None
         self._housekeeping_at_s = 0.0
         with contextlib.ExitStack() as undo:
-            group = settings.l1.access == "group"
-            self._directory = make_server_directory(settings.name, settings.runtime_dir, 0o750 if group else 0o700)
+            access, gids = Access(settings.l1.access), settings.l1.gids
+            self._directory = make_server_directory(settings.name, settings.runtime_dir, access, gids)
             self.segment = Segment.create(
                 settings.name,
                 settings.l1.size_bytes,
                 settings.l1.backing,
                 runtime_dir=self._directory,
-                access=settings.l1.access,
-                gids=settings.l1.gids,
+                access=access,
+                gids=gids,
             )
             undo.callback(self.segment.close)
             self.loop = Loop(self._tick)
@@ -80,7 +81,7 @@ class Server:
             self.dispatch = Dispatch(
                 self.kernel, self.l1, self.sessions, self.lookups, settings, lambda: describe(self)
             )
-            self._listener = LifelineListener(self._directory, self.loop, self._accept, 0o660 if group else 0o600)
+            self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
             undo.callback(self._listener.close)
             self.carriers = self._bind_carriers()
             undo.pop_all()
@@ -228,8 +229,9 @@ class Server:
         except OSError:  # it hung up already
             sock.close()
             return
-        allowed = {0, os.geteuid()}
-        if peer.uid not in allowed and not (self.settings.l1.access == "group" and peer.gid in self.settings.l1.gids):
+        ours = peer.uid in (0, os.geteuid())
+        in_group = self.settings.l1.access == "group" and not peer.gids.isdisjoint(self.settings.l1.gids)
+        if not ours and not in_group:
             self.dispatch.counters["refused_peers"] += 1
             peer.close()
 
