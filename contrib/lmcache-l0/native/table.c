@@ -315,7 +315,10 @@ static PyObject *Table_close(Table *self, PyObject *ignored) {
 static bool key_of(Table *self, PyObject *object, l0_key *key) {
     const char *bytes;
     Py_ssize_t n;
-    if (PyUnicode_Check(object)) {
+    if (PyUnicode_Check(object) && PyUnicode_IS_COMPACT_ASCII(object)) {
+        bytes = (const char *)PyUnicode_1BYTE_DATA(object); /* its UTF-8 as it stands */
+        n = PyUnicode_GET_LENGTH(object);
+    } else if (PyUnicode_Check(object)) {
         bytes = PyUnicode_AsUTF8AndSize(object, &n);
         if (bytes == NULL)
             return false;
@@ -813,40 +816,46 @@ typedef struct Wanted {
     l0_result result;
 } Wanted;
 
-/* Hash the keys of a part of a batch, and fetch the lines that the search will touch: memory latency is paid by all
- * of them together instead of by each. */
-static bool aim(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n, Wanted *w) {
-    for (Py_ssize_t i = 0; i < n; i++) {
-        if (!key_of(self, PyTuple_GET_ITEM(keys, from + i), &w[i].key))
-            return false;
-        l0_prefetch(l0_meta_at(&self->t, l0_home(&self->t, w[i].key.hash)));
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        uint64_t home = l0_home(&self->t, w[i].key.hash);
-        unsigned char *slot = l0_slot_at(&self->t, home);
-        uint64_t current = atomic_load_explicit(&l0_meta_at(&self->t, home)->current, memory_order_relaxed);
-        l0_prefetch(slot);
-        l0_prefetch(l0_key_at(&self->t, home));
-        l0_prefetch(l0_buffer_at(&self->t, home, l0_buffer_of(&self->t, current)));
-    }
-    return true;
+/* Memory latency is paid by many keys together: the lines of a key's home are asked for while earlier keys are being
+ * copied, first its meta, and a little later, when that has come, the slot that it leads to. */
+enum { AHEAD_META = 16, AHEAD_SLOT = 8 };
+
+static inline void ask_meta(const l0_table *t, const l0_key *key) {
+    l0_prefetch(l0_meta_at(t, l0_home(t, key->hash)));
 }
 
-static void copy_wanted(const l0_table *t, Wanted *w, Py_ssize_t n) {
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (w[i].to != NULL)
-            w[i].result = l0_get_exactly(t, w[i].key, w[i].to, w[i].n, &w[i].found);
+static inline void ask_slot(const l0_table *t, const l0_key *key) {
+    uint64_t home = l0_home(t, key->hash);
+    uint64_t current = atomic_load_explicit(&l0_meta_at(t, home)->current, memory_order_relaxed);
+    l0_prefetch(l0_slot_at(t, home));
+    l0_prefetch(l0_key_at(t, home));
+    l0_prefetch(l0_buffer_at(t, home, l0_buffer_of(t, current)));
 }
 
-static void copy_part(Table *self, Wanted *w, Py_ssize_t n, size_t bytes) {
-    if (bytes < GIL_BYTES) {
-        copy_wanted(&self->t, w, n);
-        return;
+typedef struct Row {
+    l0_key key;
+    l0_result result;
+    uint32_t found_bytes;
+} Row;
+
+/* Fill one row of `out` for each key that is there. Needs no GIL. Returns the next state of the dice. */
+static uint64_t fill_rows(const l0_table *t, Row *rows, Py_ssize_t n, unsigned char *out, size_t bytes, bool counting,
+                          uint64_t dice) {
+    l0_found found;
+    for (Py_ssize_t i = 0; i < n && i < AHEAD_META; i++)
+        ask_meta(t, &rows[i].key);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (i + AHEAD_META < n)
+            ask_meta(t, &rows[i + AHEAD_META].key);
+        if (i + AHEAD_SLOT < n)
+            ask_slot(t, &rows[i + AHEAD_SLOT].key);
+        rows[i].result = l0_get_exactly(t, rows[i].key, out + (size_t)i * bytes, bytes, &found);
+        if (rows[i].result == L0_DONE && counting)
+            l0_count_hit(found.meta, &dice);
+        else if (rows[i].result == L0_OTHER_SIZE)
+            rows[i].found_bytes = (uint32_t)found.n;
     }
-    enter(self);
-    Py_BEGIN_ALLOW_THREADS
-    copy_wanted(&self->t, w, n);
-    Py_END_ALLOW_THREADS
+    return dice;
 }
 
 /* The bytes of what was found a moment ago, and whether it is still of one piece. */
@@ -862,9 +871,16 @@ static void copy_found(const l0_table *t, Wanted *w, Py_ssize_t n) {
  * is asked for again, one by one. */
 static bool get_part(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n, PyObject *values, Wanted *w) {
     size_t total = 0;
-    if (!usable(self) || !aim(self, keys, from, n, w))
+    if (!usable(self))
         return false;
     for (Py_ssize_t i = 0; i < n; i++) {
+        if (!key_of(self, PyTuple_GET_ITEM(keys, from + i), &w[i].key))
+            return false;
+        ask_meta(&self->t, &w[i].key);
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (i + AHEAD_SLOT < n)
+            ask_slot(&self->t, &w[i + AHEAD_SLOT].key);
         w[i].to = NULL;
         w[i].result = l0_find(&self->t, w[i].key, &w[i].found);
         PyObject *value = NULL;
@@ -937,6 +953,38 @@ static PyObject *Table_get_many(Table *self, PyObject *keys_object) {
     return values;
 }
 
+static bool rows_part(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n, Row *rows, unsigned char *out,
+                      size_t bytes, char *flags) {
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!key_of(self, PyTuple_GET_ITEM(keys, from + i), &rows[i].key))
+            return false;
+    bool counting = self->writable;
+    uint64_t dice = self->dice;
+    if (n == (Py_ssize_t)BATCH_KEYS || bytes * (size_t)n >= GIL_BYTES) {
+        enter(self);
+        Py_BEGIN_ALLOW_THREADS
+        dice = fill_rows(&self->t, rows, n, out, bytes, counting, dice);
+        Py_END_ALLOW_THREADS
+        leave(self);
+    } else {
+        dice = fill_rows(&self->t, rows, n, out, bytes, counting, dice);
+    }
+    self->dice = dice;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        flags[i] = rows[i].result == L0_DONE;
+        if (rows[i].result == L0_DONE)
+            self->hits++;
+        else if (rows[i].result == L0_MISS)
+            self->misses++;
+        else if (rows[i].result == L0_OTHER_SIZE)
+            return PyErr_Format(usage_error, "the value of %R has %u bytes and a row of out has %zu",
+                                PyTuple_GET_ITEM(keys, from + i), rows[i].found_bytes, bytes) != NULL;
+        else
+            return unsettled(self, PyTuple_GET_ITEM(keys, from + i)) != NULL;
+    }
+    return PyErr_CheckSignals() == 0;
+}
+
 static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2)
         return PyErr_Format(PyExc_TypeError, "get_many_into(keys, out) takes 2 arguments, not %zd", nargs);
@@ -951,8 +999,8 @@ static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssiz
     Py_ssize_t n = PyTuple_GET_SIZE(keys);
     size_t row = n ? (size_t)(out.len / n) : 0;
     PyObject *flags = PyBytes_FromStringAndSize(NULL, n);
-    Wanted *w = PyMem_Malloc(sizeof *w * (n < (Py_ssize_t)BATCH_KEYS ? (size_t)n + 1 : BATCH_KEYS));
-    bool fine = flags != NULL && w != NULL;
+    Row *rows = PyMem_Malloc(sizeof *rows * (n < (Py_ssize_t)BATCH_KEYS ? (size_t)n + 1 : BATCH_KEYS));
+    bool fine = flags != NULL && rows != NULL;
     if (!fine)
         PyErr_NoMemory();
     if (fine && n && (out.len % n || row == 0 || row > self->t.g.value_bytes_max)) {
@@ -962,33 +1010,10 @@ static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssiz
     }
     for (Py_ssize_t from = 0; fine && from < n; from += BATCH_KEYS) {
         Py_ssize_t part = n - from < (Py_ssize_t)BATCH_KEYS ? n - from : (Py_ssize_t)BATCH_KEYS;
-        fine = usable(self) && aim(self, keys, from, part, w);
-        if (!fine)
-            break;
-        for (Py_ssize_t i = 0; i < part; i++) {
-            w[i].to = (unsigned char *)out.buf + (size_t)(from + i) * row;
-            w[i].n = row;
-        }
-        size_t total = row * (size_t)part;
-        copy_part(self, w, part, total);
-        for (Py_ssize_t i = 0; fine && i < part; i++) {
-            PyBytes_AS_STRING(flags)[from + i] = w[i].result == L0_DONE;
-            if (w[i].result == L0_DONE)
-                count(self, &w[i].found);
-            else if (w[i].result == L0_MISS)
-                self->misses++;
-            else if (w[i].result == L0_OTHER_SIZE)
-                PyErr_Format(usage_error, "the value of %R has %zu bytes and a row of out has %zu",
-                             PyTuple_GET_ITEM(keys, from + i), w[i].found.n, row);
-            else
-                unsettled(self, PyTuple_GET_ITEM(keys, from + i));
-            fine = !PyErr_Occurred();
-        }
-        if (total >= GIL_BYTES)
-            leave(self);
-        fine = fine && PyErr_CheckSignals() == 0;
+        fine = usable(self) && rows_part(self, keys, from, part, rows, (unsigned char *)out.buf + (size_t)from * row, row,
+                                         PyBytes_AS_STRING(flags) + from);
     }
-    PyMem_Free(w);
+    PyMem_Free(rows);
     PyBuffer_Release(&out);
     Py_DECREF(keys);
     if (!fine)
