@@ -26,7 +26,7 @@ from lmcache_core.server.session import Peer
 SOCKET_NAME = "lifeline"
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
-GROUPS_MAX = 65536  # the kernel's own limit
+GROUPS_SEEN_MAX = 256  # as many as Python's getsockopt takes; who has more is not let in by them
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -50,8 +50,16 @@ class LifelinePeer(Peer):
         self._on_end = on_end
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._buffer = loop.buffer  # one byte more than a frame may have: a larger packet fills it
-        self.pid, self.uid, self.gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        self.pid, self.uid, self._gid = struct.unpack("iII", credentials)
         loop.add(sock.fileno(), _READ, self._ready)
+
+    def gids(self) -> set[int]:
+        """The groups of the peer, its supplementary ones too."""
+        more = b""
+        with contextlib.suppress(OSError):  # it has more of them than we can be told
+            more = self._sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_SEEN_MAX)
+        return {self._gid, *struct.unpack(f"{len(more) // 4}I", more)}
 
     def pidfd(self) -> int:
         """A descriptor that becomes readable when the peer's process has ended, or -1 where there is none."""

@@ -230,7 +230,7 @@ class Server:
             sock.close()
             return
         ours = peer.uid in (0, os.geteuid())
-        in_group = self.settings.l1.access == "group" and not peer.gids.isdisjoint(self.settings.l1.gids)
+        in_group = self.settings.l1.access == "group" and not peer.gids().isdisjoint(self.settings.l1.gids)
         if not ours and not in_group:
             self.dispatch.counters["refused_peers"] += 1
             peer.close()
