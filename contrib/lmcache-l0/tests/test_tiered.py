@@ -1,0 +1,132 @@
+"""L0 above the L1 of a real server in this process."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from lmcache_core.client.results import Status
+from lmcache_core.errors import UsageError
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+
+from lmcache_l0 import SharedCache, TieredCache
+from lmcache_l0.errors import ValueTooLargeError
+
+
+@pytest.fixture
+def server(tmp_path):
+    settings = make_settings(
+        name=f"l0-{uuid4().hex[:10]}",
+        runtime_dir=str(tmp_path / "run"),
+        state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 32 << 20},
+    )
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with server.connect() as client:
+        yield client
+
+
+@pytest.fixture
+def l0(make):
+    return make(hash_slots=40, max_value_size=8192)
+
+
+def test_what_is_read_twice_goes_up_and_is_served_without_the_server(server, client, l0):
+    cache = TieredCache(l0, client)
+    assert cache.get("k") is None
+    assert cache.set("k", b"value") is Status.STORED
+    assert len(l0) == 0
+    assert [cache.get("k"), len(l0)] == [b"value", 0]
+    assert [cache.get("k"), len(l0)] == [b"value", 1]
+    assert l0.get("k") == b"value"
+    server.stop()
+    assert cache.get("k") == b"value"
+    assert cache.get("another") is None
+
+
+@pytest.mark.parametrize("n", [0, 1, 4096, 4097, 65536, 1 << 20])
+def test_values_of_every_class_come_back_whole(client, l0, n):
+    cache = TieredCache(l0, client, promote_after=1)
+    value = bytes(i % 251 for i in range(n))
+    assert cache.set(b"k", value) is Status.STORED
+    assert cache.get("k") == value
+    assert ("k" in l0) == (n <= 8192)
+    assert cache.get("k") == value
+
+
+def test_a_key_names_one_value_for_as_long_as_l1_has_it(client, l0):
+    cache = TieredCache(l0, client, promote_after=1)
+    cache.set("k", b"first")
+    assert cache.get("k") == b"first"
+    assert cache.set("k", b"second") is Status.EXISTS
+    assert cache.set("k", b"x" * 5000) is Status.EXISTS  # of another class too
+    assert cache.get("k") == b"first"
+
+
+def test_a_value_that_l1_has_forgotten_is_replaced_in_l0_too(client, l0):
+    cache = TieredCache(l0, client, promote_after=1)
+    cache.set("k", b"old")
+    assert cache.get("k") == b"old"
+    client.clear()
+    assert cache.set("k", b"new") is Status.STORED
+    assert [cache.get("k"), l0.get("k")] == [b"new", b"new"]
+
+
+def test_the_switch_turns_l0_off_for_every_process_and_never_leaves_it_wrong(client, l0):
+    cache = TieredCache(l0, client, promote_after=1)
+    other = TieredCache(SharedCache(l0.path), client, promote_after=1)
+    cache.set("k", b"old")
+    cache.get("k")
+    other.enabled = False
+    assert not cache.enabled
+    client.clear()
+    assert cache.get("k") is None
+    cache.set("k", b"new")
+    assert cache.get("k") == b"new"
+    assert len(l0) == 0
+    cache.enabled = True
+    assert other.get("k") == b"new"
+    assert l0.get("k") == b"new"
+    other.l0.close()
+
+
+def test_the_least_read_go_when_l0_fills_and_stay_in_l1(client, l0):
+    cache = TieredCache(l0, client, promote_after=1, demote_at=0.5, demote_to=0.25)
+    cache.set("hot", b"hot")
+    cache.get("hot")
+    for _ in range(5000):
+        cache.get("hot")
+    for i in range(60):
+        cache.set(f"{i}", b"%d" % i)
+        assert cache.get(f"{i}") == b"%d" % i
+        assert len(l0) <= 20
+    assert "hot" in l0
+    assert [cache.get(f"{i}") for i in range(60)] == [b"%d" % i for i in range(60)]
+
+
+def test_what_makes_no_sense_is_refused(client, l0):
+    for wrong in (
+        {"classes_bytes": ()},
+        {"classes_bytes": (10, 5)},
+        {"promote_after": 0},
+        {"demote_at": 0.3, "demote_to": 0.4},
+    ):
+        with pytest.raises(UsageError):
+            TieredCache(l0, client, **wrong)
+    with pytest.raises(ValueTooLargeError, match="the largest class has 100"):
+        TieredCache(l0, client, classes_bytes=(100,)).set("k", bytes(101))
+
+
+def test_without_a_server_everything_misses_and_nothing_is_stored(server, client, l0):
+    server.stop()
+    cache = TieredCache(l0, client)
+    assert cache.set("k", b"v") is Status.UNREACHABLE
+    assert cache.get("k") is None
