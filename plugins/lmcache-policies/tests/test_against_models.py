@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.policies import EvictionPolicy
 from lmcache_core.policies.simulation import SimulatedEntry as Block
 from lmcache_policies.arc import ArcPolicy
 from lmcache_policies.fifo import FifoPolicy
@@ -146,10 +146,7 @@ class Arc(Segments):
         for block in blocks:
             where = "once"
             once, again = self.gone_bytes("once"), self.gone_bytes("again")
-            for name, sign, ratio in (
-                ("once", 1, again // max(1, once)),
-                ("again", -1, once // max(1, again)),
-            ):
+            for name, sign, ratio in (("once", 1, again // max(1, once)), ("again", -1, once // max(1, again))):
                 for ghost in [g for g in self.gone[name] if g[0] == block.key]:
                     self.gone[name].remove(ghost)
                     self.target += sign * block.nbytes * max(1, ratio)
@@ -173,11 +170,10 @@ class Arc(Segments):
         self.target = min(self.target, self.capacity)
         while self.gone["once"] and self.nbytes("once") + self.gone_bytes("once") > self.capacity:
             self.gone["once"].pop(0)
-        while self.gone["again"] and self.everything() > 2 * self.capacity:
+        while self.gone["again"] and self.gone_bytes("again") > 2 * self.capacity - sum(
+            map(self.nbytes, self.lists)
+        ) - self.gone_bytes("once"):
             self.gone["again"].pop(0)
-
-    def everything(self) -> int:
-        return sum(self.nbytes(name) + self.gone_bytes(name) for name in self.lists)
 
     def victims(self, nbytes: int) -> list[Block]:
         found: list[Block] = []
@@ -220,11 +216,8 @@ class S3Fifo(Segments):
                 self.gone.append((block.key, block.nbytes))
         self.trim()
 
-    def target(self) -> int:
-        return max(1, int(self.capacity * 0.1))
-
     def trim(self) -> None:
-        while self.gone and sum(size for _, size in self.gone) > self.capacity - self.target():
+        while self.gone and sum(size for _, size in self.gone) > self.capacity - max(1, self.capacity // 10):
             self.gone.pop(0)
 
     def victims(self, nbytes: int) -> list[Block]:
@@ -237,7 +230,7 @@ class S3Fifo(Segments):
         return found
 
     def choose(self) -> Block | None:
-        name = "small" if self.nbytes("small") >= self.target() else "main"
+        name = "small" if self.nbytes("small") >= max(1, self.capacity // 10) else "main"
         while self.lists["small"] or self.lists["main"]:
             if not self.lists[name]:
                 name = "main" if name == "small" else "small"
@@ -253,11 +246,11 @@ class S3Fifo(Segments):
         return None
 
 
+@dataclass(eq=False)
 class Use:
-    """When an object was used: a rank among all uses. None: a walk has passed it."""
+    """When an object was used, among all uses. None: a walk has passed it."""
 
-    def __init__(self, rank: float) -> None:
-        self.rank: float | None = rank
+    rank: float | None
 
 
 class Lru2(Fifo):
@@ -342,7 +335,7 @@ class Lru2(Fifo):
         return found
 
 
-PAIRS: dict[str, tuple[Callable[[], EvictionPolicy], Callable[[], Any]]] = {
+PAIRS: dict[str, tuple[Any, Any]] = {
     "fifo": (FifoPolicy, Fifo),
     "mru": (MruPolicy, Mru),
     "lfu": (LfuPolicy, Lfu),
@@ -350,40 +343,35 @@ PAIRS: dict[str, tuple[Callable[[], EvictionPolicy], Callable[[], Any]]] = {
     "s3fifo": (S3FifoPolicy, S3Fifo),
     "lruk": (LrukPolicy, Lru2),
 }
-VERBS = ("insert", "access", "hold", "release", "name", "evict", "evict", "delete", "resize")
-OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(VERBS), st.integers(0, (1 << KEYS) - 1), st.integers(1, 30)), min_size=1, max_size=120
-)
-
-
-def chosen(residents: dict[int, Block], bits: int) -> list[Block]:
-    return [block for number, block in residents.items() if bits >> number & 1]
+VERBS = st.sampled_from(("insert", "access", "hold", "release", "name", "evict", "evict", "delete", "resize"))
+OPERATION = st.tuples(VERBS, st.integers(0, (1 << KEYS) - 1), st.integers(1, 30))
 
 
 def apply(policy: Any, residents: dict[int, Block], verb: str, bits: int, amount: int) -> list[bytes]:
     """One operation on a policy or a model, and the keys that it named."""
     named: list[Block] = []
+    chosen = [block for number, block in residents.items() if bits >> number & 1]
     if verb == "insert":
         number = bits % KEYS
         batch = [n for n in range(number, min(KEYS, number + 1 + amount % 3)) if n not in residents]
         residents.update({n: Block(bytes([n]) * 32, 1 + (n + amount) % 7) for n in batch})
         policy.insert([residents[n] for n in batch])
     elif verb == "access":
-        policy.access(chosen(residents, bits))
+        policy.access(chosen)
     elif verb == "hold":
-        fresh = [block for block in chosen(residents, bits) if not block.holds]
+        fresh = [block for block in chosen if not block.holds]
         for block in fresh:
             block.holds = 1
         getattr(policy, "held", list)(fresh)
     elif verb == "release":
-        idle = [block for block in chosen(residents, bits) if block.holds]
+        idle = [block for block in chosen if block.holds]
         for block in idle:
             block.holds = 0
         policy.released(idle)
     elif verb == "resize":
         policy.resize(amount * 3)
     else:
-        named = chosen(residents, bits & bits >> 3) if verb == "delete" else policy.victims(amount)
+        named = chosen[::3] if verb == "delete" else policy.victims(amount)
         if verb != "name":
             policy.remove(named)
             for block in named:
@@ -392,11 +380,10 @@ def apply(policy: Any, residents: dict[int, Block], verb: str, bits: int, amount
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@settings(
-    max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(operations=OPERATIONS)
+@settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@given(operations=st.lists(OPERATION, min_size=50, max_size=150))
 def test_a_policy_names_what_its_plain_model_names(name: str, operations: list[tuple[str, int, int]]) -> None:
+    assert SECOND_CHANCES_MAX > 3 * KEYS  # so that the model of s3fifo needs no bound
     policy, model = (make() for make in PAIRS[name])
     seen: dict[int, Block] = {}
     modelled: dict[int, Block] = {}
@@ -408,7 +395,3 @@ def test_a_policy_names_what_its_plain_model_names(name: str, operations: list[t
     named = policy.victims(total)
     assert [block.key for block in named] == [block.key for block in model.victims(total)]
     assert {block.key for block in named} == {block.key for block in seen.values() if not block.holds}
-
-
-def test_the_models_stay_below_the_bound_on_second_chances() -> None:
-    assert SECOND_CHANCES_MAX > 3 * KEYS

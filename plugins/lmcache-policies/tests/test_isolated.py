@@ -99,12 +99,20 @@ def test_the_inner_policy_decides_within_a_tenant() -> None:
 
 def test_the_inner_policy_takes_its_settings_and_is_told_the_quota() -> None:
     policy = policy_of({1: 30}, inner="s3fifo", inner_settings={"small_fraction": 0.5})
-    entries = fill(policy, 1, 30)
+    entries = fill(policy, 1, 20)
     for _ in range(2):
-        policy.access(entries[:15])
-    policy.victims(1)
-    # The first fifteen were used twice, so they moved to the main queue; half of the quota is the small queue's.
-    assert policy.victims(1) == [entries[15]]
+        policy.access(entries[:4])
+    # Half of the quota is the small queue's: four used ones leave it for the main queue, two go, and then it holds
+    # less than fifteen, so the main queue gives.
+    assert policy.victims(3) == [entries[4], entries[5], entries[0]]
+
+
+def test_the_inner_policy_hears_of_holds() -> None:
+    policy = policy_of({1: 30}, inner="lru")
+    first, second = fill(policy, 1, 2)
+    policy.held([first])
+    policy.released([first])  # which is a use to LRU
+    assert policy.victims(1) == [second]
 
 
 @settings(

@@ -14,6 +14,7 @@ from lmcache_core import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.policies import EvictionPolicy
 from lmcache_core.policies.simulation import SimulatedEntry
+from lmcache_policies.lfu import LfuPolicy
 
 TENANTS = {"a": {"namespaces": [1], "quota_bytes": 40}, "b": {"namespaces": [2], "quota_bytes": 10}}
 SETTINGS: dict[str, dict[str, Any]] = {"isolated": {"tenants": TENANTS, "inner": "lfu"}}
@@ -167,6 +168,17 @@ def test_what_was_named_and_then_used_is_still_counted(name: str) -> None:
     release(policy, named[1::2])
     policy.remove(policy.victims(6))
     assert sum(entry.nbytes for entry in policy.victims(1000)) == 84
+
+
+def test_lfu_keeps_no_level_that_nobody_is_on() -> None:
+    policy, entries = LfuPolicy(), blocks(10)
+    policy.insert(entries)
+    for used in range(100):
+        policy.access(entries[used % 10 :])
+    assert set(policy._levels) == set(policy._counts) == {1 + 10 * n for n in range(1, 11)}
+    policy.remove(entries)
+    assert not policy._levels
+    assert not policy._counts
 
 
 SCRIPT = """
