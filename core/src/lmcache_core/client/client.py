@@ -78,8 +78,7 @@ class Client:
                 lease.ask(keys[first : first + BATCH_KEYS_MAX])
                 if lease.granted:
                     mapping, slots = lease.slots(first)
-                    for position, offset in slots:
-                        copy_in(mapping.address + offset, found[position], layout)
+                    copy_in(mapping.address, slots, found, layout)
                     lease.settle_quietly(m.CommitStore, first)
             return StoreResult(lease.statuses)
 
@@ -105,8 +104,7 @@ class Client:
                 lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
                 if lease.granted:
                     mapping, slots = lease.slots(first)
-                    for position, offset in slots:
-                        copy_out(mapping.address + offset, found[position], layout)
+                    copy_out(mapping.address, slots, found, layout)
                     lease.settle_quietly(m.FinishRead, first)
                 if prefix and lease.hits < len(lease.statuses):
                     break

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from lmcache_core.errors import UsageError
 from lmcache_core.pool.layout import Layout
 
 _FREE_FORMATS = ("B", "b", "c")  # plain bytes: the caller vouches for what they mean
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 
 class _PyBuffer(ctypes.Structure):
@@ -43,11 +44,11 @@ def address_of(view: memoryview) -> int:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
 
 
-class Span(NamedTuple):
-    """One object of the caller's: an address on the host, or a device tensor."""
+Span = tuple[int, Any]
+"""One object of the caller's: its address on the host (0: on a device), and the buffer or tensor that keeps it.
 
-    address: int
-    owner: Any  # keeps the memory; the tensor itself where `address` is 0
+A plain tuple: a named one costs 0.2 µs more to make, for each object of a batch.
+"""
 
 
 def spans(objects: Sequence[Any], count: int, layout: Layout, *, writable: bool) -> list[Span]:
@@ -75,9 +76,11 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
             f"object {position} has items of {view.itemsize} bytes and its layout is {layout}: "
             "pass its bytes (view.cast('B')) if that is what you mean"
         )
-    if writable and view.readonly:
+    if not view.readonly:
+        return _addressof(_from_buffer(view)), view  # 0.15 µs; what also takes read-only buffers 0.8
+    if writable:
         raise UsageError(f"object {position} is read-only: retrieve needs writable buffers")
-    return Span(address_of(view), view)
+    return address_of(view), view
 
 
 def _tensor_span(tensor: Any, position: int, layout: Layout) -> Span:
@@ -88,23 +91,29 @@ def _tensor_span(tensor: Any, position: int, layout: Layout) -> Span:
         raise UsageError(f"tensor {position} has shape {tuple(tensor.shape)} and its layout is {layout}")
     if not tensor.is_contiguous():
         raise UsageError(f"tensor {position} is not contiguous: call .contiguous() first")
-    return Span(tensor.data_ptr() if tensor.device.type == "cpu" else 0, tensor)
+    return tensor.data_ptr() if tensor.is_cpu else 0, tensor
 
 
-def copy_in(address: int, span: Span, layout: Layout) -> None:
-    """The caller's object into the slot at `address`."""
-    if span.address:
-        ctypes.memmove(address, span.address, layout.nbytes)
-    else:
-        _slot_tensor(address, layout).copy_(span.owner.reshape(layout.shape))
+def copy_in(base: int, slots: Iterable[tuple[int, int]], found: Sequence[Span], layout: Layout) -> None:
+    """The caller's objects into their slots: (position, offset from `base`) of each."""
+    memmove, nbytes = ctypes.memmove, layout.nbytes
+    for position, offset in slots:
+        address, owner = found[position]
+        if address:
+            memmove(base + offset, address, nbytes)
+        else:
+            _slot_tensor(base + offset, layout).copy_(owner.reshape(layout.shape))
 
 
-def copy_out(address: int, span: Span, layout: Layout) -> None:
-    """The slot at `address` into the caller's object."""
-    if span.address:
-        ctypes.memmove(span.address, address, layout.nbytes)
-    else:
-        span.owner.copy_(_slot_tensor(address, layout).reshape(span.owner.shape))
+def copy_out(base: int, slots: Iterable[tuple[int, int]], found: Sequence[Span], layout: Layout) -> None:
+    """The slots, (position, offset from `base`) of each, into the caller's objects."""
+    memmove, nbytes = ctypes.memmove, layout.nbytes
+    for position, offset in slots:
+        address, owner = found[position]
+        if address:
+            memmove(address, base + offset, nbytes)
+        else:
+            owner.copy_(_slot_tensor(base + offset, layout).reshape(owner.shape))
 
 
 def _slot_tensor(address: int, layout: Layout) -> Any:
