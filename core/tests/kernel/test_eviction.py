@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from kernel_words import BIG, LAYOUT, MIB, NS, OTHER, WORKER, found, keys, names, offer, read, reasons, store, used
 
-from lmcache_core.kernel import Grant, Kernel, Reason
+from lmcache_core.kernel import Grant, Kernel, KernelConfig, Reason
 from lmcache_core.kernel.effects import Evicted
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.policies.noop import NoopEviction
@@ -100,6 +100,15 @@ def test_a_large_object_gets_neighbouring_slabs(small: Kernel) -> None:
     assert found(small, 1, 2, 3, 4) == [True, True, False, False]
 
 
+def test_nothing_is_evicted_for_a_run_that_ends_in_a_shorter_unit(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = make_kernel(pool_bytes=3 * MIB + MIB // 2)
+    kernel.register_layout(HALF, MIB // 2)
+    store(kernel, *range(7), layout=HALF)
+    read(kernel, *range(2, 4))  # the middle unit stays: two MiB in a row are nowhere to be had
+    assert names(offer(kernel, 9, layout=BIG).statuses) == ["FULL"]
+    assert found(kernel, *range(7)) == [True] * 7
+
+
 def test_own_objects_go_first_where_they_are_the_coldest(small: Kernel) -> None:
     store(small, 1, layout=HALF)
     store(small, 2, layout=HALF)
@@ -138,8 +147,6 @@ def test_the_watermark_keeps_headroom_in_bounded_steps(make_kernel: Callable[...
 
 
 def test_a_background_step_is_bounded_whatever_is_to_go() -> None:
-    from lmcache_core.kernel import KernelConfig
-
     kernel = Kernel(KernelConfig(pool_bytes=16 * MIB, slab_bytes=MIB, evict_ratio=1.0), LruEviction(), epoch=1)
     kernel.add_memory(16 * MIB)
     kernel.register_layout(LAYOUT, 4096)

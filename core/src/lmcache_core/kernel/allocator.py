@@ -18,7 +18,7 @@ UNITS_WANTED = 64  # a small pool is divided at least this finely, so that sever
 SLAB_UNITS_MAX = 8  # slots that fit a unit badly get slabs of up to this many units …
 WASTE_MAX = 1 / 8  # … until no more than this share of the slab is lost at its end
 
-ABSENT, FREE, TAKEN = 0, 1, 2  # a unit: not populated yet, in no slab, in a slab
+FREE, TAKEN = 1, 2  # a unit: in no slab, in a slab; 0: not populated yet
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
@@ -229,8 +229,6 @@ class Allocator:
             if self._run_bytes(start, units) < size_class.slot_bytes:
                 continue
             run = range(start, start + units)
-            if any(self._units[unit] == ABSENT for unit in run):
-                continue
             slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
             if known_busy.intersection(slabs):
                 continue

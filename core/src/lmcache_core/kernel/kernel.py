@@ -228,7 +228,7 @@ class Kernel:
         self._expire_due(now)
         doomed = 0
         for lease in list(self._leases.all()):
-            if lease.kind is LeaseKind.WRITE and not lease.expired and namespace in (None, lease.namespace):
+            if lease.kind is LeaseKind.WRITE and namespace in (None, lease.namespace):
                 doomed += self._writing.doom(lease)
         table = self._residents.table
         cleared = Cleared(0, 0, doomed)
