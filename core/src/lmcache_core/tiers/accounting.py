@@ -16,7 +16,7 @@ from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
 from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
 
-_SHARDS = 64  # a dictionary that grows stalls the loop for as long as it copies itself: 64 small ones do not
+_SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
 
 
 class TierEntry:
@@ -69,7 +69,7 @@ class Accounting:
 
     # --- entries ------------------------------------------------------------------------------------------
     def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
-        return self._shards[tier_key[0] % _SHARDS]
+        return self._shards[int.from_bytes(tier_key[:2], "little") % _SHARDS]
 
     def knows(self, tier_key: bytes) -> bool:
         """Whether it is on the tier, and not on its way out."""
@@ -123,12 +123,10 @@ class Accounting:
             self.policy.remove([entry])
             entry.listed = False
 
-    def of_namespace(self, namespace: int | None) -> Iterator[TierEntry]:
-        """All entries of a namespace (None: of all). The caller changes nothing while it walks a shard."""
+    def shards(self) -> Iterator[list[TierEntry]]:
+        """All entries, a small part at a time: a walk over everything is made in many turns of the loop."""
         for shard in self._shards:
-            for entry in list(shard.values()):
-                if namespace is None or entry.namespace == namespace:
-                    yield entry
+            yield list(shard.values())
 
     def _count(self, entry: TierEntry) -> None:
         self._shard(entry.tier_key)[entry.tier_key] = entry

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from lmcache_core.errors import CacheError
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job
@@ -86,14 +87,18 @@ class LoadTable:
                 load.waiters.append((job, position))
                 load.shared = True
                 load.retain |= retain
+        # The lease and the lanes share one deadline, so that both call a load late at the same moment.
+        allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
+                         if name in self._tiers), default=0.0)  # fmt: skip
+        deadline = min(request.deadline, self._now + allowed_s)
         refused: list[tuple[int, TierReason | None]] = []
         begun: list[Load] = []
         walk = iter(fresh)
         while page := list(islice(walk, BATCH_KEYS_MAX)):
-            begun += self._grant(job, page, sources, retain, refused)
+            begun += self._grant(job, page, sources, retain, deadline, refused)
         for position, reason in refused:
             self._settle(job, position, reason, False)
-        return lambda: self._start(begun, request.layout_id, request.deadline, priority)
+        return lambda: self._start(begun, request.layout_id, deadline, priority)
 
     def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
         """One more tier has these."""
@@ -108,11 +113,12 @@ class LoadTable:
         page: Sequence[int],
         sources: dict[int, Sequence[str]],
         retain: bool,
+        deadline: float,
         refused: list[tuple[int, TierReason | None]],
     ) -> list[Load]:
         request = job.request
         loading = self._l1.begin_load(
-            request.namespace, request.layout_id, [request.keys[position] for position in page], request.deadline
+            request.namespace, request.layout_id, [request.keys[position] for position in page], deadline
         )
         nbytes = self._l1.layout(request.layout_id).nbytes
         epoch = self._epochs.of(request.namespace)
@@ -146,7 +152,11 @@ class LoadTable:
         tier = self._tiers.get(name)
         refused: TierReason | None = TierReason.TIER_ERROR
         if tier is not None:
-            kind = tier.kind(self._l1.layout(layout_id))
+            try:
+                kind = tier.kind(self._l1.layout(layout_id))
+            except CacheError:  # such objects cannot have been stored there
+                self._elsewhere(part, [TierReason.TIER_ERROR] * len(part), layout_id, deadline, priority)
+                return
             batch = [Transfer(load.key, load.namespace, load.epoch, kind, load.transfer_view) for load in part]
             calls: list[Call] = []
 
@@ -159,7 +169,7 @@ class LoadTable:
                     self._groups.pop(calls.pop(), None)
                 self._late(part, running)
 
-            call = tier.load(batch, min(deadline, self._now + tier.config.deadline_s), priority, ended, late)
+            call = tier.load(batch, deadline, priority, ended, late)
             if isinstance(call, Call):
                 calls.append(call)
                 self._groups[call] = part

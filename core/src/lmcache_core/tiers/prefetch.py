@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
-from lmcache_core.policies.contracts import PrefetchPolicy
+from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key
 from lmcache_core.tiers.jobs import Job, JobStatus, Lookup, Wanted
@@ -19,6 +20,8 @@ from lmcache_core.tiers.lanes import WAITED_FOR, WARM_UP, Priority
 from lmcache_core.tiers.loads import LoadTable
 from lmcache_core.tiers.selection import select
 from lmcache_core.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -70,6 +73,7 @@ class LookupController:
             if name not in self._tiers:
                 raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
         self._now = now
+        self.loads.tick(now)
         job = Job(next(self._ids), request, on_done)
         priority = WARM_UP if request.warm_up else WAITED_FOR
         self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
@@ -191,7 +195,14 @@ class LookupController:
         work.decided = True
         request = job.request
         views = [self._tiers[name].view for name in work.asked if name in self._tiers]
-        plan = work.policy.plan([request.keys[position] for position in request.missing], work.found, views)
+        try:
+            plan = work.policy.plan([request.keys[position] for position in request.missing], work.found, views)
+            if len(plan.sources) != len(request.missing):
+                raise UsageError(f"the plan has {len(plan.sources)} sources for {len(request.missing)} keys")
+        except Exception:  # a policy may be someone else's code
+            self.counts["policy_failed"] += 1
+            logger.exception("the prefetch policy failed: nothing is loaded")
+            plan = PrefetchPlan([None] * len(request.missing))
         sources: dict[int, Sequence[str]] = {}
         for index, (position, source) in enumerate(zip(request.missing, plan.sources, strict=True)):
             # A policy that names a tier which does not have the key would only cost a load that misses.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
 from lmcache_core.limits import BREAKER_PAUSE_S
@@ -12,6 +12,8 @@ from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
 from lmcache_core.tiers.retry import call_batch
+
+_SHARDS_A_STEP = 16  # some hundred entries of a million
 
 _Method = Callable[[Sequence[bytes], float], Sequence[Outcome]]
 
@@ -38,7 +40,8 @@ class Reclaim:
         self._stop = stop
         self.now = 0.0
         self._paused_until = 0.0  # after a delete that failed: the medium may be read-only
-        self._former: list[TierEntry] = []  # of former epochs
+        self._walk: Iterator[list[TierEntry]] | None = None  # over everything, for what former epochs left
+        self._former: list[TierEntry] = []
         self._out = 0
         self.deleted = 0
         self.evicted = 0
@@ -50,18 +53,29 @@ class Reclaim:
         if self.now < self._paused_until:
             return
         self._evict(self._accounting.victims())
-        if self._former and not self._out:
-            batch = [entry for entry in self._former[-self._batch_keys_max :] if not entry.holds]
-            del self._former[-self._batch_keys_max :]
-            self._accounting.leave(batch)
-            self.delete([entry.tier_key for entry in batch])
+        if self._out:
+            return
+        if self._walk is not None and len(self._former) < self._batch_keys_max:
+            self._walk_on(self._walk)
+        batch = [entry for entry in self._former[-self._batch_keys_max :] if not entry.holds]
+        del self._former[-self._batch_keys_max :]
+        self._accounting.leave(batch)
+        self.delete([entry.tier_key for entry in batch])
+
+    def _walk_on(self, walk: Iterator[list[TierEntry]]) -> None:
+        for _ in range(_SHARDS_A_STEP):
+            shard = next(walk, None)
+            if shard is None:
+                self._walk = None
+                return
+            self._former += [entry for entry in shard if entry.epoch < self._epochs.of(entry.namespace)]
 
     @property
     def next_at(self) -> float | None:
         """When `step` has something to do."""
         if self.now < self._paused_until:
             return self._paused_until
-        return self.now if self._former and not self._out else None
+        return self.now if (self._former or self._walk is not None) and not self._out else None
 
     def make_room(self, nbytes: int) -> TierReason | None:
         """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
@@ -79,14 +93,10 @@ class Reclaim:
         """The medium has less room than its configured capacity: a share of what is there leaves."""
         self._evict(self._accounting.shrink())
 
-    def forget_former_epochs(self, namespace: int | None) -> None:
-        """Delete what can no longer be reached since the epoch moved."""
+    def forget_former_epochs(self) -> None:
+        """Delete, by and by, what can no longer be reached since an epoch moved."""
         if self._adapter.capabilities.delete:
-            self._former += [
-                entry
-                for entry in self._accounting.of_namespace(namespace)
-                if entry.epoch < self._epochs.of(entry.namespace) and not entry.holds
-            ]
+            self._walk, self._former = self._accounting.shards(), []
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete tier keys; those that are not there are no error."""

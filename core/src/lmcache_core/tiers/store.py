@@ -8,6 +8,7 @@ once it is back.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -22,6 +23,8 @@ from lmcache_core.tiers.format import tier_key
 from lmcache_core.tiers.l1 import L1, Committed, TierReason
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Transfer
+
+logger = logging.getLogger(__name__)
 
 _BATCHES_A_STEP = 8  # plans and batches made in one turn of the loop: about a millisecond
 
@@ -143,7 +146,12 @@ class StoreController:
             batch = [item for item in batch if not item.reused]
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
-        plan = self.policy.plan(candidates, views)
+        try:
+            plan = self.policy.plan(candidates, views)
+        except Exception:  # a policy may be someone else's code
+            self.counts["policy_failed"] += len(batch)
+            logger.exception("the store policy failed: %d objects are not stored", len(batch))
+            return
         names = [view.name for view in views]
         wanted: dict[int, list[str]] = {}
         for name in names:
@@ -201,7 +209,13 @@ class StoreController:
                 self._release(dirty)
         if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
-        room = tier.reclaim.make_room(tier.stored_bytes(self._l1.layout(queue[0].object.layout_id)))
+        try:
+            nbytes = tier.stored_bytes(self._l1.layout(queue[0].object.layout_id))
+        except Exception:  # a serde may be someone else's code, and may not know this layout
+            logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
+            self._lost([queue.popleft()], TierReason.TIER_ERROR)
+            return True
+        room = tier.reclaim.make_room(nbytes)
         if room is TierReason.FULL:
             self.counts["full"] += 1
             self._lost([queue.popleft()], TierReason.FULL)
@@ -216,6 +230,7 @@ class StoreController:
         nbytes = stored_bytes = 0
         while queue and len(batch) < tier.batch_keys_max:
             item = queue[0].object
+            # One namespace has one layout: a batch is of one kind.
             if batch and item.namespace != batch[0].object.namespace:
                 break
             nbytes += item.nbytes

@@ -5,16 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.limits import (
-    EVICT_RATIO,
-    L1_WATERMARK,
     TIER_BATCH_KEYS_MAX,
     TIER_CLOSE_S,
-    TIER_DEADLINE_S,
     TIER_LOOKUP_S,
 )
 from lmcache_core.policies.contracts import EvictionPolicy, TierView
@@ -23,6 +19,7 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.breaker import Breaker, BreakerState
+from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind, split_tier_key
@@ -40,21 +37,6 @@ _LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing 
 _PROBE_KEY = bytes(8)  # shorter than any tier key: it is never there
 
 
-@dataclass(frozen=True)
-class TierConfig:
-    """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
-
-    `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
-    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own.
-    """
-
-    capacity_bytes: int | None = None
-    watermark: float = L1_WATERMARK
-    evict_ratio: float = EVICT_RATIO
-    deadline_s: float = TIER_DEADLINE_S
-    connections: int = 4
-
-
 class Tier:
     """Give it to `Tiering`, which starts it.
 
@@ -66,7 +48,7 @@ class Tier:
         self,
         name: str,
         adapter: L2Adapter,
-        config: TierConfig = TierConfig(),
+        config: TierConfig = TierConfig(),  # noqa: B008 - frozen
         *,
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
@@ -89,6 +71,7 @@ class Tier:
         self._stop = threading.Event()
         self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
+        self._stored_bytes: dict[int, int] = {}
         self._now = 0.0
 
     def start(self, post: Callable[[Call], None], epochs: Epochs, now: float) -> None:
@@ -112,7 +95,7 @@ class Tier:
             self.accounting,
             self._lookups,
             self.config.deadline_s,
-            lambda: self.reclaim.forget_former_epochs(None),
+            self.reclaim.forget_former_epochs,
         )
         self.tick(now)
 
@@ -129,8 +112,12 @@ class Tier:
         return kind
 
     def stored_bytes(self, layout: Layout) -> int:
-        """The most that an object of this layout takes on the medium."""
-        return HEADER_BYTES + self.chain.encoded_bytes_max(layout)
+        """The most that an object of this layout takes on the medium. Raises what the serdes raise."""
+        size = self._stored_bytes.get(layout.fingerprint)
+        if size is None:
+            self.kind(layout)
+            size = self._stored_bytes[layout.fingerprint] = HEADER_BYTES + self.chain.encoded_bytes_max(layout)
+        return size
 
     def ask(
         self,

@@ -19,6 +19,7 @@ How a loop drives it (`now` is always `time.monotonic()`):
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from lmcache_core.tiers.lanes import Call
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.tier import Tier
+
+logger = logging.getLogger(__name__)
 
 _COMPLETIONS_A_STEP = 64  # each settles a batch: together well below the loop's page
 
@@ -83,6 +86,7 @@ class Tiering:
         )
         self._lookups = LookupController(l1, self._tiers, prefetch_policy, self._epochs, config.prefetch_in_flight_max)
         self._draining = False
+        self._faults = 0
         for tier in tiers:
             self.add_tier(tier, now)
 
@@ -113,12 +117,10 @@ class Tiering:
         for tier in self._tiers.values():
             tier.tick(now)
         for _ in range(min(_COMPLETIONS_A_STEP, len(self._ended))):
-            call = self._ended.popleft()
-            call.on_end(call)
-            call.result = None
+            self._end(self._ended.popleft())
         for tier in self._tiers.values():
-            tier.step(now)
-        self._stores.step()
+            self._guarded(tier.step, now)
+        self._guarded(self._stores.step)
         self._lookups.step(now)
 
     def next_deadline(self, now: float) -> float | None:
@@ -144,7 +146,7 @@ class Tiering:
         if tiers:
             for tier in self._tiers.values():
                 tier.tick(now)
-                tier.reclaim.forget_former_epochs(namespace)
+                tier.reclaim.forget_former_epochs()
 
     def add_tier(self, tier: Tier, now: float) -> None:
         """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
@@ -188,9 +190,7 @@ class Tiering:
             tier.abandon()
             idle = tier.close() and idle
         while self._ended:
-            call = self._ended.popleft()
-            call.on_end(call)
-            call.result = None
+            self._end(self._ended.popleft())
         self._lookups.notify()
         return idle
 
@@ -198,6 +198,7 @@ class Tiering:
         """For `status`: queues, counters, and one entry for each tier in order."""
         return {
             "draining": self._draining,
+            "faults": self._faults,
             "stores": self._stores.status(),
             "lookups": self._lookups.status(),
             "tiers": [tier.status() for tier in self._tiers.values()],
@@ -207,6 +208,18 @@ class Tiering:
         if name not in self._tiers:
             raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
         return self._tiers[name]
+
+    def _end(self, call: Call) -> None:
+        self._guarded(call.on_end, call)
+        call.result = None
+
+    def _guarded(self, method: Callable[..., None], *arguments: Any) -> None:
+        """Policies and serdes of others run on this thread: a bug of theirs must not end the server."""
+        try:
+            method(*arguments)
+        except Exception:
+            self._faults += 1
+            logger.exception("a fault in the tiers; the server goes on")
 
     def _post(self, call: Call) -> None:
         self._ended.append(call)

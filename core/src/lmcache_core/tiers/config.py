@@ -1,0 +1,22 @@
+"""What is set for a tier, whatever its adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lmcache_core.limits import EVICT_RATIO, L1_WATERMARK, TIER_DEADLINE_S
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
+
+    `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
+    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own.
+    """
+
+    capacity_bytes: int | None = None
+    watermark: float = L1_WATERMARK
+    evict_ratio: float = EVICT_RATIO
+    deadline_s: float = TIER_DEADLINE_S
+    connections: int = 4
