@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from lmcache_l0 import SharedCache
 
 Make = Callable[..., SharedCache]

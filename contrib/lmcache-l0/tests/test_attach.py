@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from lmcache_l0 import SharedCache, _table
 from lmcache_l0.errors import (
     SizesError,
@@ -47,7 +46,8 @@ def test_sizes_that_contradict_name_three_ways_out():
     with pytest.raises(SizesError) as caught:
         plan_table(size_gb=0.1, hash_slots=100_000, max_value_size=4096)
     text = str(caught.value).replace(",", "")
-    more, fewer, smaller = (text.split(f"{name}=")[-1].split(" ")[0] for name in ("size_gb", "hash_slots", "max_value_size"))
+    names = ("size_gb", "hash_slots", "max_value_size")
+    more, fewer, smaller = (text.split(f"{name}=")[-1].split(" ")[0] for name in names)
     plan_table(size_gb=float(more), hash_slots=100_000, max_value_size=4096)
     plan_table(size_gb=0.1, hash_slots=int(fewer), max_value_size=4096)
     plan_table(size_gb=0.1, hash_slots=100_000, max_value_size=int(smaller))
@@ -80,7 +80,7 @@ def test_the_file_is_its_owners_alone(make):
         cache = make()
     finally:
         os.umask(before)
-    assert stat.S_IMODE(os.stat(cache.path).st_mode) == 0o600
+    assert stat.S_IMODE(Path(cache.path).stat().st_mode) == 0o600
 
 
 def test_a_second_handle_sees_what_the_first_wrote(make):
@@ -126,7 +126,7 @@ def test_nothing_is_made_where_nothing_was_asked_for(folder):
 def test_a_reader_without_rights_to_write_reads(make):
     cache = make()
     cache.set("k", b"v")
-    os.chmod(cache.path, 0o400)
+    Path(cache.path).chmod(0o400)
     reader = make(cache.path, read_only=True)
     assert reader.get("k") == b"v"
     assert reader.get_many(["k"]) == [b"v"]
@@ -149,9 +149,9 @@ def test_a_table_without_room_is_refused_before_it_is_there(folder):
 
 def test_memory_is_there_from_the_beginning_unless_not_asked_for(make, folder):
     cache = make()
-    assert os.stat(cache.path).st_blocks * 512 >= cache.file_bytes
+    assert Path(cache.path).stat().st_blocks * 512 >= cache.file_bytes
     sparse = make(folder / "sparse", size_gb=1, reserve=False)
-    assert os.stat(sparse.path).st_blocks * 512 < sparse.file_bytes // 4
+    assert Path(sparse.path).stat().st_blocks * 512 < sparse.file_bytes // 4
 
 
 def test_the_switch_is_seen_by_every_handle(make):
@@ -213,7 +213,7 @@ def test_a_table_that_was_cut_off_is_refused(make):
     cache = make()
     path = cache.path
     cache.close()
-    os.truncate(path, os.stat(path).st_size - 4096)
+    os.truncate(path, Path(path).stat().st_size - 4096)
     with pytest.raises(TableDamagedError, match="cut off"):
         make(path)
 

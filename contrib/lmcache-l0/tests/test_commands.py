@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from lmcache_l0.errors import TableLoadWarning
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lmcache_core.cli.main", *words], capture_output=True, text=True, timeout=120, check=False
-    )
+    line = [sys.executable, "-m", "lmcache_core.cli.main", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_stats_says_what_the_table_holds(table):
 
 def test_stats_warns_above_seventy_percent(make):
     cache = make(hash_slots=10)
-    with pytest.warns(UserWarning):
+    with pytest.warns(TableLoadWarning):
         cache.set_many({f"{i}": b"" for i in range(8)})
     assert "80% full" in command("l0", "stats", cache.path).stderr
 

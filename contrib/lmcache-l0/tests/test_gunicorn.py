@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from lmcache_l0 import SharedCache
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -10,7 +10,6 @@ import warnings
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
-
 from lmcache_l0 import SharedCache
 from lmcache_l0.errors import TableFullError
 

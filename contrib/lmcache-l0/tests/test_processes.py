@@ -12,7 +12,6 @@ import time
 import warnings
 
 import pytest
-
 from lmcache_l0 import SharedCache
 from lmcache_l0.errors import TableBusyError
 

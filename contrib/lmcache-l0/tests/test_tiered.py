@@ -5,14 +5,14 @@ from __future__ import annotations
 from uuid import uuid4
 
 import pytest
+from lmcache_l0 import SharedCache, TieredCache
+from lmcache_l0.errors import ValueTooLargeError
+
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-
-from lmcache_l0 import SharedCache, TieredCache
-from lmcache_l0.errors import ValueTooLargeError
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-
 from lmcache_l0 import SharedCache
 from lmcache_l0.errors import TableFullError, TableLoadWarning, UsageError, ValueTooLargeError
 
@@ -119,9 +120,8 @@ def test_rows_are_filled_where_the_key_is_there_and_left_alone_where_not(make):
 def test_a_full_table_says_how_to_size_it(make):
     cache = make(hash_slots=4)
     with pytest.warns(TableLoadWarning):
-        for i in range(4):
-            cache.set(f"{i}", b"x")
-    with pytest.raises(TableFullError, match="4 of 4 slots are taken. Create it anew with hash_slots=8"):
+        cache.set_many({f"{i}": b"x" for i in range(4)})
+    with pytest.raises(TableFullError, match=r"4 of 4 slots are taken\. Create it anew with hash_slots=8"):
         cache.set("one more", b"x")
     cache.set("2", b"still writable")
     cache.delete("1")
@@ -156,7 +156,7 @@ def test_stats_count_what_is_there(make):
     cache.get_many(["key01", "absent"])
     found = cache.stats
     assert (found.keys, found.load, found.key_bytes, found.value_bytes) == (50, 0.5, 250, sum(range(50)))
-    assert found.file_bytes == (cache.path and __import__("os").stat(cache.path).st_size)
+    assert found.file_bytes == Path(cache.path).stat().st_size
     assert 1 <= found.found_probes_mean <= found.found_probes_max
     assert found.found_probes_p99 <= found.found_probes_max
     assert (found.hits, found.misses, found.writers, found.claimed, found.locked) == (1, 1, 1, 0, 0)
@@ -171,7 +171,7 @@ def test_often_read_keys_are_counted_higher(make):
     assert 10000 < counted[b"hot"] < 40000
     assert counted[b"cold"] == 0
     cache.cool()
-    assert dict((k, h) for k, _, h in cache.residents())[b"hot"] == counted[b"hot"] // 128 * 64
+    assert {k: h for k, _, h in cache.residents()}[b"hot"] == counted[b"hot"] // 128 * 64
 
 
 def test_an_insert_loses_to_whoever_came_in_between(make):

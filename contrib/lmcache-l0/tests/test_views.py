@@ -8,8 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-
-from lmcache_l0.errors import UsageError
+from lmcache_l0.errors import TableLoadWarning, UsageError
 
 
 @pytest.mark.parametrize("versions", [1, 2, 5])
@@ -38,7 +37,7 @@ def test_writes_of_other_keys_do_not_end_a_view(make):
 
 def test_reuse_of_a_deleted_slot_ends_its_views(make):
     cache = make(hash_slots=1)
-    with pytest.warns(UserWarning):
+    with pytest.warns(TableLoadWarning):
         cache.set("a", b"first")
     view = cache.view("a")
     cache.delete("a")

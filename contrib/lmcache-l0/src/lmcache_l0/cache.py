@@ -173,7 +173,7 @@ class SharedCache(_table.Table):
     def unlink(self) -> None:
         """Remove the table's file. Processes that have it attached keep it until they close it."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+            Path(self.path).unlink()
 
     def __enter__(self) -> Self:
         return self
@@ -222,7 +222,7 @@ def _finish(path: Path, fd: int, plan: Plan, reserve: bool) -> bool:
         try:
             _allocate(path, fd, plan, reserve)
         except BaseException:
-            os.unlink(path)  # nobody has attached to it: it was never ready
+            path.unlink()  # nobody has attached to it: it was never ready
             raise
         _table.initialise(
             fd,
@@ -241,7 +241,7 @@ def _finish(path: Path, fd: int, plan: Plan, reserve: bool) -> bool:
 
 def _same_file(fd: int, path: Path) -> bool:
     try:
-        named = os.stat(path)
+        named = path.stat()
     except FileNotFoundError:
         return False
     ours = os.fstat(fd)
@@ -291,7 +291,9 @@ def _room(path: Path) -> tuple[int, str]:
 def _compare(table: SharedCache, given: dict[str, Any]) -> None:
     """Raise TableMismatchError unless the table is one that these sizes describe."""
     found = {name: getattr(table, name) for name in ("max_value_size", "hash_slots", "versions", "max_key_size")}
-    differs = [f"{name}={found[name]:,}, not {given[name]:,}" for name in found if given.get(name, found[name]) != found[name]]
+    differs = [
+        f"{name}={figure:,}, not {given[name]:,}" for name, figure in found.items() if given.get(name, figure) != figure
+    ]
     size_gb = given.get("size_gb")
     if not differs and size_gb is not None:
         sizes = found if "hash_slots" in given else {n: v for n, v in found.items() if n != "hash_slots"}

@@ -18,7 +18,6 @@ def lmcache_plugin_info() -> PluginInfo:
 def lmcache_add_commands(subparsers: _SubParsersAction[Any], benches: _SubParsersAction[Any]) -> None:
     """Add `l0` and `bench l0`; nothing of them is imported before one is chosen."""
     from lmcache_core.cli.bench import add_bench
-
     from lmcache_l0.cli import SUMMARY, add_commands
 
     add_commands(subparsers)

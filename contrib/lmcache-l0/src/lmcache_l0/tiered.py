@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from lmcache_core.errors import UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
-
 from lmcache_l0.cache import SharedCache
 from lmcache_l0.errors import TableFullError, TableLoadWarning, ValueTooLargeError
 

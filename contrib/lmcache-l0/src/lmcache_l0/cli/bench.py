@@ -38,8 +38,8 @@ SLOTS_LARGE = 10_000_000
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Where the table lies, and how large the large one may be."""
-    parser.add_argument("--folder", default=None, help="where the tables are made (default: /dev/shm, else a temporary folder)")
-    parser.add_argument("--slots", type=int, default=SLOTS_LARGE, help="slots of the large table, as far as memory allows")
+    parser.add_argument("--folder", help="where the tables are made; without it /dev/shm, else a temporary folder")
+    parser.add_argument("--slots", type=int, default=SLOTS_LARGE, help="slots of the large table, if memory allows")
 
 
 def run(options: argparse.Namespace, bench: Bench) -> None:
@@ -107,10 +107,11 @@ def _where_they_lie(cache: SharedCache, keys: list[str]) -> tuple[Any, Any]:
 
     import numpy as np
 
-    addresses = np.array([cache.get_numpy(key, VALUE_BYTES, "u1").ctypes.data for key in keys])
+    views = [np.asarray(cache.get_numpy(key, VALUE_BYTES, "u1")) for key in keys]
+    addresses = np.array([view.ctypes.data for view in views])
     first = int(addresses.min())
     memory = (ctypes.c_uint8 * (int(addresses.max()) - first + VALUE_BYTES)).from_address(first)
-    return np.frombuffer(memory, np.uint8).reshape(-1, VALUE_BYTES), (addresses - first) // VALUE_BYTES
+    return np.frombuffer(memoryview(memory), np.uint8).reshape(-1, VALUE_BYTES), (addresses - first) // VALUE_BYTES
 
 
 def _batches(bench: Bench, cache: SharedCache, values: dict[str, bytes]) -> None:
@@ -190,11 +191,11 @@ def _two_readers(bench: Bench, cache: SharedCache) -> None:
 def _peers(bench: Bench, values: dict[str, bytes], folder: Path) -> None:
     key = next(iter(values))
     for label, peer in (
-        ("Redis, Unix socket, get", lambda: redis_get(folder, values)),
-        ("Manager().dict(), get", lambda: manager_get(values)),
+        ("Redis, Unix socket, get", redis_get(folder, values)),
+        ("Manager().dict(), get", manager_get(values)),
     ):
         try:
-            with peer() as get:
+            with peer as get:
                 found = _loop_ns("get(k)", {"get": get, "k": key}, 500, _repeats(bench))
         except MissingPeerError as missing:
             print(f"bench l0: left out {label}: there is no {missing}", file=sys.stderr)

@@ -9,7 +9,6 @@ import time
 
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import CacheError
-
 from lmcache_l0.cache import SharedCache, Stats
 
 

@@ -1,4 +1,4 @@
-"""The peers that stand in the bench's table. Each answers `get(key)` for the same keys; one that is missing says why."""
+"""The peers in the bench's table. Each answers `get(key)` for the same keys; one that is missing says why."""
 
 from __future__ import annotations
 
