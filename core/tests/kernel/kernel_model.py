@@ -7,6 +7,7 @@ on by everyone who may write, at every step; whoever may read looks whether the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -143,7 +144,7 @@ class World:
         del self.pins[thing]
         self.release(thing)
 
-    def let_go(self, permit: Permit, positions: list[int], answer: Settled, *, read: bool = False) -> None:
+    def let_go(self, permit: Permit, positions: Sequence[int], answer: Settled, *, read: bool = False) -> None:
         for at in positions:
             thing = permit.things[at]
             if thing is None:
@@ -262,7 +263,7 @@ class World:
         return left_behind >= self.uid_cap or (at_cap and session in of_uid)
 
     def settle(
-        self, session: int, lease_id: int, positions: list[int] | None, verb: str, *, retain: bool = True
+        self, session: int, lease_id: int, positions: Sequence[int] | None, verb: str, *, retain: bool = True
     ) -> None:
         """commit, abort or finish, by the owner or by a stranger."""
         self.due()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -41,9 +42,11 @@ class KernelMachine(RuleBasedStateMachine):
         there = [i for i in there if self.world.sessions.get(self.world.permits[i].owner) == "open"]
         return there[pick % len(there)] if there else 0
 
-    def positions(self, lease: int, data: Any) -> list[int] | None:
+    def positions(self, lease: int, data: Any) -> Sequence[int] | None:
         count = len(self.world.permits[lease].things)
-        return data.draw(st.one_of(st.none(), st.lists(st.integers(0, count - 1), max_size=6)))
+        at = st.integers(0, count - 1)
+        some, page = st.lists(at, max_size=6), st.builds(lambda a, b: range(min(a, b), max(a, b) + 1), at, at)
+        return data.draw(st.one_of(st.none(), some, page))
 
     # --- writes ---------------------------------------------------------------------------------------------
 

@@ -72,38 +72,50 @@ class Lease:
 
         They are answered with `answer`; what was settled before keeps its first answer.
         """
-        entries, answers = self.entries, self.answers
+        count = len(self.answers)
         if positions is None:
-            let_go = [item for item in entries if item is not None]
-            if len(let_go) == len(entries):
-                where = list(range(len(entries)))
-            else:
-                where = [at for at, item in enumerate(entries) if item is not None]
-            self.entries = [None] * len(answers)
-            self.answers = answers.replace(bytes((_OPEN,)), bytes((answer,)))
-            self.pending = 0
-            return let_go, where
+            positions = range(count)
         self.check_positions(positions)
-        let_go, where = [], []
-        for at in positions:
-            item = entries[at] if at < len(entries) else None
-            if item is not None:
-                entries[at] = None
-                answers[at] = answer
-                let_go.append(item)
-                where.append(at)
+        entries, answers = self.entries or [None] * count, self.answers
+        if isinstance(positions, range) and positions.step == 1:  # a page, or all of it: sliced, not counted
+            first, end = positions.start, positions.stop
+            page = entries[first:end]
+            let_go = [item for item in page if item is not None]
+            if len(let_go) == len(page):
+                where = list(positions)
+            else:
+                where = [at for at, item in enumerate(page, first) if item is not None]
+            entries[first:end] = [None] * len(page)
+            answers[first:end] = answers[first:end].replace(bytes((_OPEN,)), bytes((answer,)))
+        else:
+            let_go, where = [], []
+            for at in positions:
+                item = entries[at]
+                if item is not None:
+                    entries[at] = None
+                    answers[at] = answer
+                    let_go.append(item)
+                    where.append(at)
         self.pending -= len(let_go)
         return let_go, where
 
     def check_positions(self, positions: Sequence[int]) -> None:
-        count = len(self.answers)
-        for at in positions:
-            if not 0 <= at < count:
+        """Raise `UsageError` naming a position that the lease does not have."""
+        if positions:
+            ends = (positions[0], positions[-1]) if isinstance(positions, range) else positions
+            lowest, highest, count = min(ends), max(ends), len(self.answers)
+            if lowest < 0 or highest >= count:
+                at = lowest if lowest < 0 else highest
                 raise UsageError(f"position {at} is not in lease {self.id:#x}, which has {count}: count from 0")
 
     def answered(self, positions: Sequence[int] | None) -> bytearray:
         """The answer of each position asked for; None: of every position of the lease."""
-        return bytearray(self.answers) if positions is None else bytearray([self.answers[at] for at in positions])
+        answers = self.answers
+        if positions is None:
+            return bytearray(answers)
+        if isinstance(positions, range) and positions.step == 1:
+            return answers[positions.start : positions.stop]
+        return bytearray([answers[at] for at in positions])
 
     def status(self) -> LeaseStatus:
         return LeaseStatus(self.id, self.kind, self.pending > 0, self.expired, self.deadline, bytearray(self.answers))
