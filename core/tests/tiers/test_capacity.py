@@ -152,7 +152,7 @@ def test_deletes_that_fail_are_tried_again_after_a_pause(doubles: Any) -> None:
 
 
 def test_a_capacity_without_a_way_to_delete_is_refused_with_the_setting_to_change(doubles: Any) -> None:
-    class Keeps(doubles.adapter):  # type: ignore[name-defined, misc]
+    class Keeps(doubles.adapter):  # type: ignore[misc]
         capabilities = Capabilities(delete=False)
 
     with pytest.raises(SettingsError, match=r"l2\.mem\.eviction"):

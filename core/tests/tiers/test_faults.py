@@ -229,7 +229,8 @@ def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubl
         seen.append(item.key)
         if len(seen) == 1:
             return Outcome(Result.FAILED, error="reset by peer", retryable=True)
-        return real(item)
+        outcome: Outcome = real(item)
+        return outcome
 
     adapter._load_one = flaky
     for i in range(2):

@@ -34,7 +34,13 @@ KIND = object_kind(LAYOUT, CodecChain())
 
 def _header(**changes: Any) -> memoryview:
     page = memoryview(mmap.mmap(-1, HEADER_BYTES))
-    fields = {"key": KEY, "namespace": 5, "epoch": 2, "encoded_bytes": LAYOUT.nbytes, "checksum": 99} | changes
+    fields: dict[str, Any] = {
+        "key": KEY,
+        "namespace": 5,
+        "epoch": 2,
+        "encoded_bytes": LAYOUT.nbytes,
+        "checksum": 99,
+    } | changes
     build_header(page, fields.pop("kind", KIND), **fields)
     return page
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def _call(work: Any, deadline: float = 1e18, priority: Any = WAITED_FOR) -> Call
     return Call(work, deadline, priority, lambda call: None, lambda call: None)
 
 
+def _signal_and_wait(started: threading.Event, gate: threading.Event) -> None:
+    started.set()
+    assert gate.wait(SAFETY_S)
+
+
 # --- lanes ------------------------------------------------------------------------------------------------
 def test_a_waiting_request_goes_before_warm_up_and_first_come_first_served_within() -> None:
     posts, gate, order = Posts(), threading.Event(), []
@@ -65,7 +71,7 @@ def test_a_call_that_expires_in_the_queue_never_runs() -> None:
     posts, gate, ran = Posts(), threading.Event(), []
     lane = Lane("t", 1, posts)
     started = threading.Event()
-    running = _call(lambda: (started.set(), gate.wait(SAFETY_S)), deadline=10.0)
+    running = _call(lambda: _signal_and_wait(started, gate), deadline=10.0)
     queued = _call(lambda: ran.append(1), deadline=5.0)
     lane.submit(running)
     assert started.wait(SAFETY_S)
@@ -124,7 +130,7 @@ def test_cancel_takes_back_what_has_not_begun() -> None:
     posts, gate = Posts(), threading.Event()
     lane = Lane("t", 1, posts)
     started = threading.Event()
-    running, queued = _call(lambda: (started.set(), gate.wait(SAFETY_S))), _call(lambda: None)
+    running, queued = _call(lambda: _signal_and_wait(started, gate)), _call(lambda: None)
     lane.submit(running)
     assert started.wait(SAFETY_S)
     lane.submit(queued)
@@ -261,7 +267,7 @@ def test_parallel_keeps_order_and_its_bound(connections: int) -> None:
             together -= 1
         return number
 
-    assert parallel.run([lambda n=n: work(n) for n in range(30)]) == list(range(30))
+    assert parallel.run([partial(work, n) for n in range(30)]) == list(range(30))
     assert worst <= connections
     assert parallel.run([]) == []
 
@@ -276,7 +282,7 @@ def test_parallel_raises_the_first_error_after_all_calls_have_ended() -> None:
             raise ValueError(f"call {number}")
 
     with pytest.raises(ValueError, match="call 1"):
-        parallel.run([lambda n=n: work(n) for n in range(5)])
+        parallel.run([partial(work, n) for n in range(5)])
     assert sorted(ended) == [0, 1, 2, 3, 4]
 
 
