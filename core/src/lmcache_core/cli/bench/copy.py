@@ -1,0 +1,301 @@
+"""`lmcache-core bench copy`: `store` and `retrieve` end to end, against the best plain copy of the same bytes.
+
+The floor is one thread that copies the same objects, one by one, between the same buffers and the same slots of the
+pool, with addresses known beforehand: by `memmove`, by numpy and by torch where they are there; the best counts. Ours
+pays for keys, checks, leases and two calls on top. Batches are larger than the caches, buffers are written before
+anything is timed, and the two sides take turns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from importlib.util import find_spec
+from itertools import cycle
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmcache_core.cli.bench.rounds import Rounds
+from lmcache_core.cli.bench.servers import ServerProcess, ending_cleanly
+from lmcache_core.client.copying import address_of, tensor_of
+from lmcache_core.client.results import Status
+from lmcache_core.errors import PoolError
+from lmcache_core.limits import KEY_BYTES
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace as Names
+
+if TYPE_CHECKING:
+    from lmcache_core.cli.bench.harness import Bench
+    from lmcache_core.client.client import Client
+
+GROUPS = ("store", "retrieve", "tensors", "first", "single")
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "4 MiB": 4 * MIB, "16 MiB": 16 * MIB}
+RATIO_MIN = {"64 KiB": 0.55, "1 MiB": 0.9, "4 MiB": 0.9, "16 MiB": 0.9}
+FIRST_RATIO_MIN = 0.8
+BATCH_BYTES = 64 * MIB  # twice the last cache of the machines that this was written on
+SETS = 2  # batches of sources and targets that take turns, so that none is in a cache when its turn comes
+SINGLE_OBJECTS = 4  # stored and retrieved alone in one round
+
+
+class Pass(NamedTuple):
+    """One batch: its keys and its buffers."""
+
+    keys: list[bytes]
+    buffers: Sequence[Any]  # what the client is given: memoryviews or tensors
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """The options of this bench."""
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="only these groups of records")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="only objects of these sizes")
+
+
+def run(options: Namespace, bench: Bench) -> None:
+    """Whole batches, then the first store into a fresh pool, then single objects."""
+    rounds, count = Rounds(quick=bench.quick), 4 if bench.quick else 21
+    sizes = [size for size in SIZES if size in options.sizes]
+    batched = [group for group in ("store", "retrieve") if group in options.only]
+    tensors = "tensors" in options.only and find_spec("torch") is not None
+    bench.steps(len(sizes) * (bool(batched) + tensors + ("single" in options.only)) + ("first" in options.only))
+    with ending_cleanly(), closing(_Buffers()) as buffers:
+        with ServerProcess(2 * BATCH_BYTES) as server, server.client() as client:
+            for size in sizes:
+                if batched:
+                    bench.step(f"batches of {size}")
+                    _Batches(client, buffers, size).record(bench, batched, rounds.of(count))
+            for size in sizes:
+                if tensors:
+                    bench.step(f"batches of {size}, tensors")
+                    _Batches(client, buffers, size, tensors=True).record(bench, ("store", "retrieve"), rounds.of(count))
+            for size in sizes:
+                if "single" in options.only:
+                    bench.step(f"single objects of {size}")
+                    _single(client, buffers, size, bench, rounds.of(count * SINGLE_OBJECTS))
+        if "first" in options.only:
+            bench.step("first store into a fresh pool")
+            _first(buffers, bench, pools=rounds.of(1 if bench.quick else 7))
+
+
+class _Buffers:
+    """The caller's memory: written once, so that every page of it is there."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, SETS * BATCH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = (ctypes.c_char * (SETS * BATCH_BYTES)).from_buffer(self._memory)
+        ctypes.memset(whole, 0xA5, SETS * BATCH_BYTES)
+        del whole
+        self._view = memoryview(self._memory)
+
+    def batch(self, number: int, nbytes: int) -> list[memoryview]:
+        """Buffers of objects of `nbytes`, a batch of them."""
+        first = (number % SETS) * BATCH_BYTES
+        return [self._view[at : at + nbytes] for at in range(first, first + BATCH_BYTES, nbytes)]
+
+    def close(self) -> None:
+        """Drop our own view; the memory goes with the last one."""
+        self._view.release()
+
+
+class _Batches:
+    """Batches of one size, stored and retrieved by the client and by bare copies."""
+
+    def __init__(self, client: Client, buffers: _Buffers, size: str, *, tensors: bool = False) -> None:
+        self.client = client
+        self.size = size
+        self.suffix = ", tensors" if tensors else ""
+        self.layout = Layout("uint8", (SIZES[size],))
+        self.namespace = Names(f"bench {size}", self.layout)
+        batches = [buffers.batch(number, self.layout.nbytes) for number in range(SETS)]
+        self.views = batches
+        given: list[Sequence[Any]] = list(batches)
+        if tensors:
+            given = [[tensor_of(view, self.layout) for view in batch] for batch in batches]
+        self._given = cycle(given)
+        self.copies = _copies(self.layout)
+
+    def record(self, bench: Bench, groups: Sequence[str], rounds: Iterable[bool]) -> None:
+        """`store SIZE` and `retrieve SIZE`, in GB/s."""
+        ours: dict[str, list[float]] = {"store": [], "retrieve": []}
+        bare: dict[str, dict[str, list[float]]] = {group: {name: [] for name in self.copies} for group in ours}
+        for number, counts in enumerate(rounds):
+            for name in self.copies:
+                for group, took_s in self._bare(name, number).items():
+                    if counts:
+                        bare[group][name].append(took_s)
+            keys = fresh_keys(BATCH_BYTES // self.layout.nbytes)
+            times = {"store": self.store(keys), "retrieve": self.retrieve(keys)}
+            if counts:
+                for group, took_s in times.items():
+                    ours[group].append(took_s)
+            self.client.clear(self.namespace)
+        for group in groups:
+            floor = max(_rate(times) for times in bare[group].values())
+            bench.record(
+                f"{group} {self.size}{self.suffix}",
+                _rate(ours[group]),
+                "GB/s",
+                floor=floor,
+                target=RATIO_MIN[self.size],
+                lower_is_better=False,
+            )
+
+    def store(self, keys: Sequence[bytes]) -> float:
+        """Seconds of one store; every key was stored."""
+        sources = next(self._given)
+        began = time.perf_counter()
+        result = self.client.store(keys, sources, namespace=self.namespace)
+        took_s = time.perf_counter() - began
+        _expect(result.statuses, Status.STORED)
+        return took_s
+
+    def retrieve(self, keys: Sequence[bytes]) -> float:
+        """Seconds of one retrieve; every key was a hit."""
+        into = next(self._given)
+        began = time.perf_counter()
+        result = self.client.retrieve(keys, into, namespace=self.namespace)
+        took_s = time.perf_counter() - began
+        _expect(result.statuses, Status.HIT)
+        return took_s
+
+    def _bare(self, name: str, number: int) -> dict[str, float]:
+        """Seconds of the same copies into slots of the pool, and out of them."""
+        prepare = self.copies[name]
+        keys = fresh_keys(BATCH_BYTES // self.layout.nbytes)
+        with self.client.prepare_store(keys, namespace=self.namespace) as lease:
+            _expect(lease.statuses, Status.GRANTED)
+            slots = [lease.view(position) for position in range(len(keys))]
+            took_s = {
+                "store": _timed(prepare(slots, self.views[number % SETS])),
+                "retrieve": _timed(prepare(self.views[(number + 1) % SETS], slots)),
+            }
+            del slots
+        return took_s
+
+
+Copies = Callable[[Sequence[memoryview], Sequence[memoryview]], Callable[[], None]]
+
+
+def _copies(layout: Layout) -> dict[str, Copies]:
+    """Every plain copy that this interpreter has: each prepares targets and sources, and gives what is timed."""
+    found: dict[str, Copies] = {"memmove": lambda targets, sources: _memmoves(targets, sources, layout.nbytes)}
+    if find_spec("numpy") is not None:
+        found["numpy"] = _numpy_copies
+    if find_spec("torch") is not None:
+        found["torch"] = lambda targets, sources: _torch_copies(targets, sources, layout)
+    return found
+
+
+def _memmoves(targets: Sequence[memoryview], sources: Sequence[memoryview], nbytes: int) -> Callable[[], None]:
+    pairs = [(address_of(target), address_of(source)) for target, source in zip(targets, sources, strict=True)]
+    memmove = ctypes.memmove
+
+    def copy() -> None:
+        for target, source in pairs:
+            memmove(target, source, nbytes)
+
+    return copy
+
+
+def _numpy_copies(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> Callable[[], None]:
+    import numpy as np
+
+    arrays = [
+        (np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+        for target, source in zip(targets, sources, strict=True)
+    ]
+    copyto = np.copyto
+
+    def copy() -> None:
+        for target, source in arrays:
+            copyto(target, source)
+
+    return copy
+
+
+def _torch_copies(targets: Sequence[memoryview], sources: Sequence[memoryview], layout: Layout) -> Callable[[], None]:
+    tensors = [
+        (tensor_of(target, layout), tensor_of(source, layout)) for target, source in zip(targets, sources, strict=True)
+    ]
+
+    def copy() -> None:
+        for target, source in tensors:
+            target.copy_(source)
+
+    return copy
+
+
+# --- the first store, and single objects -----------------------------------------------------------------------
+
+
+def _first(buffers: _Buffers, bench: Bench, pools: Iterable[bool]) -> None:
+    """What a worker's very first store reaches, beside later ones into the same pool."""
+    size = "1 MiB"
+    first: list[float] = []
+    warm: list[float] = []
+    for _ in pools:
+        with ServerProcess(2 * BATCH_BYTES) as server, server.client() as client:
+            batches = _Batches(client, buffers, size)
+            client.register_layout(batches.namespace)
+            for number in range(4):
+                keys = fresh_keys(BATCH_BYTES // batches.layout.nbytes)
+                (warm if number else first).append(batches.store(keys))
+                client.clear(batches.namespace)
+    bench.record(
+        f"first store {size}",
+        _rate(first),
+        "GB/s",
+        floor=_rate(warm),
+        target=FIRST_RATIO_MIN,
+        lower_is_better=False,
+    )
+
+
+def _single(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: Iterable[bool]) -> None:
+    """One object a call: two round trips for one copy. No target."""
+    layout = Layout("uint8", (SIZES[size],))
+    namespace = Names(f"bench {size}", layout)
+    times_s: dict[str, list[float]] = {"store": [], "retrieve": [], "bare store": [], "bare retrieve": []}
+    place = cycle([view for number in range(SETS) for view in buffers.batch(number, layout.nbytes)])
+    for _ in rounds:
+        keys = fresh_keys(2)
+        with client.prepare_store(keys[1:], namespace=namespace) as lease:
+            slot = lease.view(0)
+            times_s["bare store"].append(_timed(_memmoves([slot], [next(place)], layout.nbytes)))
+            times_s["bare retrieve"].append(_timed(_memmoves([next(place)], [slot], layout.nbytes)))
+            del slot
+        source, target = next(place), next(place)
+        times_s["store"].append(_timed(lambda: client.store(keys[:1], [source], namespace=namespace)))  # noqa: B023
+        times_s["retrieve"].append(_timed(lambda: client.retrieve(keys[:1], [target], namespace=namespace)))  # noqa: B023
+        client.clear(namespace)
+    for group in ("store", "retrieve"):
+        rates = [layout.nbytes / median(times_s[name]) / 1e9 for name in (group, f"bare {group}")]
+        bench.record(f"{group} one {size}", rates[0], "GB/s", floor=rates[1], lower_is_better=False)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _rate(times_s: Sequence[float]) -> float:
+    """GB/s of a batch."""
+    return BATCH_BYTES / median(times_s) / 1e9
+
+
+def _expect(statuses: Sequence[Status], wanted: Status) -> None:
+    if statuses.count(wanted) != len(statuses):
+        other = next(status for status in statuses if status is not wanted)
+        raise PoolError(f"{len(statuses) - statuses.count(wanted)} of {len(statuses)} keys were not {wanted}: {other}")
+
+
+def fresh_keys(count: int) -> list[bytes]:
+    """Keys that no run has used before."""
+    blob = os.urandom(count * KEY_BYTES)
+    return [blob[at : at + KEY_BYTES] for at in range(0, len(blob), KEY_BYTES)]

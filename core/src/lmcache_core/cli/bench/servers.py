@@ -1,0 +1,269 @@
+"""Processes of a bench's own: a server with its pool, and workers. All are gone at its end, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from uuid import uuid4
+
+from lmcache_core.client.client import Client
+from lmcache_core.errors import DisconnectedError, PoolError
+from lmcache_core.pool.backing import segment_path
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from lmcache_core.client.address import CurveKeys
+
+READY_S = 30.0  # until the server says that it serves, and between two signs of progress while its pool is populated
+STOP_S = 10.0  # until a server that was asked to end is killed
+REPLY_S = 300.0  # a safety net: what a worker is asked for takes seconds
+_TCP_LOOPBACK = "127.0.0.1:0"
+
+
+class ServerProcess:
+    """`lmcache-core serve` on every carrier that is asked for, in a temporary directory, under a name of its own.
+
+    No setting of the user reaches it, so that every run measures the same server. Use as a context manager.
+    """
+
+    def __init__(self, size_bytes: int, *, zmq: bool = False, ready_populated: bool = True) -> None:
+        self._size_bytes = size_bytes
+        self._zmq = zmq
+        self._ready_populated = ready_populated
+        self._stack = ExitStack()
+        self.name = f"bench-{uuid4().hex[:12]}"
+        self.pid = 0
+        self.tcp_address = ""
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self.directory = Path(stack.enter_context(temporary_directory()))
+            self.runtime_dir = self.directory / "run"
+            stack.callback(segment_path(self.name).unlink, missing_ok=True)  # of a server that had to be killed
+            command = self._command()
+            with (self.directory / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    command, cwd=self.directory, env=_environment(), stdout=subprocess.PIPE, stderr=log
+                )
+            self.pid = process.pid
+            stack.callback(_end, process)
+            self._wait_ready(process)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def client(self, address: str | None = None, **options: Any) -> Client:
+        """A client over the lifeline, or over ZMQ where an address is given."""
+        return Client.connect(
+            self.name, runtime_dir=self.runtime_dir, address=address, curve=self.curve(address), **options
+        )
+
+    @property
+    def ipc_address(self) -> str:
+        """Of the ZMQ carrier."""
+        return f"ipc://{self.runtime_dir / self.name / 'zmq'}"
+
+    def curve(self, address: str | None) -> CurveKeys | None:
+        """The keys of a client, for an address that needs them."""
+        if address is None or not address.startswith("tcp:"):
+            return None
+        from lmcache_core.client.address import CurveKeys
+
+        keys = self.directory / "keys"
+        return CurveKeys.from_files(keys / "server.key", keys / "client.key_secret")
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its threads until now."""
+        return cpu_s(self.pid)
+
+    def _command(self) -> list[str]:
+        options = {
+            "name": self.name,
+            "runtime_dir": str(self.runtime_dir),
+            "state_dir": str(self.directory / "state"),
+            "l1.size_bytes": str(self._size_bytes),
+            # No headroom is made in the background: what a full pool costs shows in the call that needs the room.
+            "l1.watermark": "1.0",
+        }
+        if self._zmq:
+            options |= {"zmq.ipc": "true", "zmq.tcp": _TCP_LOOPBACK, **self._make_keys()}
+        flags = [word for name, value in options.items() for word in (f"--{name}", value)]
+        return [sys.executable, "-m", "lmcache_core.cli.main", "serve", "--log-level", "error", *flags]
+
+    def _make_keys(self) -> dict[str, str]:
+        from zmq.auth import create_certificates
+
+        keys, allowed = self.directory / "keys", self.directory / "allowed"
+        for path in (keys, allowed):
+            path.mkdir()
+        for name in ("server", "client"):
+            create_certificates(keys, name)
+        shutil.copy(keys / "client.key", allowed)
+        return {
+            "zmq.curve_secret_key_file": str(keys / "server.key_secret"),
+            "zmq.curve_clients_dir": str(allowed),
+        }
+
+    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], READY_S)[0] or not process.stdout.readline():
+            raise PoolError(f"the bench's server did not start: {self._last_words()}")
+        with self.client(maps_pool=False) as client:
+            status = client.status()
+            self.tcp_address = next((each for each in status["server"]["also_at"] if each.startswith("tcp:")), "")
+            if self._ready_populated:
+                self._wait_populated(client)
+
+    def _wait_populated(self, client: Client) -> None:
+        populated, heard_at_s = 0, time.monotonic()
+        while (status := client.status())["pool"]["populated_bytes"] < status["l1"]["pool_bytes"]:
+            if status["pool"]["population_error"]:
+                raise PoolError(f"the bench's pool got no memory: {status['pool']['population_error']}")
+            if status["pool"]["populated_bytes"] > populated:
+                populated, heard_at_s = status["pool"]["populated_bytes"], time.monotonic()
+            if time.monotonic() - heard_at_s > READY_S:
+                raise PoolError(f"the bench's pool stays at {populated:,} bytes: is the machine out of memory?")
+            time.sleep(0.01)
+
+    def _last_words(self) -> str:
+        lines = (self.directory / "log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+class WorkerProcess:
+    """A fresh interpreter that runs `target(connection, *arguments)`. It says one thing once it is ready."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")  # a fork would share clients, threads and locks
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.ready: Any = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.ready = self.receive()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid or 0
+
+    def send(self, message: Any) -> None:
+        """Tell it something."""
+        self._connection.send(message)
+
+    def receive(self) -> Any:
+        """What it says next. Raises `DisconnectedError` when it has ended instead."""
+        try:
+            if not self._connection.poll(REPLY_S):
+                raise DisconnectedError(f"a worker of the bench said nothing for {REPLY_S:g} s")
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise DisconnectedError("a worker of the bench ended; standard error says why") from error
+
+    def ask(self, message: Any) -> Any:
+        """Send and receive."""
+        self.send(message)
+        return self.receive()
+
+    def end(self) -> None:
+        """End it and wait for that."""
+        self._connection.close()  # its next receive raises, which ends it
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def orders(connection: Connection) -> Iterator[Any]:
+    """In a worker: what its parent asks for, until the parent goes. Ctrl-C is the parent's to act on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection.send("ready")
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            yield connection.recv()
+
+
+@contextmanager
+def temporary_directory() -> Iterator[str]:
+    """As the library's, with a short name: socket paths hold 108 bytes."""
+    with tempfile.TemporaryDirectory(prefix="lmc-", ignore_cleanup_errors=True) as path:
+        yield path
+
+
+@contextmanager
+def ending_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as ctrl-C does, so that pools and processes go."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process: in nanoseconds where the kernel keeps them, else in ticks."""
+    total_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            total_ns += int(path.read_text().split()[0])
+    if total_ns:
+        return total_ns / 1e9
+    fields = re.sub(r".*\) ", "", Path(f"/proc/{pid}/stat").read_text()).split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _environment() -> dict[str, str]:
+    kept = {"LMCACHE_CORE_PLUGINS"}  # which distributions may be plugins is about this machine, not about this server
+    return {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_CORE_") or name in kept}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
