@@ -333,8 +333,10 @@ class Kernel:
 
     def next_deadline(self) -> float | None:
         """When `expire` may have something to do; perhaps too early, never too late."""
-        deadlines = [self._leases.next_deadline(), self._pins.next_deadline()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
+        if leases is None or (pins is not None and pins < leases):
+            return pins
+        return leases
 
     def trim(self, now: float) -> int:
         """One bounded step towards headroom; the objects it evicted. Call again while it is not 0."""
