@@ -16,7 +16,7 @@ from lmcache_core.client.links import Links
 from lmcache_core.client.lookups import LookupHandle, asking, lookup_pages, unreachable
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.errors import DisconnectedError, LimitError, UsageError
-from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX, PIN_TTL_S
+from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX, PIN_TTL_S, STORE_PAGE_KEYS
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
@@ -74,8 +74,8 @@ class Client:
         layout = namespace.layout
         found = spans(sources, len(keys), layout, writable=False)
         with WriteLease(self._links, namespace) as lease:
-            for first in range(0, len(keys), BATCH_KEYS_MAX):
-                lease.ask(keys[first : first + BATCH_KEYS_MAX])
+            for first in range(0, len(keys), STORE_PAGE_KEYS):
+                lease.ask(keys[first : first + STORE_PAGE_KEYS])
                 if lease.granted:
                     mapping, slots = lease.slots(first)
                     copy_in(mapping.address, slots, found, layout)
@@ -162,8 +162,8 @@ class Client:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
         _check_keys(keys)
         lease = WriteLease(self._links, namespace)
-        for first in range(0, len(keys), BATCH_KEYS_MAX):
-            lease.ask(keys[first : first + BATCH_KEYS_MAX])
+        for first in range(0, len(keys), STORE_PAGE_KEYS):
+            lease.ask(keys[first : first + STORE_PAGE_KEYS])
         return lease
 
     def prepare_retrieve(
