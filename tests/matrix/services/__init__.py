@@ -1,0 +1,1 @@
+"""Real servers that tests stand up: one file for each way to do it."""
