@@ -53,10 +53,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that needs no daemon, in a few minutes. Arguments go to pytest."""
+    """Everything quick that needs no daemon, in a few minutes. Arguments go to pytest."""
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     install(session, *installable(), extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
-    session.run("pytest", *(session.posargs or ["-q", "--timeout=300"]))
+    session.run("pytest", *(session.posargs or ["-q", "--timeout=300", "-m", "not slow"]))
 
 
 @nox.session
