@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,38 @@ def test_the_same_on_arm64(tmp_path, program, size):
     built = compiled(program, tmp_path, "-O2", "-static", compiler="aarch64-linux-gnu-gcc")
     done = run("qemu-aarch64", built, *size)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_python_module_is_clean_under_the_address_sanitizer(tmp_path):
+    """The tests of values, views and the model again, in a process with a sanitized build of the module."""
+    libraries = [
+        run("cc", f"-print-file-name={name}").stdout.strip() if shutil.which("cc") else ""
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(Path(library).is_absolute() for library in libraries):
+        pytest.skip("the compiler has no shared sanitizer libraries")
+    source = tmp_path / "source"
+    left_out = shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__", ".*")
+    shutil.copytree(HERE.parent, source, ignore=left_out)
+    environ = {**os.environ, "LMCACHE_CORE_L0_SANITIZE": "address,undefined"}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    built = subprocess.run(build, cwd=source, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert built.returncode == 0, built.stderr
+    environ |= {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "PYTHONMALLOC": "malloc",  # so that every object has its red zones
+        "PYTHONPATH": str(source / "src"),
+    }
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "not process and not no_numpy"]
+    files = [f"tests/test_{name}.py" for name in ("values", "views", "model")]
+    code = (
+        "import sys, pytest, lmcache_l0._table as table\n"
+        f"assert table.__file__.startswith({str(source)!r}), table.__file__\n"
+        f"sys.exit(pytest.main({options + files!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=source, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -27,10 +27,23 @@ def whole(key: int, value: bytes) -> bool:
     return value[:2] == key.to_bytes(2, "little") and value == value[:8] * (len(value) // 8)
 
 
+forked: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left():
+    """Whatever became of the test."""
+    yield
+    for pid in list(forked):
+        os.kill(pid, signal.SIGKILL)
+        ended(pid)
+
+
 def in_child(work) -> int:
-    """Fork; the child does `work` and ends without a trace of pytest. The caller waits for it by pid."""
+    """Fork; the child does `work` and ends without a trace of pytest. Its pid, for `ended`."""
     pid = os.fork()
     if pid:
+        forked.add(pid)
         return pid
     status = 1
     try:
@@ -41,7 +54,32 @@ def in_child(work) -> int:
 
 
 def ended(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status = os.waitpid(pid, 0)[1]
+    forked.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def write_for_ever(cache: SharedCache, key: str, value: bytes) -> None:
+    """Until the tester is gone."""
+    tester = os.getppid()
+    while os.getppid() == tester:
+        for _ in range(100):
+            cache.set(key, value)
+
+
+def stop_in_the_middle(cache: SharedCache, key: str, writer: int) -> None:
+    """Stop a process that writes this key without end while it holds the key's slot."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        os.kill(writer, signal.SIGCONT)
+        view = cache.view(key)
+        while view.valid() and time.monotonic() < until:  # it has run, and written
+            time.sleep(0)
+        os.kill(writer, signal.SIGSTOP)
+        os.waitpid(writer, os.WUNTRACED)
+        if cache.stats.locked:
+            return
+    raise AssertionError("the writer was never met in the middle of a write")
 
 
 def test_readers_never_see_half_a_write_of_many_writers(make):
@@ -58,7 +96,9 @@ def test_readers_never_see_half_a_write_of_many_writers(make):
     writers = [in_child(lambda seed=seed: write(seed)) for seed in range(3)]
     reads, left = 0, set(writers)
     while left:
-        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        over = {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        forked.difference_update(over)
+        left -= over
         for key in range(4):
             for value in (cache.get(f"{key}"), *cache.get_many([f"{key}"] * 3)):
                 assert value is None or whole(key, value)
@@ -99,8 +139,8 @@ def test_writers_killed_at_any_moment_leave_every_value_whole_and_every_slot_wri
             cache.set(f"{key}", stamped(key, 0, 64 << 10))
 
         def write(started: int) -> None:
-            stamp = 1
-            while True:
+            stamp, tester = 1, os.getppid()
+            while os.getppid() == tester:
                 for key in range(4):
                     cache.set(f"{key}", stamped(key, stamp, 64 << 10))
                 for key in range(4, 7):
@@ -137,37 +177,18 @@ def test_writers_killed_at_any_moment_leave_every_value_whole_and_every_slot_wri
 
 
 def test_a_stopped_writer_holds_up_its_own_key_and_no_other(make):
-    """Stop a writer until it stands in the middle of a write, then use the table around it."""
     cache = make(hash_slots=16, max_value_size=1 << 20, wait_s=0.2)
     value = stamped(1, 1, 1 << 20)
     cache.set("1", value)
-    ours, theirs = os.pipe()
-
-    def write() -> None:
-        os.write(theirs, b"!")
-        while True:
-            cache.set("1", value)
-
-    writer = in_child(write)
-    try:
-        os.read(ours, 1)
-        for _ in range(1000):
-            os.kill(writer, signal.SIGSTOP)
-            os.waitpid(writer, os.WUNTRACED)
-            if cache.stats.locked:
-                break
-            os.kill(writer, signal.SIGCONT)
-        assert cache.stats.locked == 1
-        for i in range(2, 6):
-            cache.set(f"{i}", b"not held up")
-        assert whole(1, cache.get("1"))
-        with pytest.raises(TableBusyError, match="alive but does not move"):
-            cache.set("1", b"mine")
-    finally:
-        os.kill(writer, signal.SIGKILL)
-        ended(writer)
-        os.close(ours)
-        os.close(theirs)
+    writer = in_child(lambda: write_for_ever(cache, "1", value))
+    stop_in_the_middle(cache, "1", writer)
+    for i in range(2, 6):
+        cache.set(f"{i}", b"not held up")
+    assert whole(1, cache.get("1"))
+    with pytest.raises(TableBusyError, match="alive but does not move"):
+        cache.set("1", b"mine")
+    os.kill(writer, signal.SIGKILL)
+    ended(writer)
     cache.set("1", b"mine")
     assert cache.get("1") == b"mine"
 
@@ -175,35 +196,32 @@ def test_a_stopped_writer_holds_up_its_own_key_and_no_other(make):
 def test_a_parents_death_is_seen_though_its_child_lives(make):
     """The life lock must not travel with a fork: the child would keep its dead parent alive for ever."""
     cache = make(wait_s=20.0, max_value_size=1 << 20)
-    done, told = os.pipe()
+    value = bytes(1 << 20)
+    cache.set("k", value)
     hold, release = os.pipe()
+    ready, told = os.pipe()
 
     def parent() -> None:
-        cache.set("k", bytes(1 << 20))  # it is a writer now
-        child = os.fork()
-        if child == 0:
+        cache.set("k", value)  # it is a writer now
+        if os.fork() == 0:
             os.close(release)
-            os.read(hold, 1)  # live on until the test is over
+            os.write(told, b"!")
+            os.read(hold, 1)  # lives until the test is over
             os._exit(0)
-        os.write(told, child.to_bytes(4, "little"))
-        while True:
-            cache.set("k", bytes(1 << 20))
+        write_for_ever(cache, "k", value)
 
-    writer = in_child(parent)
-    os.read(done, 4)
-    for _ in range(1000):
-        os.kill(writer, signal.SIGSTOP)
-        os.waitpid(writer, os.WUNTRACED)
-        if cache.stats.locked:
-            break
-        os.kill(writer, signal.SIGCONT)
-    assert cache.stats.locked == 1
-    os.kill(writer, signal.SIGKILL)
-    ended(writer)
-    cache.set("k", b"relieved")
-    assert cache.get("k") == b"relieved"
-    for fd in (release, hold, done, told):
-        os.close(fd)
+    try:
+        writer = in_child(parent)
+        assert os.read(ready, 1) == b"!"
+        stop_in_the_middle(cache, "k", writer)
+        os.kill(writer, signal.SIGKILL)
+        ended(writer)
+        cache.set("k", b"relieved")
+        assert cache.get("k") == b"relieved"
+        assert cache.stats.recovered == 1
+    finally:
+        for fd in (release, hold, ready, told):
+            os.close(fd)
 
 
 def test_a_table_outlives_its_creator(folder):

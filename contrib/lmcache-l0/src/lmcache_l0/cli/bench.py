@@ -16,7 +16,7 @@ import tempfile
 import timeit
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time, process_time_ns
 from typing import TYPE_CHECKING, Any
 
 from lmcache_l0.cache import SharedCache, _room
@@ -158,20 +158,21 @@ def _arrays(bench: Bench, cache: SharedCache) -> None:
 def _read(cache: SharedCache, keys: list[str], start: Any, results: Any, seconds: float) -> None:
     get, reads = cache.get, 0
     start.wait()
-    begun = perf_counter_ns()
-    until = begun + int(seconds * 1e9)
+    begun, until = process_time(), perf_counter_ns() + int(seconds * 1e9)
     while perf_counter_ns() < until:
         for key in keys:
             get(key)
         reads += len(keys)
-    results.put(reads / ((perf_counter_ns() - begun) / 1e9))
+    # By the time that this process had a core: what else runs on the machine takes cores away, but what the two
+    # readers do to each other (lines that bounce between caches) stays in the figure.
+    results.put(reads / (process_time() - begun))
 
 
 def _two_readers(bench: Bench, cache: SharedCache) -> None:
     context = multiprocessing.get_context("fork")
     keys = [key.decode() for key in list(cache)[:1000]]
     best = {1: 0.0, 2: 0.0}
-    for _ in range(2 if bench.quick else 4):
+    for _ in range(3 if bench.quick else 6):
         for count in (1, 2):
             start, results = context.Barrier(count), context.SimpleQueue()
             readers = [
@@ -184,8 +185,8 @@ def _two_readers(bench: Bench, cache: SharedCache) -> None:
                 reader.join()
             best[count] = max(best[count], total)
     target = 1.8 if len(os.sched_getaffinity(0)) >= 2 else None
-    bench.record("two processes reading ÷ one", best[2] / 1e6, "M gets/s", floor=best[1] / 1e6, target=target,
-                 lower_is_better=False)
+    name = "two processes reading ÷ one, by core time"
+    bench.record(name, best[2] / 1e6, "M gets/s", floor=best[1] / 1e6, target=target, lower_is_better=False)
 
 
 def _peers(bench: Bench, values: dict[str, bytes], folder: Path) -> None:
@@ -213,20 +214,26 @@ def _large(bench: Bench, folder: Path, slots: int) -> None:
     keys = int(plan.hash_slots * 0.69)
     with SharedCache(folder / "large.l0", hash_slots=plan.hash_slots, **sizes) as cache:
         value = os.urandom(VALUE_BYTES)
-        begun = perf_counter_ns()
+        # What can be done only once is measured by core time: there is no best of several.
+        filled_ns = 0
         for start in range(0, keys, 100_000):
-            cache.set_many([(b"%d" % i, value) for i in range(start, min(start + 100_000, keys))])
-        filled = (perf_counter_ns() - begun) / keys
+            items = [(b"%d" % i, value) for i in range(start, min(start + 100_000, keys))]
+            begun = process_time_ns()
+            cache.set_many(items)
+            filled_ns += process_time_ns() - begun
         dice = random.Random(3)
         batches = [tuple(b"%d" % dice.randrange(keys) for _ in range(BATCH)) for _ in range(40)]
         gc.collect()
-        cold = _pass_ns(cache.get_many, batches)
+        begun = process_time_ns()
+        for batch in batches:
+            cache.get_many(batch)
+        cold = (process_time_ns() - begun) / len(batches) / BATCH
         hot = min(_pass_ns(cache.get_many, batches[:1]) for _ in range(50))
         single = [batch[0] for batch in batches]
         singles = min(_each_ns(cache.get, single) for _ in range(20))
         found = cache.stats
     size = f"{found.hash_slots / 1e6:.3g} M slots at {found.load:.0%}"
-    bench.record(f"{size}: set_many, a key", filled, "ns")
+    bench.record(f"{size}: set_many into fresh memory, a key", filled_ns / keys, "ns")
     bench.record(f"{size}: get_many, random keys, cold, a key", cold, "ns", floor=hot)
     bench.record(f"{size}: get_many, the same 512 again, a key", hot, "ns")
     bench.record(f"{size}: get, a few keys again", singles, "ns")
