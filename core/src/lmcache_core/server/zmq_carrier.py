@@ -16,7 +16,7 @@ from zmq.auth import load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
 from lmcache_core.errors import SettingsError
-from lmcache_core.limits import FRAME_BYTES_MAX, SEND_QUEUE_FRAMES_MAX, SESSIONS_MAX
+from lmcache_core.limits import FRAME_BYTES_MAX, SEND_QUEUE_FRAMES_MAX
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer
 
@@ -90,16 +90,12 @@ class ZmqCarrier:
             if len(frames) != 2:
                 self._on_garbage()
                 continue
-            self._on_frame(self._peer(frames[0]), memoryview(frames[1]))
-        return True
-
-    def _peer(self, identity: bytes) -> ZmqPeer:
-        peer = self._peers.get(identity)
-        if peer is None:
-            peer = ZmqPeer(self, identity)
-            if len(self._peers) < 2 * SESSIONS_MAX:  # beyond it a peer is served without being remembered
+            identity, frame = frames
+            peer = self._peers.get(identity) or ZmqPeer(self, identity)
+            self._on_frame(peer, memoryview(frame))
+            if peer.session is not None:  # only who has a session is remembered: routing ids cost nothing to make
                 self._peers[identity] = peer
-        return peer
+        return True
 
     def send(self, identity: bytes, frame: bytes) -> None:
         """Queue a frame; one for a peer that does not read is dropped by the socket's own bound."""
