@@ -1,0 +1,67 @@
+"""The conformance kit: contract classes to subclass, wrappers to rehearse trouble with, and a model to compare with.
+
+Public, and versioned with the contracts. Needs `lmcache-core[testing]`; `MemoryAdapter` and the wrappers need
+nothing but lmcache-core. Names are imported on first use, so that a pytest run that has no use for them pays nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmcache_core.testing.adapter import Backdoor, L2AdapterContract
+    from lmcache_core.testing.eviction import EvictionPolicyContract
+    from lmcache_core.testing.faults import Fault, FaultRule, FaultScript, FaultyAdapter
+    from lmcache_core.testing.latency import LatencyAdapter
+    from lmcache_core.testing.machine import AdapterMachine
+    from lmcache_core.testing.memory import MemoryAdapter
+    from lmcache_core.testing.package import PluginPackageContract
+    from lmcache_core.testing.planning import PrefetchPolicyContract, StorePolicyContract
+    from lmcache_core.testing.recording import Recorded, RecordingAdapter
+    from lmcache_core.testing.serde import SerdeContract
+
+__all__ = [
+    "AdapterMachine",
+    "Backdoor",
+    "EvictionPolicyContract",
+    "Fault",
+    "FaultRule",
+    "FaultScript",
+    "FaultyAdapter",
+    "L2AdapterContract",
+    "LatencyAdapter",
+    "MemoryAdapter",
+    "PluginPackageContract",
+    "PrefetchPolicyContract",
+    "Recorded",
+    "RecordingAdapter",
+    "SerdeContract",
+    "StorePolicyContract",
+]
+
+_HOMES = {
+    "AdapterMachine": "machine",
+    "Backdoor": "adapter",
+    "EvictionPolicyContract": "eviction",
+    "Fault": "faults",
+    "FaultRule": "faults",
+    "FaultScript": "faults",
+    "FaultyAdapter": "faults",
+    "L2AdapterContract": "adapter",
+    "LatencyAdapter": "latency",
+    "MemoryAdapter": "memory",
+    "PluginPackageContract": "package",
+    "PrefetchPolicyContract": "planning",
+    "Recorded": "recording",
+    "RecordingAdapter": "recording",
+    "SerdeContract": "serde",
+    "StorePolicyContract": "planning",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

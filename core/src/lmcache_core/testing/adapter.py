@@ -1,0 +1,87 @@
+"""The contract of an L2 adapter, as tests: subclass `L2AdapterContract` and bring an adapter.
+
+    class TestAcme(L2AdapterContract):
+        @pytest.fixture
+        def adapter(self, adapter_context):
+            with AcmeAdapter(AcmeSettings(bucket="t"), adapter_context) as adapter:
+                yield adapter
+
+The medium must be empty at the start of each test, and the test's own. More fixtures unlock more tests:
+
+    reopen         callable: one more adapter on the same medium; the kit closes what it made
+    backdoor       a `Backdoor`: the medium itself, past the adapter
+    hang           context manager: within it the medium takes requests and answers none
+    unreachable    an adapter whose medium is not there
+    small_adapter  an adapter whose medium holds between 1 and 4 MiB
+    expire         callable: all objects on the medium reach the end of their time to live
+
+`durable` and `shared` ask for `reopen`, `durable` also for `backdoor`; `evicts` asks for `small_adapter`, `ttl` for
+`expire`: a claim without its fixture is a failure. What is not claimed, and what no fixture makes possible, is a
+skip that says so.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.testing.adapter_batches import BatchTests
+from lmcache_core.testing.adapter_medium import MediumTests
+from lmcache_core.testing.adapter_trouble import TroubleTests
+from lmcache_core.testing.adapter_values import ValueTests
+from lmcache_core.tiers.contract import L2Adapter
+
+
+class Backdoor(ABC):
+    """The medium itself, as someone with another tool sees it. Bytes are those on the medium, whatever the adapter
+    puts around an object: the kit cuts, flips and swaps them without knowing their meaning."""
+
+    @abstractmethod
+    def read(self, key: bytes) -> bytes | None:
+        """What the medium holds for a key; None: nothing."""
+
+    @abstractmethod
+    def write(self, key: bytes, content: bytes) -> None:
+        """Put these bytes in the place of the object, as they are."""
+
+    @abstractmethod
+    def remove(self, key: bytes) -> None:
+        """Take the object away. It is there."""
+
+
+class L2AdapterContract(ValueTests, BatchTests, MediumTests, TroubleTests):
+    """What the kernel relies on, whatever the medium."""
+
+    largest_object_bytes: ClassVar[int] = 16 << 20  # of what is tried; less where the capabilities say less
+    scan_objects: ClassVar[int] = 40  # enough for several pages, where pages are small
+
+    @pytest.fixture
+    def adapter(self) -> L2Adapter:
+        """The adapter under test; closed by whoever made it."""
+        pytest.fail(f"{type(self).__name__} has no fixture 'adapter': return, or yield, the adapter under test")
+
+    @pytest.fixture
+    def reopen(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def backdoor(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def hang(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def unreachable(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def small_adapter(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def expire(self) -> Any:
+        return None

@@ -1,0 +1,272 @@
+"""The contract of an eviction policy, as tests.
+
+class TestAcme(EvictionPolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return lambda: AcmePolicy(AcmeSettings())
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+
+from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.eviction_machine import Resident, run_machine
+
+Make = Callable[[], EvictionPolicy]
+ALL = 1 << 40  # more bytes than any store of these tests holds
+
+
+def residents(number: int, nbytes: int = 1, *, first: int = 0) -> list[Resident]:
+    """Entries of three namespaces, each with a key of its own."""
+    return [Resident(i.to_bytes(32, "big"), nbytes, namespace=1 + i % 3) for i in range(first, first + number)]
+
+
+def keys(entries: Sequence[Resident]) -> list[bytes]:
+    return [entry.key for entry in entries]
+
+
+class EvictionPolicyContract(Contract):
+    """What the kernel and the tiers rely on. `make_policy` gives a new policy, always with the same settings."""
+
+    never_evicts: ClassVar[bool] = False  # True: `victims` is promised to be empty, whatever is asked
+    excess_entries_max: ClassVar[int] = 1  # victims may be over what was asked by less than so many entries
+    capacity_bytes: ClassVar[int] = 1000  # what the owner says in `resize`
+
+    @pytest.fixture
+    def make_policy(self) -> Make:
+        pytest.fail(f"{type(self).__name__} has no fixture 'make_policy': return a callable that makes a policy")
+
+    @pytest.fixture
+    def make(self, make_policy: Make) -> Make:
+        def made() -> EvictionPolicy:
+            policy = make_policy()
+            policy.resize(self.capacity_bytes)
+            return policy
+
+        return made
+
+    @pytest.fixture
+    def policy(self, make: Make) -> EvictionPolicy:
+        return make()
+
+    def _needs_victims(self) -> None:
+        if self.never_evicts:
+            pytest.skip("the policy promises to name nobody")
+
+    def test_it_is_an_eviction_policy_that_starts_empty(self, make: Make) -> None:
+        policy = make()
+        assert isinstance(policy, EvictionPolicy)
+        assert make() is not policy
+        assert policy.victims(1) == []
+        for method in (policy.insert, policy.access, policy.remove, policy.held, policy.released):
+            method([])
+        assert policy.victims(ALL) == []
+
+    def test_who_never_evicts_names_nobody(self, policy: EvictionPolicy) -> None:
+        if not self.never_evicts:
+            pytest.skip("the policy does not promise never_evicts")
+        policy.insert(residents(50))
+        assert policy.victims(1) == policy.victims(ALL) == []
+
+    @pytest.mark.parametrize("nbytes", [1, 2, 9, 10, 55, 100, 549, 550])
+    def test_victims_cover_the_bytes_asked_for_and_little_more(self, policy: EvictionPolicy, nbytes: int) -> None:
+        self._needs_victims()
+        entries = [Resident(bytes([i]) * 32, 1 + i % 10, namespace=i % 3) for i in range(100)]
+        policy.insert(entries)
+        policy.access(entries[::3])
+        named = policy.victims(nbytes)
+        covered = sum(entry.nbytes for entry in named)
+        assert covered >= nbytes, "fewer bytes than were asked for, and more are resident"
+        assert covered < nbytes + 10 * self.excess_entries_max, "far more is evicted than was asked for"
+        assert len(set(named)) == len(named), "an entry was named twice"
+        assert set(named) <= set(entries)
+
+    def test_all_there_are_is_the_answer_to_more_than_there_are(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(20, 5)
+        policy.insert(entries)
+        assert set(policy.victims(ALL)) == set(entries)
+        assert policy.victims(0) == []
+        assert policy.victims(-5) == []
+
+    def test_victims_are_only_named(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(30, 3)
+        policy.insert(entries)
+        policy.access(entries[5:20:2])
+        first = policy.victims(20)
+        assert policy.victims(20) == first, "asked again before any remove, it gives the same ones"
+        assert set(policy.victims(ALL)) == set(entries)
+        assert policy.victims(20) == first
+
+    def test_everyone_is_named_once_until_nobody_is_left(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(60, 4)
+        policy.insert(entries)
+        policy.access(entries[::2])
+        gone: list[Resident] = []
+        while named := policy.victims(6):
+            assert sum(entry.nbytes for entry in named) >= min(6, 4 * (60 - len(gone)))
+            policy.remove(named)
+            gone += named  # type: ignore[arg-type]  # its entries are ours
+        assert len(gone) == 60
+        assert set(gone) == set(entries)
+
+    # --- holds ----------------------------------------------------------------------------------------------
+    def test_an_entry_with_holds_is_never_a_victim(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(40, 2)
+        policy.insert(entries)
+        held = entries[::3]
+        _hold(policy, held)
+        policy.access(held[::2])
+        assert set(policy.victims(ALL)) == set(entries) - set(held)
+        _hold(policy, [entry for entry in entries if not entry.holds])
+        assert policy.victims(1) == []
+
+    def test_an_entry_that_comes_with_holds_is_no_victim_until_it_is_released(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        held, free = residents(2)
+        held.hold(1)  # a load whose reader waits already
+        policy.insert([held, free])
+        policy.held([held])
+        assert policy.victims(ALL) == [free]
+        _release(policy, [held])
+        assert set(policy.victims(ALL)) == {held, free}
+
+    def test_what_was_released_is_a_victim_again(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(40, 2)
+        policy.insert(entries)
+        for step in (2, 3, 5):
+            _hold(policy, entries[::step])
+            policy.victims(ALL)
+            _release(policy, entries[::step])
+            assert set(policy.victims(ALL)) == set(entries)
+
+    def test_an_entry_that_is_removed_while_held_never_comes_back(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(20)
+        policy.insert(entries)
+        _hold(policy, entries[:10])
+        policy.victims(ALL)
+        policy.remove(entries[:10])
+        assert set(policy.victims(ALL)) == set(entries[10:])
+        policy.remove(entries[10:])
+        assert policy.victims(ALL) == []
+
+    # --- order ----------------------------------------------------------------------------------------------
+    def test_two_policies_with_one_history_name_the_same(self, make: Make) -> None:
+        histories = []
+        for _ in range(2):
+            policy, entries = make(), residents(200, 3)
+            policy.insert(entries)
+            policy.access(entries[::7] + entries[::5])
+            named: list[Resident] = []
+            for turn in range(20):
+                victims = policy.victims(10)
+                named += victims  # type: ignore[arg-type]  # its entries are ours
+                policy.remove(victims)
+                fresh = residents(3, 3, first=1000 + 3 * turn)
+                policy.insert(fresh)
+                policy.access(fresh[:1])
+            histories.append(keys(named) + keys(policy.victims(ALL)))  # type: ignore[arg-type]
+        assert histories[0] == histories[1], "clocks, unseeded randomness and the order of sets have no place here"
+
+    def test_a_batch_is_the_same_as_its_entries_one_by_one(self, make: Make) -> None:
+        orders = []
+        for step in (1, 7, 100):
+            policy, entries = make(), residents(100, 2)
+            for method, subject in (
+                (policy.insert, entries),
+                (policy.access, entries[::3]),
+                (policy.remove, entries[::4]),
+                (policy.access, entries[1::4]),
+            ):
+                for start in range(0, len(subject), step):
+                    method(subject[start : start + step])
+            orders.append(keys(policy.victims(ALL)))  # type: ignore[arg-type]
+        assert orders[0] == orders[1] == orders[2]
+
+    def test_any_history_keeps_the_promises(self, make: Make) -> None:
+        run_machine(make, never_evicts=self.never_evicts)
+
+    # --- cost -----------------------------------------------------------------------------------------------
+    def test_an_eviction_costs_the_same_whatever_is_resident(self, make: Make) -> None:
+        self._needs_victims()
+        looks = {}
+        for number in (500, 4000):
+            policy, entries = make(), residents(number)
+            policy.resize(number)
+            policy.insert(entries)
+            policy.access(entries[::2])
+            Resident.looks = 0
+            for _ in range(100):
+                policy.remove(policy.victims(1))
+            looks[number] = Resident.looks
+        assert looks[4000] <= 2 * looks[500] + 1000, f"looks at residents for 100 evictions: {looks}"
+
+    def test_held_entries_are_not_walked_past_again_and_again(self, make: Make) -> None:
+        self._needs_victims()
+        policy, entries = make(), residents(4000)
+        policy.insert(entries)
+        _hold(policy, entries[100:3900])
+        policy.victims(300)  # it may meet them once
+        Resident.looks = 0
+        for _ in range(10):
+            policy.victims(1)
+        assert Resident.looks <= 2000, f"{Resident.looks} looks at residents for ten evictions of one entry"
+
+    def test_what_is_gone_is_forgotten(self, policy: EvictionPolicy) -> None:
+        """A policy may remember keys, within bounds; the entries themselves are the kernel's memory."""
+        gone = [weakref.ref(entry) for entry in _inserted_used_and_removed(policy)]
+        gc.collect()
+        assert not any(reference() for reference in gone), "entries that were removed are still referred to"
+
+    def test_what_is_read_only_stays_as_it_is(self, policy: EvictionPolicy) -> None:
+        entries = residents(10, 7)  # whose key, namespace, nbytes and holds raise when they are set
+        policy.insert(entries)
+        policy.access(entries)
+        _hold(policy, entries[:5])
+        policy.victims(ALL)
+        _release(policy, entries[:5])
+        policy.remove(policy.victims(20))
+
+    def test_another_capacity_is_taken_at_any_time(self, policy: EvictionPolicy) -> None:
+        entries = residents(50, 10)
+        policy.insert(entries)
+        for capacity in (100, 10_000, 1, 500):
+            policy.resize(capacity)
+            policy.access(entries[::3])
+        if not self.never_evicts:
+            assert set(policy.victims(ALL)) == set(entries)
+
+
+def _inserted_used_and_removed(policy: EvictionPolicy) -> list[Resident]:
+    entries = residents(50)
+    policy.insert(entries)
+    policy.access(entries[::2])
+    _hold(policy, entries[:10])
+    policy.victims(20)
+    _release(policy, entries[:5])
+    policy.remove(entries)
+    return entries
+
+
+def _hold(policy: EvictionPolicy, entries: Sequence[Resident]) -> None:
+    for entry in entries:
+        entry.hold(1)
+    policy.held(entries)
+
+
+def _release(policy: EvictionPolicy, entries: Sequence[Resident]) -> None:
+    for entry in entries:
+        entry.hold(0)
+    policy.released(entries)

@@ -1,0 +1,119 @@
+"""The null object of the tiers: a dictionary with the contract of an adapter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from lmcache_core.errors import TierError
+from lmcache_core.tiers.contract import (
+    AdapterContext,
+    Capabilities,
+    L2Adapter,
+    LoadItem,
+    Outcome,
+    Result,
+    ScanEntry,
+    ScanPage,
+    StoreItem,
+    Usage,
+)
+
+_SCAN_PAGE_ENTRIES = 512
+_LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
+_DONE = Outcome(Result.DONE)
+
+
+class MemoryAdapter(L2Adapter):
+    """Objects in a dictionary of this process. `medium_bytes`: stores beyond it answer FULL; None: no bound.
+
+    `objects` is the medium itself, for tests that look behind the adapter; change it under `lock`. Adapters built
+    with the same `objects` share one medium. Each entry is content and time of the last use.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(
+        self, settings: Any = None, context: AdapterContext | None = None, *, medium_bytes: int | None = None
+    ) -> None:
+        del settings  # there is nothing to set
+        self.objects: dict[bytes, tuple[bytes, float]] = {}
+        self.lock = threading.Lock()
+        self._tier = context.tier if context is not None else "memory"
+        self._medium_bytes = medium_bytes
+        self._closed = False
+
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [_LATE if time.monotonic() >= deadline else self._store_one(item) for item in items]
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        self._check_open()
+        with self.lock:
+            return [key in self.objects for key in keys]
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [_LATE if time.monotonic() >= deadline else self._load_one(item) for item in items]
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        if time.monotonic() >= deadline:
+            return [_LATE] * len(keys)
+        with self.lock:
+            for key in keys:
+                self.objects.pop(key, None)
+        return [_DONE] * len(keys)
+
+    def usage(self) -> Usage:
+        self._check_open()
+        with self.lock:
+            used = sum(len(content) for content, _ in self.objects.values())
+            free = None if self._medium_bytes is None else max(0, self._medium_bytes - used)
+            return Usage(used, len(self.objects), free)
+
+    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+        """By key; the cursor is the last key of the page."""
+        self._check_open()
+        after = bytes.fromhex(cursor) if cursor is not None else None
+        with self.lock:
+            keys = sorted(key for key in self.objects if after is None or key > after)
+            page = keys[:_SCAN_PAGE_ENTRIES]
+            entries = [ScanEntry(key, len(self.objects[key][0]), self.objects[key][1]) for key in page]
+        return ScanPage(entries, page[-1].hex() if len(keys) > len(page) else None)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _store_one(self, item: StoreItem) -> Outcome:
+        content = b"".join(item.buffers)
+        with self.lock:
+            if self._medium_bytes is not None:
+                others = sum(len(held) for key, (held, _) in self.objects.items() if key != item.key)
+                if others + len(content) > self._medium_bytes:
+                    return Outcome(Result.FULL, error=f"tier {self._tier!r} holds {self._medium_bytes:,} bytes at most")
+            self.objects[item.key] = (content, time.time())
+        return Outcome(Result.DONE, len(content))
+
+    def _load_one(self, item: LoadItem) -> Outcome:
+        with self.lock:
+            found = self.objects.get(item.key)
+            if found is None:
+                return Outcome(Result.MISS)
+            content = found[0]
+            self.objects[item.key] = (content, time.time())
+        room = sum(buffer.nbytes for buffer in item.buffers)
+        if len(content) > room:
+            return Outcome(Result.DAMAGED, error=f"it has {len(content):,} bytes, and {room:,} were expected")
+        at = 0
+        for buffer in item.buffers:
+            part = content[at : at + buffer.nbytes]
+            buffer[: len(part)] = part
+            at += len(part)
+        return Outcome(Result.DONE, len(content))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self._tier!r} is closed", retryable=False)

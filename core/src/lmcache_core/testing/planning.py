@@ -1,0 +1,194 @@
+"""The contracts of store and prefetch policies, as tests.
+
+class TestAcme(StorePolicyContract):
+    @pytest.fixture
+    def make_policy(self):
+        return lambda: AcmeStore(AcmeSettings())
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_core.policies.contracts import (
+    PrefetchPlan,
+    PrefetchPolicy,
+    StoreCandidate,
+    StorePlan,
+    StorePolicy,
+    TierView,
+)
+from lmcache_core.testing import material
+from lmcache_core.testing.contract import Contract
+
+_QUICK = settings(
+    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+_TIERS = st.lists(
+    st.builds(TierView, st.sampled_from(["ssd", "cold", "mock", "far"]), st.booleans()),
+    max_size=4,
+    unique_by=lambda tier: tier.name,
+)
+_CANDIDATES = st.lists(
+    st.builds(
+        StoreCandidate,
+        st.integers(0, 30).map(material.key),
+        st.integers(0, 3),
+        st.integers(1, 1 << 32),
+        st.booleans(),
+    ),
+    max_size=12,
+    unique_by=lambda candidate: candidate.key,
+)
+
+
+def candidates(number: int, nbytes: int = 65536, *, reused: bool = False, first: int = 0) -> list[StoreCandidate]:
+    return [StoreCandidate(material.key(first + n), 1 + n % 2, nbytes, reused) for n in range(number)]
+
+
+TIERS = (TierView("ssd", True), TierView("cold", True))
+
+
+class StorePolicyContract(Contract):
+    """A plan names what exists, loses nothing, and follows from what the policy was told, and from nothing else."""
+
+    discards: ClassVar[bool] = False  # True: the policy may drop from the L1 what it sends to no tier
+
+    @pytest.fixture
+    def make_policy(self) -> Callable[[], StorePolicy]:
+        pytest.fail(f"{type(self).__name__} has no fixture 'make_policy': return a callable that makes a policy")
+
+    def test_it_is_a_store_policy(self, make_policy: Callable[[], StorePolicy]) -> None:
+        policy = make_policy()
+        assert isinstance(policy, StorePolicy)
+        assert isinstance(policy.wants_reuse, bool)
+
+    def test_an_empty_batch_is_an_empty_plan(self, make_policy: Callable[[], StorePolicy]) -> None:
+        plan = make_policy().plan([], TIERS)
+        assert not any(plan.targets.values())
+        assert list(plan.drop) == []
+
+    def test_without_tiers_nothing_is_sent_and_nothing_lost(self, make_policy: Callable[[], StorePolicy]) -> None:
+        batch = candidates(5)
+        plan = make_policy().plan(batch, ())
+        self._check(plan, batch, ())
+
+    def test_tiers_that_are_down_are_no_surprise(self, make_policy: Callable[[], StorePolicy]) -> None:
+        policy, batch = make_policy(), candidates(5)
+        down = [TierView(tier.name, False) for tier in TIERS]
+        for tiers in (down, [TIERS[0], down[1]], TIERS):
+            self._check(policy.plan(batch, tiers), batch, tiers)
+
+    def test_any_plan_names_what_exists(self, make_policy: Callable[[], StorePolicy]) -> None:
+        @_QUICK
+        @given(story=st.lists(st.tuples(_CANDIDATES, _TIERS), min_size=1, max_size=4))
+        def check(story: list[tuple[list[StoreCandidate], list[TierView]]]) -> None:
+            policy = make_policy()
+            for batch, tiers in story:
+                if not policy.wants_reuse:
+                    batch = [candidate._replace(reused=False) for candidate in batch]
+                before = copy.deepcopy((batch, tiers))
+                self._check(policy.plan(batch, tiers), batch, tiers)
+                assert (batch, tiers) == before, "the policy changed what it was shown"
+
+        check()
+
+    def test_two_policies_with_one_history_plan_the_same(self, make_policy: Callable[[], StorePolicy]) -> None:
+        plans = []
+        for _ in range(2):
+            policy = make_policy()
+            told = [candidates(8), candidates(8, first=4), candidates(8, 1 << 20, first=6)]
+            told += [candidates(6, reused=True)] if policy.wants_reuse else []
+            plans.append([_plain(policy.plan(batch, TIERS)) for batch in told])
+        assert plans[0] == plans[1]
+
+    def _check(self, plan: StorePlan, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> None:
+        assert isinstance(plan, StorePlan)
+        assert isinstance(plan.targets, Mapping)
+        unknown = set(plan.targets) - {tier.name for tier in tiers}
+        assert not unknown, f"the plan sends objects to {unknown}, which do not exist"
+        for name, positions in (*plan.targets.items(), ("drop", plan.drop)):
+            listed = list(positions)
+            assert len(set(listed)) == len(listed), f"{name}: a position is named twice"
+            outside = [position for position in listed if not 0 <= position < len(batch)]
+            assert not outside, f"{name}: positions {outside} are outside a batch of {len(batch)}"
+        if not self.discards:
+            sent = {position for positions in plan.targets.values() for position in positions}
+            lost = set(plan.drop) - sent
+            assert not lost, f"positions {sorted(lost)} leave the L1 and go to no tier (discards = True allows it)"
+
+
+class PrefetchPolicyContract(Contract):
+    """Each key comes from a tier that has it, or from none."""
+
+    declines: ClassVar[bool] = False  # True: the policy may leave a key unloaded although a healthy tier has it
+
+    @pytest.fixture
+    def make_policy(self) -> Callable[[], PrefetchPolicy]:
+        pytest.fail(f"{type(self).__name__} has no fixture 'make_policy': return a callable that makes a policy")
+
+    def test_it_is_a_prefetch_policy(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        assert isinstance(make_policy(), PrefetchPolicy)
+
+    def test_no_keys_are_no_sources(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        plan = make_policy().plan([], {"ssd": [], "cold": []}, TIERS)
+        assert list(plan.sources) == []
+
+    def test_a_key_that_nobody_has_comes_from_nowhere(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        keys = [material.key(number) for number in range(3)]
+        for found in ({}, {"ssd": [False] * 3}, {"ssd": [False] * 3, "cold": [False] * 3}):
+            assert list(make_policy().plan(keys, found, TIERS).sources) == [None, None, None]
+
+    def test_each_key_comes_from_a_tier_that_has_it(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        keys = [material.key(number) for number in range(4)]
+        found = {"ssd": [True, False, False, True], "cold": [False, True, False, True]}
+        plan = make_policy().plan(keys, found, TIERS)
+        self._check(plan, keys, found, TIERS)
+        if not self.declines:
+            assert list(plan.sources)[:3] == ["ssd", "cold", None]
+
+    def test_any_plan_names_a_tier_that_has_the_key(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        @_QUICK
+        @given(tiers=_TIERS, count=st.integers(0, 10), bits=st.integers(0, 1 << 40), late=st.integers(0, 4))
+        def check(tiers: list[TierView], count: int, bits: int, late: int) -> None:
+            policy = make_policy()
+            keys = [material.key(number) for number in range(count)]
+            found = {
+                tier.name: [bool(bits >> (10 * row + column) & 1) for column in range(count)]
+                for row, tier in enumerate(tiers)
+                if row != late
+            }
+            before = copy.deepcopy((keys, found, tiers))
+            plan = policy.plan(keys, found, tiers)
+            self._check(plan, keys, found, tiers)
+            assert (keys, found, tiers) == before, "the policy changed what it was shown"
+            assert _plain(make_policy().plan(keys, found, tiers)) == _plain(plan)
+
+        check()
+
+    def _check(
+        self, plan: PrefetchPlan, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+    ) -> None:
+        assert isinstance(plan, PrefetchPlan)
+        assert isinstance(plan.retain, bool)
+        assert len(plan.sources) == len(keys), "one source for each key, None where there is none"
+        for position, source in enumerate(plan.sources):
+            if source is not None:
+                assert source in {tier.name for tier in tiers}, f"tier {source!r} does not exist"
+                assert found.get(source, ())[position : position + 1] == [True], f"{source!r} has no key {position}"
+            elif not self.declines:
+                having = [tier.name for tier in tiers if tier.healthy and any(found.get(tier.name, ())[position:][:1])]
+                assert not having, f"key {position} is not loaded, and {having} have it (declines = True allows it)"
+
+
+def _plain(plan: StorePlan | PrefetchPlan) -> object:
+    """A plan by its values, whatever sequences it is made of."""
+    if isinstance(plan, StorePlan):
+        return {name: list(positions) for name, positions in plan.targets.items()}, list(plan.drop)
+    return list(plan.sources), plan.retain

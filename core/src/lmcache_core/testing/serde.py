@@ -1,0 +1,297 @@
+"""The contract of a serde, as tests.
+
+    class TestAcme(SerdeContract):
+        @pytest.fixture
+        def make_serde(self):
+            return lambda: AcmeSerde(AcmeSettings())
+
+A lossy serde also says how near it comes: `assert_close(before, after, layout)`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+
+from lmcache_core.errors import CacheError, DamagedObjectError, UsageError
+from lmcache_core.pool.layout import DTYPE_BYTES, Layout
+from lmcache_core.serde.chain import CodecChain
+from lmcache_core.serde.contract import Buffer, Serde
+from lmcache_core.serde.scratch import Scratch
+from lmcache_core.testing import material
+from lmcache_core.testing.contract import Contract
+from lmcache_core.tiers.format import object_kind
+
+Make = Callable[[], Serde]
+THREADS = 8
+KEY = material.key(1)[:32]
+OTHER_KEY = material.key(2)[:32]
+
+
+def joined(buffers: Sequence[Buffer]) -> bytes:
+    """The encoded object, as it lies on a medium."""
+    return b"".join(bytes(part) for part in buffers)
+
+
+def encoded(serde: Serde, source: bytes, layout: Layout, key: bytes = KEY) -> bytes:
+    return joined(serde.encode(memoryview(source).toreadonly(), layout, key))
+
+
+def decoded(serde: Serde, source: bytes, layout: Layout, key: bytes = KEY) -> bytes:
+    into = bytearray([material.FILL]) * layout.nbytes
+    serde.decode(memoryview(source).toreadonly(), memoryview(into), layout, key)
+    return bytes(into)
+
+
+class SerdeContract(Contract):
+    """What a codec chain relies on. `make_serde` gives a new serde, always with the same settings."""
+
+    layouts: ClassVar[Sequence[Layout]] = (
+        Layout("bfloat16", (2, 2, 64, 4, 16), "KLTHD"),
+        Layout("float16", (2, 100, 3, 8), "KTHD"),
+        Layout("float32", (3, 50, 2, 16), "LTHD"),
+        Layout("float32", (1001,)),
+    )
+    authenticates: ClassVar[bool] = False  # True: any other byte, key or layout is refused
+
+    @pytest.fixture
+    def make_serde(self) -> Make:
+        pytest.fail(f"{type(self).__name__} has no fixture 'make_serde': return a callable that makes a serde")
+
+    @pytest.fixture
+    def serde(self, make_serde: Make) -> Serde:
+        return make_serde()
+
+    def assert_close(self, before: bytes, after: bytes, layout: Layout) -> None:
+        """Raise AssertionError where a lossy serde is further off than it promises."""
+        pytest.fail(
+            f"{type(self).__name__}: the serde is lossy, so say how near it comes: "
+            "def assert_close(self, before, after, layout)",
+            pytrace=False,
+        )
+
+    def contents(self, layout: Layout) -> list[bytes]:
+        """Objects of one layout: KV as it is, nothing but zeros, one value only."""
+        one = material.sample(layout, 3)[: layout.itemsize]
+        found = [material.sample(layout, 1), material.sample(layout, 2), bytes(layout.nbytes)]
+        return [*found, one * (layout.nbytes // layout.itemsize)]
+
+    def test_it_says_what_it_is(self, make_serde: Make) -> None:
+        serde = make_serde()
+        assert isinstance(serde, Serde)
+        assert isinstance(serde.name, str)
+        assert serde.name
+        assert isinstance(serde.lossless, bool)
+        parameters = dict(serde.parameters())
+        assert json.loads(json.dumps(parameters)) == parameters, "they are recorded as JSON"
+        assert dict(make_serde().parameters()) == parameters, "equal settings must give equal parameters"
+        for layout in self.layouts:
+            object_kind(layout, CodecChain([serde]))  # they have to fit into an object's header
+
+    def test_what_was_encoded_is_decoded(self, make_serde: Make) -> None:
+        serde = make_serde()
+        for layout in self.layouts:
+            for content in self.contents(layout):
+                after = decoded(make_serde(), encoded(serde, content, layout), layout)
+                if serde.lossless:
+                    assert after == content, f"{layout}: other bytes came back"
+                else:
+                    self.assert_close(content, after, layout)
+
+    def test_any_bytes_survive_a_lossless_serde(self, serde: Serde) -> None:
+        if not serde.lossless:
+            pytest.skip("the serde does not claim lossless")
+        for layout in self.layouts:
+            content = material.content(4, layout.nbytes)
+            assert decoded(serde, encoded(serde, content, layout), layout) == content
+
+    def test_the_encoded_size_keeps_its_bound(self, serde: Serde) -> None:
+        for layout in self.layouts:
+            for content in (*self.contents(layout), material.content(5, layout.nbytes)):
+                nbytes = len(encoded(serde, content, layout))
+                assert 0 < nbytes <= serde.encoded_bytes_max(layout.nbytes, layout), layout
+                assert serde.encoded_layout(layout, nbytes).nbytes >= 1
+
+    def test_every_layout_works_or_is_refused_in_words(self, serde: Serde) -> None:
+        for dtype in DTYPE_BYTES:
+            for shape, axes in (((37,), ""), ((2, 3, 8, 2, 4), "KLTHD"), ((1,), ""), ((8, 128), "TD")):
+                layout = Layout(dtype, shape, axes)
+                content = material.sample(layout, 6)
+                try:
+                    packed = encoded(serde, content, layout)
+                except UsageError as error:
+                    if not str(error):
+                        raise AssertionError(f"{layout} is refused without a word") from error
+                    continue
+                after = decoded(serde, packed, layout)
+                assert after == content if serde.lossless else len(after) == len(content), layout
+
+    # --- buffers --------------------------------------------------------------------------------------------
+    def test_the_source_is_neither_changed_nor_kept(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        content = material.sample(layout, 1)
+        source = bytearray(content)
+        kept = _encode_and_forget(serde, source, layout)
+        assert source == content
+        gc.collect()
+        assert kept() is None, "a view of the source is still referred to after its encoded form has gone"
+        source.append(0)  # refused while anyone exports it
+
+    def test_the_target_is_written_wholly_and_alone(self, serde: Serde) -> None:
+        for layout in self.layouts:
+            packed = encoded(serde, material.sample(layout, 1), layout)
+            found = []
+            for fill in (0x00, 0xFF):
+                memory = bytearray([fill]) * (layout.nbytes + 200)
+                serde.decode(memoryview(packed), memoryview(memory)[100:-100], layout, KEY)
+                assert set(memory[:100]) | set(memory[-100:]) == {fill}, "bytes beside the target were changed"
+                found.append(bytes(memory[100:-100]))
+                _assert_not_exported(memory)
+            assert found[0] == found[1], f"{layout}: parts of the target were not written"
+
+    def test_the_encoded_bytes_are_neither_changed_nor_kept(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        packed = bytearray(encoded(serde, material.sample(layout, 1), layout))
+        before = bytes(packed)
+        into = bytearray(layout.nbytes)
+        serde.decode(memoryview(packed), memoryview(into), layout, KEY)
+        assert packed == before
+        gc.collect()
+        _assert_not_exported(packed)
+        _assert_not_exported(into)
+
+    # --- damage ---------------------------------------------------------------------------------------------
+    @pytest.mark.parametrize("change", ["one byte less", "one byte more", "nothing", "half", "twice"])
+    def test_another_length_is_damage(self, serde: Serde, change: str) -> None:
+        for layout in self.layouts:
+            packed = encoded(serde, material.sample(layout, 1), layout)
+            other = {
+                "one byte less": packed[:-1],
+                "one byte more": packed + b"\0",
+                "nothing": b"",
+                "half": packed[: len(packed) // 2],
+                "twice": packed + packed,
+            }[change]
+            with pytest.raises(DamagedObjectError):
+                decoded(serde, other, layout)
+
+    def test_a_flipped_bit_is_damage_or_a_wrong_value_and_never_a_crash(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        packed = encoded(serde, material.sample(layout, 1), layout)
+        places = {0, 1, 4, 8, 16, 24, 32, 48, 64, len(packed) - 1, len(packed) // 2, len(packed) // 3}
+        for place in sorted(place for place in places if place < len(packed)):
+            for bit in (0, 3, 7):
+                other = bytearray(packed)
+                other[place] ^= 1 << bit
+                if self.authenticates:
+                    with pytest.raises(DamagedObjectError):
+                        decoded(serde, bytes(other), layout)
+                else:
+                    _refused_or_decoded(serde, bytes(other), layout)
+
+    def test_noise_is_refused_or_decoded_and_never_a_crash(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        size = len(encoded(serde, material.sample(layout, 1), layout))
+        for seed in range(20):
+            _refused_or_decoded(serde, material.content(seed, size), layout)
+        _refused_or_decoded(serde, bytes(size), layout)
+        _refused_or_decoded(serde, b"\xff" * size, layout)
+
+    def test_an_object_is_not_passed_off_as_another(self, serde: Serde) -> None:
+        if not self.authenticates:
+            pytest.skip("the serde does not claim authenticates")
+        for layout in self.layouts:
+            packed = encoded(serde, material.sample(layout, 1), layout, KEY)
+            with pytest.raises(DamagedObjectError):
+                decoded(serde, packed, layout, OTHER_KEY)
+            other_layout = Layout("uint8", (layout.nbytes,))
+            with pytest.raises(DamagedObjectError):
+                decoded(serde, packed, other_layout, KEY)
+
+    # --- threads and chains ---------------------------------------------------------------------------------
+    def test_one_serde_serves_eight_threads(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        faults: list[str] = []
+        expected = {n: decoded(serde, encoded(serde, material.sample(layout, n), layout), layout) for n in range(4)}
+        start = threading.Barrier(THREADS)
+
+        def work(me: int) -> None:
+            try:
+                start.wait(material.DEADLINE_S)
+                for turn in range(6):
+                    number = (me + turn) % 4
+                    key = material.key(number)[:32]
+                    packed = encoded(serde, material.sample(layout, number), layout, key)
+                    if decoded(serde, packed, layout, key) != expected[number]:
+                        faults.append("other bytes came back")
+            except Exception as error:  # noqa: BLE001 - of a thread: told by the test
+                faults.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=work, args=(me,), daemon=True) for me in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * material.DEADLINE_S)
+        assert not any(thread.is_alive() for thread in threads), "a thread did not come back"
+        assert faults == []
+
+    def test_a_chain_undoes_it_in_reverse(self, make_serde: Make) -> None:
+        layout = self.layouts[0]
+        content = material.sample(layout, 1)
+        alone = decoded(make_serde(), encoded(make_serde(), content, layout), layout)
+        chain = CodecChain([make_serde(), _Complement()])
+        scratch = Scratch()
+        packed = chain.encode(memoryview(content).toreadonly(), layout, KEY, scratch)
+        on_medium = joined(packed.buffers)
+        assert len(on_medium) <= chain.encoded_bytes_max(layout)
+        into = bytearray(layout.nbytes)
+        chain.decode(memoryview(on_medium), memoryview(into), layout, KEY, packed.lengths, Scratch())
+        assert into == alone
+
+
+class _Complement(Serde):
+    """Turns every bit over: a chain in the wrong order gives nonsense."""
+
+    name = "complement"
+    lossless = True
+
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+        return nbytes
+
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+        return [bytes(src).translate(_TURNED)]
+
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+        into[:] = bytes(src).translate(_TURNED)
+
+
+_TURNED = bytes(255 - byte for byte in range(256))
+
+
+def _refused_or_decoded(serde: Serde, packed: bytes, layout: Layout) -> None:
+    try:
+        decoded(serde, packed, layout)
+    except DamagedObjectError:
+        pass
+    except CacheError as error:
+        raise AssertionError(f"damaged bytes are a DamagedObjectError, not a {type(error).__name__}") from error
+
+
+def _encode_and_forget(serde: Serde, source: bytearray, layout: Layout) -> weakref.ref[memoryview]:
+    view = memoryview(source).toreadonly()
+    joined(serde.encode(view, layout, KEY))
+    return weakref.ref(view)
+
+
+def _assert_not_exported(buffer: bytearray) -> None:
+    try:
+        buffer.append(0)
+        buffer.pop()
+    except BufferError as error:
+        raise AssertionError("a buffer of the caller is still exported after the call has returned") from error
