@@ -6,8 +6,6 @@ and only where it is used.
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 import tomllib
 from pathlib import Path
@@ -85,7 +83,7 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
-    session.install("-q", "ruff>=0.14,<0.15")
+    session.install("-q", "ruff>=0.17,<0.18")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -93,7 +91,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy, strict, over every package."""
-    install(session, *installable(), extras="[cli]", tools=("mypy>=1.18,<2", "pytest", "hypothesis"))
+    install(session, *installable(), extras="[cli]", tools=("mypy>=2.4,<3", "pytest", "hypothesis"))
     for path in [CORE, *installable()]:
         session.run("mypy", str(path / "src"))
 

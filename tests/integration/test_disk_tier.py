@@ -31,8 +31,8 @@ def disk(tmp_path: Path) -> list[str]:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    """Objects on the medium itself."""
-    return [path for path in (tmp_path / "disk").rglob("*") if file_bytes(path) > 65536]
+    """Objects on the medium itself; not those that are still being written under a temporary name."""
+    return [path for path in (tmp_path / "disk" / "objects").rglob("*") if file_bytes(path) > 65536]
 
 
 def file_bytes(path: Path) -> int:

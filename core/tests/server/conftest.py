@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+
 from lmcache_core.client.client import Client
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import zmq.auth
+
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
