@@ -169,3 +169,19 @@ def test_a_trim_that_finds_everything_held_gives_up_and_tries_again_later(make_k
     assert kernel.trim(0.0) == 0
     kernel.finish_read(WORKER, lease, 0.0)
     assert kernel.trim(0.0) > 0
+
+
+def test_the_policy_learns_the_pools_size_once_before_the_first_insert(make_kernel: Callable[..., Kernel]) -> None:
+    told: list[object] = []
+
+    class Told(LruEviction):
+        def resize(self, capacity_bytes: int) -> None:
+            told.append(capacity_bytes)
+
+        def insert(self, entries: object) -> None:
+            told.append("insert")
+            super().insert(entries)  # type: ignore[arg-type]
+
+    kernel = make_kernel(slots=4, policy=Told())
+    store(kernel, 1, 2)
+    assert told == [4 * MIB, "insert"]

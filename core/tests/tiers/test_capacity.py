@@ -193,3 +193,36 @@ def test_a_scan_is_taken_over_oldest_first_across_pages_and_below_what_is_new() 
     assert accounting.policy is not None
     order = [entry.tier_key for entry in accounting.policy.victims(7)]  # type: ignore[attr-defined]
     assert order == [*old, new]
+
+
+class _Told(LruEviction):
+    """Notes what it is told, and when."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.told: list[Any] = []
+
+    def resize(self, capacity_bytes: int) -> None:
+        self.told.append(capacity_bytes)
+
+    def insert(self, entries: Any) -> None:
+        self.told.append("insert")
+        super().insert(entries)
+
+
+def test_the_policy_of_a_tier_learns_its_capacity_before_the_first_insert(doubles: Any) -> None:
+    policy = _Told()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter(), capacity_bytes=1 << 20, eviction=policy))
+    loop.store(doubles.contents(2))
+    loop.idle()
+    assert policy.told[0] == 1 << 20
+    assert policy.told.count(1 << 20) == 1
+
+
+def test_a_medium_that_is_full_before_any_capacity_tells_the_policy_how_much_fits() -> None:
+    policy = _Told()
+    counts = Accounting(None, 0.8, 0.2, policy)
+    for i in range(10):
+        counts.add(tier_key(bytes([i]) * 32, 1, 0), 100)
+    assert sum(entry.nbytes for entry in counts.shrink()) == 200
+    assert policy.told[-1] == 1000

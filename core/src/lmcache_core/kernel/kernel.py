@@ -36,6 +36,7 @@ class Kernel:
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
         unit_bytes = config.slab_bytes or slab_bytes_for(config.pool_bytes)
+        policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)

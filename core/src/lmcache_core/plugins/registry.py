@@ -31,6 +31,7 @@ TIER_FIELDS = frozenset(
         "deadline_s",
         "evict_ratio",
         "eviction",
+        "rescan_s",
         "serde",
         "type",
         "watermark",

@@ -83,7 +83,12 @@ def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable
         wake=wake,
         store_policy=store_policy,
         prefetch_policy=prefetch_policy,
-        config=TieringConfig(prefetch_in_flight_max=settings.prefetch_in_flight_max, epochs_path=str(epochs_path)),
+        config=TieringConfig(
+            prefetch_in_flight_max=settings.prefetch_in_flight_max,
+            store_in_flight_bytes_max=settings.store_in_flight_bytes_max,
+            dirty=settings.dirty,
+            epochs_path=str(epochs_path),
+        ),
     )
     l1.tiering = tiering
     l1.wants_reuse = store_policy.wants_reuse

@@ -161,6 +161,9 @@ class TierSettings(Section):
     serde: tuple[Component, ...] = Field(default=(), description="codec chain, in the order of encoding")
     connections: int = Field(default=4, ge=1, le=1024, description="requests that may be under way at once")
     deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time for one batch")
+    rescan_s: Seconds | None = Field(
+        default=None, description="how often the medium is counted again, where several servers share it; none: never"
+    )
     adapter: Any = None
 
     @model_validator(mode="before")
@@ -194,6 +197,12 @@ class Settings(BaseSettings):
         default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="prefetch jobs under way at once"
     )
     store_policy: Component = Field(default=Component(type="default"), description="which tiers get what was committed")
+    store_in_flight_bytes_max: Size = Field(
+        default=limits.STORE_IN_FLIGHT_BYTES_MAX, gt=0, description="bytes on their way to the tiers at once"
+    )
+    dirty: Literal["drop", "keep"] = Field(
+        default="drop", description="what is evicted before it was stored: drop counts it as lost, keep holds it"
+    )
     prefetch_policy: Component = Field(
         default=Component(type="default"), description="which tier loads what the L1 lacks"
     )

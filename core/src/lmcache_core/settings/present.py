@@ -78,7 +78,7 @@ def text_of(name: str, value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int) and name.endswith("_bytes"):
+    if isinstance(value, int) and name.endswith(("_bytes", "_bytes_max")):
         return size_text(value)
     if isinstance(value, list):
         return ", ".join(text_of(name, each) for each in value) or "[]"

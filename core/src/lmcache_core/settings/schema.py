@@ -42,7 +42,7 @@ class SettingField:
     def type_text(self) -> str:
         """Its type in a few letters, for people."""
         text = annotation_text(self.annotation)
-        return text.replace("int", "size") if self.path[-1].endswith("_bytes") else text
+        return text.replace("int", "size") if self.path[-1].endswith(("_bytes", "_bytes_max")) else text
 
     @property
     def component(self) -> bool:

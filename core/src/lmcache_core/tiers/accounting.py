@@ -66,6 +66,8 @@ class Accounting:
         self._shards: list[dict[bytes, TierEntry]] = [{} for _ in range(_SHARDS)]
         self._aside: dict[TierEntry, None] = {}  # in the order of use, until the scan is done
         self._scanned: Iterator[ScanEntry] = iter(())
+        if policy is not None and capacity_bytes is not None:
+            policy.resize(capacity_bytes)
 
     # --- entries ------------------------------------------------------------------------------------------
     def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
@@ -161,6 +163,8 @@ class Accounting:
         """The medium itself is full, below the capacity that was configured: a share of what is there leaves."""
         if self.policy is None or self.bytes_leaving:
             return []
+        if self.capacity_bytes is None:
+            self.policy.resize(self.bytes_used)  # so much fits, as has just been found out
         return self._leave(max(1, int(self._evict_ratio * self.bytes_used)))
 
     def _leave(self, nbytes: int) -> list[TierEntry]:
