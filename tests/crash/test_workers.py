@@ -116,18 +116,17 @@ view = lease.view(0)
 view[:32768] = b'1' * 32768
 connection = client._links.current().channel.connection
 import socket; connection._sock.shutdown(socket.SHUT_RDWR)  # the line drops under the writer
+from lmcache_core.errors import DisconnectedError
 try:
     client.ping()
-except Exception as error:
-    say(type(error).__name__)
-client.ping()
+except DisconnectedError:  # it depends on the time since the last call whether the end was seen before this one
+    client.ping()
 say('back')
 wait()
 view[32768:] = b'2' * 32768
 say(lease.commit()[0])
 wait()
 """)
-    worker.expect("DisconnectedError")
     worker.expect("back")
     client = node.client()
     other = client.store([node.key("a")], [node.payload(9)], namespace=node.namespace)
@@ -146,15 +145,14 @@ def test_a_reconnected_client_answers_for_what_it_does_not_declare(node: Node) -
 lease = client.prepare_store([key('a')], namespace=ns)
 client._links.open_leases.clear()  # as after an operation whose copies have ended
 import socket; client._links.current().channel.connection._sock.shutdown(socket.SHUT_RDWR)
+from lmcache_core.errors import DisconnectedError
 try:
     client.ping()
-except Exception as error:
-    say(type(error).__name__)
-client.ping()
+except DisconnectedError:  # it depends on the time since the last call whether the end was seen before this one
+    client.ping()
 say('back')
 wait()
 """)
-    worker.expect("DisconnectedError")
     worker.expect("back")
     usage = node.client().status()["l1"]
     assert usage["used_bytes"] == 0

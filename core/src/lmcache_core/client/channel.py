@@ -19,18 +19,20 @@ from lmcache_core.protocol.codec import decode_reply, encode_request
 from lmcache_core.protocol.messages import Error, LeaseExpired, Message, Reply
 
 _M = TypeVar("_M", bound=Message)
+_LOOK_AFTER_S = 0.01  # a look costs 2 µs, a tenth of a call: not within a series of calls
+_WAIT_S_MAX = 3600.0  # a lock's own timeout has a limit; whoever waits longer comes back
 
 
 class Pending:
     """A call whose reply has not been looked at."""
 
-    __slots__ = ("error", "reply", "rid", "wake")
+    __slots__ = ("error", "reply", "rid", "waiters")
 
     def __init__(self, rid: int) -> None:
         self.rid = rid
         self.reply: Reply | None = None
         self.error: CacheError | None = None
-        self.wake: threading.Event | None = None  # made only where another thread is reading
+        self.waiters: tuple[threading.Lock, ...] = ()  # of threads that wait for it while another one reads
 
     @property
     def settled(self) -> bool:
@@ -45,8 +47,10 @@ class Channel:
         self._on_notice = on_notice
         self._rids = count(1)
         self._pending: dict[int, Pending] = {}
+        self._waiting: dict[threading.Lock, None] = {}  # taken locks: releasing one wakes its thread
         self._lock = threading.Lock()
         self._reading = False
+        self._quiet_since_s = 0.0
         self._lost: DisconnectedError | None = None
 
     @property
@@ -93,9 +97,22 @@ class Channel:
         return self._result(pending) if pending.settled else None
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody will ask for this reply."""
+        """The reply is not wanted any more. A thread that waits for it gets a `DisconnectedError`."""
         with self._lock:
-            self._pending.pop(pending.rid, None)
+            if self._pending.pop(pending.rid, None) is not None:
+                pending.error = DisconnectedError("this call was cancelled")
+                for waiter in pending.waiters:
+                    self._wake(waiter)
+
+    def found_lost(self) -> bool:
+        """As `lost`; after a pause it looks whether the connection has ended meanwhile. Waits for nothing."""
+        if self._lost is not None:
+            return True
+        if self._reading or time.monotonic() - self._quiet_since_s < _LOOK_AFTER_S:
+            return False
+        if self.connection.ended():
+            self._fail(DisconnectedError("the server closed the connection"))
+        return self._lost is not None
 
     def close(self, why: str = "the client was closed") -> None:
         """End the connection and every call on it."""
@@ -107,31 +124,40 @@ class Channel:
         reply = pending.reply
         assert reply is not None
         if isinstance(reply, Error):
-            raise by_code(reply.code)(reply.message)
+            error = by_code(reply.code)(reply.message)
+            if isinstance(error, DisconnectedError):  # another server answers there now, or it has forgotten us
+                self._fail(error)
+            raise error
         return reply
 
     def _serve(self, pending: Pending, deadline: float) -> None:
         """Read for everybody, or wait for whoever does, until the reply is there or time is up."""
-        while not pending.settled:
-            with self._lock:
-                leading = not self._reading
-                if leading:
-                    self._reading = True
-                else:
-                    pending.wake = pending.wake or threading.Event()
-                    pending.wake.clear()
-            if leading:
-                try:
-                    self._read_until(pending, deadline)
-                finally:
-                    self._hand_over()
-                return
-            left = deadline - time.monotonic()
-            assert pending.wake is not None
-            if left <= 0 or not pending.wake.wait(left):
-                return
+        try:
+            while True:
+                waiter = None
+                with self._lock:
+                    if pending.settled:
+                        return
+                    if self._reading:
+                        waiter = threading.Lock()
+                        waiter.acquire()
+                        pending.waiters += (waiter,)
+                        self._waiting[waiter] = None
+                    else:
+                        self._reading = True
+                if waiter is None:
+                    self._lead(pending, deadline)
+                    return
+                if self._follow(pending, waiter, deadline):
+                    return
+        except BaseException:
+            # Interrupted: the reply may be a lease, and nobody would answer for it. The next connection tells the
+            # server what is still held.
+            self._fail(DisconnectedError("a call on this connection was interrupted"))
+            raise
 
-    def _read_until(self, pending: Pending, deadline: float) -> None:
+    def _lead(self, pending: Pending, deadline: float) -> None:
+        """Read for everybody until our reply is there or time is up."""
         try:
             while not pending.settled:
                 frame = self.connection.receive(deadline)
@@ -142,6 +168,25 @@ class Channel:
             self._fail(error)
         except CacheError as error:  # the server speaks something else: this connection is of no use
             self._fail(DisconnectedError(str(error)))
+        finally:
+            with self._lock:
+                self._reading = False
+                self._wake_one()
+            self._quiet_since_s = time.monotonic()
+
+    def _follow(self, pending: Pending, waiter: threading.Lock, deadline: float) -> bool:
+        """Wait to be woken: by the reply, or because whoever read has gone and we are to read on. False: read on."""
+        woken = False
+        try:
+            left = min(deadline - time.monotonic(), _WAIT_S_MAX)
+            woken = left > 0 and waiter.acquire(timeout=left)
+        finally:
+            with self._lock:
+                self._waiting.pop(waiter, None)
+                pending.waiters = tuple(each for each in pending.waiters if each is not waiter)
+                if not self._reading and (not woken or pending.settled):
+                    self._wake_one()  # we may have been the one to read on, and will not
+        return time.monotonic() >= deadline if not woken else pending.settled
 
     def _deliver(self, reply: Reply) -> None:
         if isinstance(reply, LeaseExpired):
@@ -151,16 +196,18 @@ class Channel:
             pending = self._pending.pop(reply.rid, None)
             if pending is not None:
                 pending.reply = reply
-                if pending.wake is not None:
-                    pending.wake.set()
+                for waiter in pending.waiters:
+                    self._wake(waiter)
 
-    def _hand_over(self) -> None:
-        with self._lock:
-            self._reading = False
-            for pending in self._pending.values():
-                if pending.wake is not None:
-                    pending.wake.set()  # it finds no reply and reads on, for everybody
-                    return
+    def _wake(self, waiter: threading.Lock) -> None:
+        if self._waiting.pop(waiter, self) is None:  # it was there: each is woken once
+            waiter.release()
+
+    def _wake_one(self) -> None:
+        """Somebody who waits is to read on, for everybody. The caller holds the lock."""
+        for waiter in self._waiting:
+            self._wake(waiter)
+            return
 
     def _fail(self, error: DisconnectedError) -> None:
         with self._lock:
@@ -169,8 +216,8 @@ class Channel:
             self._pending.clear()
             for pending in failed:
                 pending.error = error
-                if pending.wake is not None:
-                    pending.wake.set()
+            for waiter in list(self._waiting):
+                self._wake(waiter)
         self.connection.close()
 
 

@@ -37,6 +37,10 @@ class Connection(ABC):
         """The next frame, valid until the next call, or None at the deadline. Raises `DisconnectedError`."""
 
     @abstractmethod
+    def ended(self) -> bool:
+        """Whether the server has hung up. Looks, and waits for nothing."""
+
+    @abstractmethod
     def close(self) -> None:
         """Idempotent. A receive under way in another thread ends."""
 
@@ -115,6 +119,14 @@ class LifelineConnection(Connection):
         fd, self._fd = self._fd, -1
         return fd
 
+    def ended(self) -> bool:
+        fd = self._sock.fileno()
+        if fd < 0:
+            return True
+        poller = select.poll()
+        poller.register(fd, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def abandon(self) -> None:
         self._sock.close()
 
@@ -129,16 +141,30 @@ class LifelineConnection(Connection):
 
 class ZmqConnection(Connection):
     """A DEALER. ZMQ sockets are for one thread: a lock guards it, and an eventfd wakes the receiving thread where
-    another thread's send has eaten the edge of the socket's descriptor."""
+    another thread's send has eaten the edge of the socket's descriptor.
+
+    ZMQ would reconnect without a word, to a server that does not know us. A monitor tells of the end instead, and
+    of a server that is not there or does not let us in, so that no call waits in vain.
+    """
 
     carrier = "zmq"
 
     def __init__(self, address: str, curve: CurveKeys | None) -> None:
         import zmq
+        from zmq.utils.monitor import recv_monitor_message
 
         self._zmq = zmq
         if address.startswith("tcp://") and curve is None:
             raise UsageError(f"{address} is reached over tcp and needs keys: pass curve=CurveKeys(…)")
+        self._address = address
+        self._endings = {
+            int(zmq.EVENT_DISCONNECTED): "went away",
+            int(zmq.EVENT_CONNECT_RETRIED): "does not answer; is it running?",
+            int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "does not let this key in: put its .key into zmq.curve_clients_dir",
+            int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "could not agree on keys: is server_public its public key?",
+            int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broke the handshake off: is server_public its public key?",
+        }
+        self._read_event = recv_monitor_message
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -148,19 +174,21 @@ class ZmqConnection(Connection):
             self._socket.curve_serverkey = curve.server_public
             self._socket.curve_publickey = curve.public
             self._socket.curve_secretkey = curve.secret.get()
+        self._monitor = self._socket.get_monitor_socket(sum(self._endings))
         self._socket.connect(address)
         self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller = select.poll()
         self._poller.register(self._socket.fileno(), select.POLLIN)
+        self._poller.register(self._monitor.fileno(), select.POLLIN)
         self._poller.register(self._wake_fd, select.POLLIN)
         self._closed = False
+        self._polling = False
 
     def send(self, frame: bytes) -> None:
         zmq = self._zmq
         with self._lock:
-            if self._closed:
-                raise DisconnectedError("the connection is closed")
+            self._check()
             try:
                 self._socket.send(frame, zmq.NOBLOCK)
             except zmq.Again as error:
@@ -172,16 +200,39 @@ class ZmqConnection(Connection):
         zmq = self._zmq
         while True:
             with self._lock:
-                if self._closed:
-                    raise DisconnectedError("the connection is closed")
-                if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                if not self._closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                     return memoryview(self._socket.recv(zmq.NOBLOCK))
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            for fd, _ in self._poller.poll(min(left, _POLL_S) * 1000):
-                if fd == self._wake_fd:
-                    os.eventfd_read(self._wake_fd)
+                self._check()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._polling = True
+            try:
+                ready = self._poller.poll(min(left, _POLL_S) * 1000)
+            finally:
+                with self._lock:
+                    self._polling = False
+                    if self._closed:
+                        self._close_wake_fd()
+            if self._wake_fd >= 0 and any(fd == self._wake_fd for fd, _ in ready):
+                os.eventfd_read(self._wake_fd)
+
+    def ended(self) -> bool:
+        with self._lock:
+            try:
+                self._check()
+            except DisconnectedError:
+                return True
+            return False
+
+    def _check(self) -> None:
+        """Raise `DisconnectedError` where the connection has ended. The caller holds the lock."""
+        if self._closed:
+            raise DisconnectedError("the connection is closed")
+        while self._monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+            event = self._read_event(self._monitor, self._zmq.NOBLOCK)["event"]
+            if event in self._endings:
+                raise DisconnectedError(f"the server at {self._address} {self._endings[event]}")
 
     def abandon(self) -> None:
         # ZMQ's own threads did not come along: the socket can only be forgotten. pyzmq does so by process id.
@@ -191,9 +242,19 @@ class ZmqConnection(Connection):
         with self._lock:
             if not self._closed:
                 self._closed = True
-                os.eventfd_write(self._wake_fd, 1)
+                self._socket.disable_monitor()
+                self._monitor.close()
                 self._socket.close()
                 self._context.term()
+                if self._polling:
+                    os.eventfd_write(self._wake_fd, 1)  # who polls it closes it
+                else:
+                    self._close_wake_fd()
+
+    def _close_wake_fd(self) -> None:
+        fd, self._wake_fd = self._wake_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _readable(fd: int, timeout_s: float) -> bool:

@@ -145,7 +145,7 @@ class Lease(ABC):
 
     def settle_quietly(self, kind: type[m.Settle], first: int = 0) -> None:
         """Settle what is left from `first` on. What came between becomes the positions' status."""
-        with contextlib.suppress(DisconnectedError, LeaseExpiredError, ClearedError):
+        with contextlib.suppress(CacheError):  # the positions are ours, so nothing here is the caller's mistake
             self._settle(kind, [position for position in self._unsettled if position >= first])
 
     def _checked(self, positions: Iterable[int]) -> list[int]:

@@ -42,7 +42,8 @@ class Links:
         """The link, a new one if need be. Raises `DisconnectedError` at once while there is no server; the next
         attempt is made after a pause, so that a missing server costs its callers nothing."""
         link = self._link
-        if link is not None and not link.channel.lost:
+        # A link that ended while nobody looked is noticed here, before something is asked over it in vain.
+        if link is not None and not link.channel.found_lost():
             return link
         with self._lock:
             return self._connect()
