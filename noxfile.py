@@ -21,8 +21,7 @@ nox.options.error_on_external_run = True
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pyproject.toml"))}
 CORE = ROOT / "core"
 PLUGINS = [name for name, path in PACKAGES.items() if path.parent.name == "plugins"]
-TORCH_TESTED = {"lmcache-transformers", "lmcache-fp8"}  # packages whose own tests need torch
-TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis"]
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
 
 def install(session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = ()) -> None:
@@ -74,8 +73,7 @@ def plugin(session: nox.Session, name: str) -> None:
         for each in (CORE, path):
             session.run("python", "-m", "build", "-q", "--outdir", wheels, str(each), silent=True)
         found = [str(wheel) for wheel in Path(wheels).glob("*.whl")]
-        torch = ("torch", "transformers") if name in TORCH_TESTED else ()
-        tools = (*TEST_TOOLS, *test_requirements(path), *torch)
+        tools = (*TEST_TOOLS, *test_requirements(path))
         session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
     session.run("pytest", "-q", "--timeout=300", "-c", str(ROOT / "pyproject.toml"), str(path / "tests"))
 
