@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanPage, StoreItem, Usage
 
 _LATE = Outcome(Result.FAILED, error="not done by its deadline", retryable=True)
@@ -14,8 +15,9 @@ _LATE = Outcome(Result.FAILED, error="not done by its deadline", retryable=True)
 class LatencyAdapter(L2Adapter):
     """Every call takes `latency_s`, and bytes pass at `bandwidth_bytes_s`, all calls together (None: no bound).
 
-    A call that cannot be done by its deadline takes until then, as a real one does, and answers FAILED; nothing of
-    it is done. `close` ends the waits. The wrapped adapter is closed with this one.
+    A call that cannot be done by its deadline takes until then, as a real one does, and answers FAILED (or raises
+    TierError, where there are no outcomes); nothing of it is done. `close` ends the waits. The wrapped adapter is
+    closed with this one.
     """
 
     def __init__(self, inner: L2Adapter, *, latency_s: float = 0.0, bandwidth_bytes_s: float | None = None) -> None:
@@ -33,7 +35,7 @@ class LatencyAdapter(L2Adapter):
         return self.inner.store(items, deadline)
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        self._wait(deadline)
+        self._wait_or_raise(deadline)
         return self.inner.exists(keys, deadline)
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
@@ -55,12 +57,16 @@ class LatencyAdapter(L2Adapter):
         return self.inner.usage()
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        self._wait(deadline)
+        self._wait_or_raise(deadline)
         return self.inner.scan(cursor, deadline)
 
     def close(self) -> None:
         self._closing.set()
         self.inner.close()
+
+    def _wait_or_raise(self, deadline: float) -> None:
+        if not self._wait(deadline):
+            raise TierError(_LATE.error)
 
     def _wait(self, deadline: float, nbytes: int = 0) -> bool:
         """Spend what the call costs. False: its deadline came first."""

@@ -1,0 +1,40 @@
+"""The mock tier of lmcache-core, with which users rehearse a backend in trouble. This module only names things."""
+
+from __future__ import annotations
+
+from argparse import _SubParsersAction
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.plugins.components import ComponentSpec, Finding, Kind
+from lmcache_core.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
+
+
+@hookimpl
+def lmcache_components() -> Sequence[ComponentSpec]:
+    return [
+        ComponentSpec(
+            Kind.L2_ADAPTER,
+            "mock",
+            factory="lmcache_mock.adapter:MockAdapter",
+            settings="lmcache_mock.settings:MockSettings",
+            summary="memory that is as slow, full, absent or deceitful as you like",
+        )
+    ]
+
+
+@hookimpl
+def lmcache_check(settings: Settings) -> Sequence[Finding]:
+    from lmcache_mock.check import check_tiers
+
+    return check_tiers(settings)
+
+
+@hookimpl
+def lmcache_add_commands(subparsers: _SubParsersAction[Any]) -> None:
+    from lmcache_core.cli.lazy import add_command
+
+    add_command(subparsers, "mock", "change the faults of a mock tier while it runs", "lmcache_mock.command")

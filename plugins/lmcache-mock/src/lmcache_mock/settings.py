@@ -1,0 +1,54 @@
+"""Settings of one mock tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from lmcache_core.errors import UsageError
+from lmcache_core.settings.sizes import Size
+from lmcache_core.testing.faults import FaultRule
+
+
+class MockSettings(BaseModel):
+    """`[l2.NAME] type = "mock"`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    medium_bytes: Size | None = Field(default=None, description="A store beyond it answers FULL. none: no bound.")
+    latency_s: float = Field(default=0.0, ge=0, description="What every call takes, beside its bytes.")
+    bandwidth_bytes_s: Size | None = Field(
+        default=None, gt=0, description="Bytes that pass in a second, all calls together. none: as fast as memory."
+    )
+    faults: tuple[str, ...] = Field(
+        default=(),
+        description="What goes wrong from the start, one rule each: OPERATION FAULT [rate=R] [skip=N] [count=N] "
+        "[s=SECONDS], as in `load flipped_bits rate=0.1`.",
+    )
+    seed: int = Field(default=0, description="Which objects the rates strike: the same for the same seed.")
+    control: Path | None = Field(
+        default=None,
+        description="A file of rules, one a line, that replaces faults while it exists, and is read again when it "
+        "changes: `lmcache-core mock FILE …` writes it.",
+    )
+
+    @field_validator("faults")
+    @classmethod
+    def _understood(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                FaultRule.parse(text)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return value
+
+    @field_validator("control")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        if value is None:
+            return None
+        expanded = value.expanduser()
+        if not expanded.is_absolute():
+            raise ValueError(f"control {str(value)!r} must be absolute: server and command may start elsewhere")
+        return expanded
