@@ -24,6 +24,7 @@ FRAME_BYTES_MAX = 64 << 10  # below SEQPACKET's default of 212,960 with room for
 BATCH_KEYS_MAX = 1024  # keys in one frame: the kernel's work on it stays below 2 ms
 STORE_PAGE_KEYS = 512  # keys a client stores with one call: each may cost an eviction, and others wait for the page
 OPERATION_KEYS_MAX = 1 << 20  # keys in one call of the client, in pages of BATCH_KEYS_MAX under one lease
+ERROR_CHARS_MAX = 4096  # of an error's message: it may quote the request, and has to fit into a frame
 SESSIONS_MAX = 4096  # below the usual limit of open files
 LEASES_PER_SESSION_MAX = 4096  # a worker that leaks leases hurts itself only
 LEASE_KEYS_MAX = OPERATION_KEYS_MAX

@@ -230,7 +230,7 @@ class ZmqConnection(Connection):
         if self._closed:
             raise DisconnectedError("the connection is closed")
         while self._monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
-            event = self._read_event(self._monitor, self._zmq.NOBLOCK)["event"]
+            event = int(self._read_event(self._monitor, self._zmq.NOBLOCK)["event"])
             if event in self._endings:
                 raise DisconnectedError(f"the server at {self._address} {self._endings[event]}")
 

@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 
 from lmcache_core.errors import CacheError, LimitError, ProtocolError, UsageError
-from lmcache_core.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.limits import BATCH_KEYS_MAX, ERROR_CHARS_MAX, FRAME_BYTES_MAX, KEY_BYTES
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.header import PoolInfo
 from lmcache_core.protocol.messages import Error, Message, Reply, Request
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_anything: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 # Text that is no UTF-8 raises a ValueError that is no MsgspecError.
@@ -32,6 +33,17 @@ def decode_request(frame: bytes | bytearray | memoryview) -> Request:
         return _requests.decode(frame)
     except _UNREADABLE as error:
         raise ProtocolError(f"not a request of this protocol: {error}") from error
+
+
+def rid_of(frame: bytes | bytearray | memoryview) -> int:
+    """The request id of a frame that is no request but looks like one; else 0. Its sender waits for an answer."""
+    try:
+        match _anything.decode(frame):
+            case [str(), int(rid), *_]:
+                return rid
+    except _UNREADABLE:
+        pass
+    return 0
 
 
 def decode_reply(frame: bytes | bytearray | memoryview) -> Reply:
@@ -51,13 +63,16 @@ def encode_request(message: Message) -> bytes:
 
 
 def error_reply(rid: int, error: CacheError) -> Error:
-    """The error frame for an exception."""
-    return Error(rid, error.code, str(error), str(error.retry))
+    """The error frame for an exception. A message that quotes the request is cut where it would fill a frame."""
+    return Error(rid, error.code, str(error)[:ERROR_CHARS_MAX], str(error.retry))
 
 
 def join_keys(keys: Sequence[bytes]) -> bytes:
     """The blob of keys. Raises `UsageError` naming the first key of a wrong length."""
-    blob = b"".join(keys)
+    try:
+        blob = b"".join(keys)
+    except TypeError as error:
+        raise UsageError(f"keys are bytes-like objects of {KEY_BYTES} bytes each: {error}") from None
     if len(blob) != KEY_BYTES * len(keys) or any(len(key) != KEY_BYTES for key in keys):
         for position, key in enumerate(keys):
             if len(key) != KEY_BYTES:

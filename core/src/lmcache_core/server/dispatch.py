@@ -21,6 +21,7 @@ from lmcache_core.protocol.codec import (
     error_reply,
     pack_u64,
     pool_info_to_wire,
+    rid_of,
     split_keys,
     unpack_positions,
 )
@@ -86,7 +87,7 @@ class Dispatch:
             request = decode_request(frame)
         except ProtocolError as error:
             self.counters["garbage"] += 1
-            peer.send(encode(error_reply(0, error)))
+            peer.send(encode(error_reply(rid_of(frame), error)))
             return
         reply = self._answer(peer, request)
         self._l1.apply()

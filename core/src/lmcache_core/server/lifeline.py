@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -150,6 +151,7 @@ class LifelineListener:
         gids: Sequence[int],
     ) -> None:
         self.path = directory / SOCKET_NAME
+        self.turned_away = 0  # connections, for want of descriptors
         self._loop = loop
         self._on_accept = on_accept
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -163,19 +165,42 @@ class LifelineListener:
         grant_access(self.path, access, gids)
         self._inode = self.path.stat().st_ino
         self._sock.listen(1024)
+        self._spare_fd = _spare_fd()
         loop.add(self._sock.fileno(), select.EPOLLIN, self._ready)
 
     def _ready(self, mask: int) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError:  # it hung up before we came to it, or we are out of descriptors: others are served
+        except OSError as error:  # it hung up before we came to it, or …
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._turn_away()
             return
         self._on_accept(sock)
+
+    def _turn_away(self) -> None:
+        """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. The
+        spare one accepts it and hangs up; the client comes again."""
+        self.turned_away += 1
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+        with contextlib.suppress(OSError):
+            self._sock.accept()[0].close()
+        self._spare_fd = _spare_fd()
 
     def close(self) -> None:
         """Stop listening and remove the socket, unless another server has put its own there."""
         self._loop.remove(self._sock.fileno())
         self._sock.close()
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
+
+
+def _spare_fd() -> int:
+    """A descriptor to give up when there are no others; -1 where another thread took the last one."""
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import time
 from collections import deque
 from collections.abc import Callable
 
-from lmcache_core.limits import FRAME_BYTES_MAX
+from lmcache_core.limits import FRAME_BYTES_MAX, HOUSEKEEPING_S
 
+log = logging.getLogger(__name__)
+_FAULT = "a fault on the loop; the server goes on"
 Handler = Callable[[int], None]  # called with the epoll mask
 
 
@@ -18,6 +21,9 @@ class Loop:
 
     `tick(now)` runs once a turn and returns when it wants to run next (monotonic seconds), or None. Each ready
     descriptor gets one call a turn, so no peer's backlog is served before everybody's next message.
+
+    Policies and hooks of others run in these calls: what one of them raises is logged and counted in `faults`, and
+    the loop goes on.
     """
 
     def __init__(self, tick: Callable[[float], float | None]) -> None:
@@ -27,6 +33,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
+        self.faults = 0
         self.now = time.monotonic()  # of this turn
         self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for whoever receives: one at a time does
         self.add(self._wake_fd, select.EPOLLIN, self._woken)
@@ -65,14 +72,23 @@ class Loop:
         poll, handlers, clock = self._epoll.poll, self._handlers, time.monotonic
         while not self._stopping:
             self.now = now = clock()
-            next_tick = self._tick(now)
+            try:
+                next_tick = self._tick(now)
+            except Exception:
+                log.exception(_FAULT)
+                self.faults += 1
+                next_tick = now + HOUSEKEEPING_S  # what fails at once would fail again at once
             timeout = -1.0 if next_tick is None else max(0.0, next_tick - now)
             ready = poll(timeout)
             self.now = clock()
             for fd, mask in ready:
                 handler = handlers.get(fd)
                 if handler is not None:  # an earlier handler of this turn may have removed it
-                    handler(mask)
+                    try:
+                        handler(mask)
+                    except Exception:
+                        log.exception(_FAULT)
+                        self.faults += 1
 
     @property
     def ended(self) -> bool:
@@ -88,4 +104,8 @@ class Loop:
     def _woken(self, mask: int) -> None:
         os.eventfd_read(self._wake_fd)
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            try:
+                self._calls.popleft()()
+            except Exception:
+                log.exception(_FAULT)
+                self.faults += 1

@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
 SESSIONS_SHOWN_MAX = 100
+ROWS_SHOWN_MAX = 100  # of size classes, and of culprits: the reply is one frame
 
 
 def describe(server: Server) -> dict[str, Any]:
     """The server's account of itself."""
     usage = asdict(server.kernel.usage())
+    usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
+    for name in ("quarantine_by_session", "quarantine_by_uid"):
+        usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
     segment = server.segment
     sessions = list(server.sessions)
     return {
@@ -45,7 +49,7 @@ def describe(server: Server) -> dict[str, Any]:
         "deaths": server.sessions.deaths,
         "lookups_waiting": server.lookups.under_way,
         "tiers": None if server.tiering is None else server.tiering.status(),
-        "counters": {**server.l1.counters, **server.dispatch.counters},
+        "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }
 
 

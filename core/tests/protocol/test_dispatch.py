@@ -1,0 +1,198 @@
+"""Whatever a peer says in the protocol's own words, it gets an answer, and the server's own code never fails on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lmcache_core.limits import FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import DTYPE_BYTES, Layout
+from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.segment import Segment
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import decode_reply, encode
+from lmcache_core.server.server import Server
+from lmcache_core.server.session import Peer
+from lmcache_core.settings.compose import make_settings
+
+LAYOUT = Layout("uint8", (4096,))
+NAMESPACE = 77
+
+
+class Mouth(Peer):
+    """A peer without a socket: what it is sent is kept."""
+
+    carrier = "zmq"
+    uid = os.geteuid()
+    pid = 0
+
+    def __init__(self) -> None:
+        self.replies: list[m.Reply] = []
+        self.closed = False
+
+    def send(self, frame: bytes, fd: int = -1) -> None:
+        assert len(frame) <= FRAME_BYTES_MAX
+        self.replies.append(decode_reply(frame))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Desk:
+    """A whole server whose loop does not run: every frame is served here and now."""
+
+    def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
+        name = f"t{uuid4().hex[:10]}"
+        composed = make_settings(
+            name=name,
+            runtime_dir=str(tmp_path / "run"),
+            state_dir=str(tmp_path / "state"),
+            l1={"size_bytes": 4 << 20},
+        )
+        self.server = Server(composed, load_plugins())
+        stack.callback(self.server._close)
+        assert self.server.populator.wait(60)
+        self.server.kernel.add_memory(self.server.segment.info.data_bytes)
+        self.segment = stack.enter_context(Segment.attach_fd(self.server.segment.worker_fd(), self.server.segment.info))
+        self.stack = stack
+        self.now = self.server.loop.now
+
+    def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
+        """The reply to this request; None where it closed the session."""
+        self.now += 0.01
+        self.server.loop.now = self.now
+        self.server._tick(self.now)
+        before = len(peer.replies)
+        self.server.dispatch.on_frame(peer, memoryview(encode(request)))
+        answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpired)]
+        assert len(answers) == 1, (request, answers)
+        assert answers[0].rid == getattr(request, "rid", 0)
+        return answers[0]
+
+    def peer(self, *, attached: bool) -> Mouth:
+        peer = Mouth()
+        welcome = self.say(peer, m.Hello(1, 1, 1, os.urandom(16), "fuzz", 0, ["maps_pool"] if attached else []))
+        assert isinstance(welcome, m.Welcome)
+        if attached:
+            lock = LifeLock.acquire(self.segment, welcome.row)
+            self.stack.callback(lock.close)
+            attach = m.Attach(2, welcome.row, self.segment.row_nonce(welcome.row))
+            assert isinstance(self.say(peer, attach), m.Attached)
+        layout = m.RegisterLayout(3, NAMESPACE, LAYOUT.dtype, list(LAYOUT.shape), "", LAYOUT.fingerprint)
+        assert isinstance(self.say(peer, layout), m.LayoutRegistered)
+        return peer
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    with ExitStack() as stack:
+        yield Desk(tmp_path_factory.mktemp("desk"), stack)
+
+
+wire_int = st.one_of(st.integers(0, 40), st.integers(-(2**63), 2**64 - 1))
+keys = st.one_of(
+    st.lists(st.integers(0, 30).map(lambda n: n.to_bytes(KEY_BYTES, "big")), max_size=40).map(b"".join),
+    st.integers(0, 1100).map(lambda n: os.urandom(16) * 2 * n),
+    st.binary(max_size=100),
+)
+namespace = st.one_of(st.just(NAMESPACE), wire_int)
+seconds = st.one_of(st.floats(), st.floats(0, 5))
+text = st.text(max_size=30)
+shape = st.lists(st.one_of(st.integers(1, 300), wire_int), max_size=6)
+
+
+def settle(kind: type[m.Settle], lease: st.SearchStrategy[int]) -> st.SearchStrategy[m.Message]:
+    positions = st.one_of(st.binary(max_size=40), st.lists(st.integers(0, 9), max_size=9).map(packed))
+    return st.builds(kind, rid, lease, wire_int, wire_int, positions)
+
+
+def packed(positions: list[int]) -> bytes:
+    return b"".join(position.to_bytes(4, "little") for position in positions)
+
+
+rid = st.integers(1, 2**32)
+
+
+def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
+    """Any request; ids are often those that were given out before."""
+    lease = st.one_of(st.sampled_from([0, *leases]), wire_int)
+    return st.one_of(
+        st.builds(m.PrepareStore, rid, namespace, keys, lease),
+        st.builds(m.PrepareRetrieve, rid, namespace, keys, lease, lease, st.booleans()),
+        *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
+        st.builds(m.Lookup, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
+        st.builds(m.Lookup, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
+        st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
+        st.builds(registered, rid, wire_int, st.lists(st.integers(1, 3000), min_size=1, max_size=3)),
+        st.builds(m.Pin, rid, namespace, keys, seconds),
+        st.builds(m.Unpin, rid, namespace, keys),
+        st.builds(m.RenewLease, rid, lease),
+        st.builds(m.LeaseStatusOf, rid, lease),
+        st.builds(m.FreeLookupLocks, rid, st.lists(lease, max_size=5)),
+        st.builds(m.QueryPrefetchStatus, rid, wire_int),
+        st.builds(m.QueryLookupHits, rid, wire_int),
+        st.builds(m.Cancel, rid, wire_int),
+        st.builds(m.Clear, rid, st.one_of(st.none(), namespace), st.booleans()),
+        st.builds(m.EndSession, rid, st.just(False)),
+        st.builds(m.Attach, rid, wire_int, wire_int, st.lists(lease, max_size=5)),
+        st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int),
+        st.builds(m.Ping, rid, st.binary(max_size=100)),
+        st.builds(m.Status, rid),
+        st.builds(m.GetChunkSize, rid),
+    )
+
+
+def registered(rid: int, namespace: int, dimensions: list[int]) -> m.RegisterLayout:
+    """A layout that is registered correctly, whatever its size."""
+    layout = Layout("int8", tuple(dimensions))
+    return m.RegisterLayout(rid, namespace, layout.dtype, dimensions, "", layout.fingerprint)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_every_request_is_answered_and_the_server_never_fails_on_one(desk: Desk, data: st.DataObject) -> None:
+    peers = [desk.peer(attached=True), desk.peer(attached=False)]
+    leases: list[int] = []
+    try:
+        for _ in range(data.draw(st.integers(1, 40))):
+            peer = data.draw(st.sampled_from(peers))
+            reply = desk.say(peer, data.draw(requests(leases[-5:])))
+            leases += [number for name in ("lease", "promise") if (number := getattr(reply, name, 0))]
+            assert not (isinstance(reply, m.Error) and reply.code == "INTERNAL"), reply
+    finally:
+        for peer in peers:
+            desk.say(peer, m.EndSession(9, goodbye=True))
+    assert all(peer.closed for peer in peers)
+    usage = desk.server.kernel.usage()
+    assert sum(usage.leases_by_kind.values()) == 0
+    assert usage.sessions == 0
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hello=st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int, st.lists(text)))
+def test_any_hello_is_answered(desk: Desk, hello: m.Hello) -> None:
+    peer = Mouth()
+    reply: Any = desk.say(peer, hello)
+    assert reply.rid == hello.rid
+    if isinstance(reply, m.Welcome):
+        desk.say(peer, m.EndSession(9, goodbye=True))
+    assert desk.server.dispatch.counters["internal_errors"] == 0
+
+
+def test_a_request_that_cannot_be_read_is_answered_under_its_own_id(desk: Desk) -> None:
+    peer = desk.peer(attached=False)
+    bent = encode(m.Ping(4711, b"x")).replace(b"\xc4\x01x", b"\xcb" + bytes(8))  # a float where bytes are due
+    desk.server.dispatch.on_frame(peer, memoryview(bent))
+    reply = peer.replies[-1]
+    assert isinstance(reply, m.Error)
+    assert (reply.rid, reply.code) == (4711, "PROTOCOL")
+    desk.say(peer, m.EndSession(9, goodbye=True))
