@@ -1,0 +1,296 @@
+"""Many threads on one connection: every reply finds its thread, and no thread waits for one that has come."""
+
+from __future__ import annotations
+
+import queue
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_core.client.channel import Channel, Pending
+from lmcache_core.client.connection import Connection, LifelineConnection
+from lmcache_core.errors import DisconnectedError
+from lmcache_core.limits import FRAME_BYTES_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import decode_request, encode
+
+WAIT_S = 60.0  # a safety net; what is awaited comes within milliseconds
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+class Script(Connection):
+    """A connection whose replies are put in by the test: a message, or an exception that `receive` raises."""
+
+    carrier = "script"
+
+    def __init__(self) -> None:
+        self.sent: list[m.Request] = []
+        self.coming: queue.SimpleQueue[m.Message | BaseException] = queue.SimpleQueue()
+        self.closed = threading.Event()
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(decode_request(frame))
+
+    def receive(self, deadline: float) -> memoryview | None:
+        while not self.closed.is_set():
+            with suppress(queue.Empty):
+                coming = self.coming.get(timeout=max(0.0, min(0.05, deadline - time.monotonic())))
+                if isinstance(coming, BaseException):
+                    raise coming
+                return memoryview(encode(coming))
+            if time.monotonic() >= deadline:
+                return None
+        raise DisconnectedError("closed")
+
+    def ended(self) -> bool:
+        return self.closed.is_set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def abandon(self) -> None:
+        self.closed.set()
+
+
+class Caller(threading.Thread):
+    """One call on a thread of its own; what came of it."""
+
+    def __init__(self, channel: Channel, payload: bytes, timeout_s: float = WAIT_S) -> None:
+        super().__init__(daemon=True)
+        self.pending = channel.start(lambda rid: m.Ping(rid, payload))
+        self.outcome: Any = None
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome = self._channel.wait(self.pending, self._timeout_s)
+        except (DisconnectedError, KeyboardInterrupt) as error:
+            self.outcome = error
+
+    def ended(self) -> Any:
+        self.join(WAIT_S)
+        assert not self.is_alive(), "the call never ended"
+        return self.outcome
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def channel(script: Script) -> Iterator[Channel]:
+    channel = Channel(script, lambda notice: None)
+    yield channel
+    channel.close()
+
+
+def in_line(channel: Channel, count: int) -> list[Caller]:
+    """Callers of whom the first reads and the others wait, in this order."""
+    callers = [Caller(channel, b"0")]
+    until(lambda: channel._reading)
+    for number in range(1, count):
+        callers.append(Caller(channel, str(number).encode()))
+        until(lambda number=number: len(channel._waiting) == number)  # type: ignore[misc]
+    return callers
+
+
+def test_a_handle_that_is_only_polled_is_never_left_to_read_for_others(script: Script, channel: Channel) -> None:
+    reader = Caller(channel, b"reader")
+    until(lambda: channel._reading)
+    handle = channel.start(lambda rid: m.Ping(rid, b"polled"))
+    assert channel.poll(handle) is None
+    waiter = Caller(channel, b"waiter")
+    until(lambda: channel._waiting)
+    script.coming.put(m.Pong(reader.pending.rid, b"reader"))
+    assert reader.ended().payload == b"reader"
+    script.coming.put(m.Pong(waiter.pending.rid, b"waiter"))
+    assert waiter.ended().payload == b"waiter"
+
+
+def test_a_reply_that_comes_while_its_thread_lies_down_is_seen(script: Script, channel: Channel) -> None:
+    reader = Caller(channel, b"reader")
+    until(lambda: channel._reading)
+    late = channel.start(lambda rid: m.Ping(rid, b"late"))
+    # Whoever takes the lock next has looked for its reply just before: the reply comes in between.
+    lock, came = channel._lock, threading.Event()
+
+    class Between:
+        def __enter__(self) -> None:
+            if not came.is_set() and threading.current_thread() is not reader:
+                came.set()
+                script.coming.put(m.Pong(late.rid, b"late"))
+                until(lambda: late.settled)
+            lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    channel._lock = Between()  # type: ignore[assignment]
+    started = time.monotonic()
+    reply = channel.wait(late, WAIT_S)
+    assert isinstance(reply, m.Pong)
+    assert time.monotonic() - started < WAIT_S / 2  # it did not sleep until its timeout
+    script.coming.put(m.Pong(reader.pending.rid, b""))
+    reader.ended()
+
+
+def test_when_the_server_goes_away_all_who_wait_are_told(script: Script, channel: Channel) -> None:
+    callers = in_line(channel, 8)
+    script.coming.put(DisconnectedError("gone"))
+    assert all(isinstance(caller.ended(), DisconnectedError) for caller in callers)
+    assert channel.lost
+    with pytest.raises(DisconnectedError):
+        channel.call(m.Noop)
+
+
+def test_an_interrupted_reader_ends_the_connection_for_all_rather_than_lose_a_reply(
+    script: Script, channel: Channel
+) -> None:
+    callers = in_line(channel, 4)
+    script.coming.put(KeyboardInterrupt())
+    assert isinstance(callers[0].ended(), KeyboardInterrupt)
+    assert all(isinstance(caller.ended(), DisconnectedError) for caller in callers[1:])
+
+
+def test_a_call_that_times_out_ends_the_connection_and_nobody_else_hangs(script: Script, channel: Channel) -> None:
+    callers = in_line(channel, 3)
+    hasty = Caller(channel, b"hasty", timeout_s=0.05)
+    assert isinstance(hasty.ended(), DisconnectedError)
+    assert all(isinstance(caller.ended(), DisconnectedError) for caller in callers)
+
+
+def test_a_call_that_is_abandoned_while_another_thread_waits_for_it_ends_that_wait(
+    script: Script, channel: Channel
+) -> None:
+    callers = in_line(channel, 3)
+    channel.abandon(callers[1].pending)
+    assert isinstance(callers[1].ended(), DisconnectedError)
+    assert not channel.lost
+    for caller in (callers[0], callers[2]):
+        script.coming.put(m.Pong(caller.pending.rid, b"well"))
+        assert caller.ended().payload == b"well"
+
+
+def test_a_server_that_does_not_know_us_ends_the_connection_so_that_the_next_call_says_hello(
+    script: Script, channel: Channel
+) -> None:
+    caller = Caller(channel, b"")
+    script.coming.put(m.Error(caller.pending.rid, "DISCONNECTED", "say hello", "reconnect"))
+    assert isinstance(caller.ended(), DisconnectedError)
+    assert channel.lost
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    order=st.permutations(range(6)),
+    abandoned=st.sets(st.integers(0, 5), max_size=2),
+    polled=st.lists(st.integers(0, 5), max_size=6),
+    strays=st.integers(0, 2),
+)
+def test_replies_in_any_order_find_their_threads(
+    order: list[int], abandoned: set[int], polled: list[int], strays: int
+) -> None:
+    script = Script()
+    channel = Channel(script, lambda notice: None)
+    callers = in_line(channel, 6)
+    for number in polled:
+        channel.poll(callers[number].pending)
+    for number in abandoned - {0}:
+        channel.abandon(callers[number].pending)
+    for _ in range(strays):
+        script.coming.put(m.Pong(10_000, b"nobody's"))
+    for number in order:
+        script.coming.put(m.Pong(callers[number].pending.rid, str(number).encode()))
+    for number, caller in enumerate(callers):
+        outcome = caller.ended()
+        if number in abandoned - {0}:
+            assert isinstance(outcome, DisconnectedError)
+        else:
+            assert outcome.payload == str(number).encode()
+    assert not channel.lost
+    assert not channel._waiting
+    channel.close()
+
+
+def answer_out_of_order(sock: socket.socket, seed: int) -> None:
+    """A server that keeps some requests back and answers them in an order of its own."""
+    rng = random.Random(seed)
+    kept: list[m.Ping] = []
+    sock.settimeout(0.001)
+    while True:
+        try:
+            frame = sock.recv(FRAME_BYTES_MAX)
+            if not frame:
+                return
+            request = decode_request(frame)
+            assert isinstance(request, m.Ping)
+            kept.append(request)
+        except TimeoutError:
+            pass
+        except OSError:
+            return
+        rng.shuffle(kept)
+        while kept and (len(kept) > 3 or rng.random() < 0.5):
+            request = kept.pop()
+            sock.send(encode(m.Pong(request.rid, request.payload)))
+
+
+def busy(channel: Channel, seed: int, failures: list[str]) -> None:
+    rng = random.Random(seed)
+    for number in range(150):
+        payload = f"{seed} {number}".encode()
+        try:
+            pending = channel.start(lambda rid, payload=payload: m.Ping(rid, payload))  # type: ignore[misc]
+            if not finished(channel, pending, payload, rng):
+                failures.append(f"{payload!r}: the wrong reply")
+        except DisconnectedError as error:
+            failures.append(f"{payload!r}: {error}")
+            return
+
+
+def finished(channel: Channel, pending: Pending, payload: bytes, rng: random.Random) -> bool:
+    way = rng.randrange(4)
+    if way == 0:
+        channel.abandon(pending)
+        return True
+    if way == 1:
+        while (reply := channel.poll(pending)) is None:
+            time.sleep(0.0005)
+    else:
+        reply = channel.wait(pending, WAIT_S)
+    return isinstance(reply, m.Pong) and reply.payload == payload
+
+
+def test_eight_threads_that_wait_poll_and_abandon_never_miss_a_reply() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(LifelineConnection(ours), lambda notice: None)
+    server = threading.Thread(target=answer_out_of_order, args=(theirs, 1), daemon=True)
+    server.start()
+    failures: list[str] = []
+    threads = [threading.Thread(target=busy, args=(channel, seed, failures), daemon=True) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert failures == []
+    channel.close()
+    server.join(WAIT_S)
+    theirs.close()
