@@ -53,14 +53,14 @@ def tests(session: nox.Session) -> None:
     """Everything quick that needs no daemon, in a few minutes. Arguments go to pytest."""
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     install(session, *installable(), extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
-    session.run("pytest", *(session.posargs or ["-q", "--timeout=300", "-m", "not slow"]))
+    session.run("python", "-m", "pytest", *(session.posargs or ["-q", "--timeout=300", "-m", "not slow"]))
 
 
 @nox.session
 def core(session: nox.Session) -> None:
     """Core alone, as a node image has it: no torch, no plugin, no extra."""
     install(session, tools=(*TEST_TOOLS, *test_requirements(CORE)))
-    session.run("pytest", "-q", "--timeout=300", str(CORE / "tests"), *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", str(CORE / "tests"), *session.posargs)
 
 
 @nox.session
@@ -75,7 +75,7 @@ def plugin(session: nox.Session, name: str) -> None:
         found = [str(wheel) for wheel in Path(wheels).glob("*.whl")]
         tools = (*TEST_TOOLS, *test_requirements(path))
         session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
-    session.run("pytest", "-q", "--timeout=300", "-c", str(ROOT / "pyproject.toml"), str(path / "tests"))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "-c", str(ROOT / "pyproject.toml"), str(path / "tests"))
 
 
 @nox.session
@@ -107,4 +107,4 @@ def bench(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """What the docs say is so: examples run, links lead somewhere, hook signatures are the code's."""
     install(session, *installable(), extras="[cli]", tools=tuple(TEST_TOOLS))
-    session.run("pytest", "-q", "--timeout=300", "tests/docs", "core/tests/plugins")
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/docs", "core/tests/plugins")
