@@ -75,7 +75,7 @@ def plugin(session: nox.Session, name: str) -> None:
         found = [str(wheel) for wheel in Path(wheels).glob("*.whl")]
         tools = (*TEST_TOOLS, *test_requirements(path))
         session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
-    session.run("python", "-m", "pytest", "-q", "--timeout=300", "-c", str(ROOT / "pyproject.toml"), str(path / "tests"))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", str(path / "tests"))
 
 
 @nox.session

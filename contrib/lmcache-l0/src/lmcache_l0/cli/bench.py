@@ -120,8 +120,15 @@ def _batches(bench: Bench, cache: SharedCache, values: dict[str, bytes]) -> None
     keys = list(values)[:BATCH]
     out = np.empty((BATCH, VALUE_BYTES), np.uint8)
     lying, rows = _where_they_lie(cache, keys)
-    names = {"many": cache.get_many, "into": cache.get_many_into, "keys": tuple(keys), "out": out, "d": values,
-             "lying": lying, "rows": rows}
+    names = {
+        "many": cache.get_many,
+        "into": cache.get_many_into,
+        "keys": tuple(keys),
+        "out": out,
+        "d": values,
+        "lying": lying,
+        "rows": rows,
+    }
     bodies = {
         "into": "into(keys, out)",
         "copy": "lying.take(rows, 0, out)",
@@ -141,8 +148,16 @@ def _arrays(bench: Bench, cache: SharedCache) -> None:
 
     array = np.random.default_rng(1).random(ARRAY_FLOATS, dtype=np.float32)
     cache.set_numpy("array", array)
-    names = {"get": cache.get_numpy, "put": cache.set_numpy, "a": array, "f": np.float32, "n": ARRAY_FLOATS,
-             "raw": array.tobytes(), "bare": np.frombuffer, "shape": (ARRAY_FLOATS,)}
+    names = {
+        "get": cache.get_numpy,
+        "put": cache.set_numpy,
+        "a": array,
+        "f": np.float32,
+        "n": ARRAY_FLOATS,
+        "raw": array.tobytes(),
+        "bare": np.frombuffer,
+        "shape": (ARRAY_FLOATS,),
+    }
     bodies = {
         "view": "get('array', shape, f)",
         "bare": "bare(raw, f)",
@@ -175,9 +190,7 @@ def _two_readers(bench: Bench, cache: SharedCache) -> None:
     for _ in range(3 if bench.quick else 6):
         for count in (1, 2):
             start, results = context.Barrier(count), context.SimpleQueue()
-            readers = [
-                context.Process(target=_read, args=(cache, keys, start, results, 0.5)) for _ in range(count)
-            ]
+            readers = [context.Process(target=_read, args=(cache, keys, start, results, 0.5)) for _ in range(count)]
             for reader in readers:
                 reader.start()
             total = sum(results.get() for _ in readers)
