@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -57,12 +58,20 @@ class Client:
     def register_layout(self, namespace: Namespace) -> bool:
         """Tell the server of a namespace and its layout now, rather than at its first use.
 
-        Returns whether a server heard it; where none did, it will be told once it is there.
+        Returns whether a server heard it; where none did, it will be told once it is there. Raises `UsageError`
+        where no object of that layout fits into the pool (each store would answer `TOO_LARGE`).
         """
         try:
-            self._links.current().bind(namespace)
+            link = self._links.current()
+            link.bind(namespace)
         except DisconnectedError:
             return False
+        layout, pool_bytes = namespace.layout, link.pool.data_bytes
+        if layout.nbytes > pool_bytes:
+            raise UsageError(
+                f"an object of layout {layout} has {layout.nbytes:,} bytes and the pool {link.pool.name!r} only "
+                f"{pool_bytes:,}: raise l1.size_bytes, or use fewer tokens a chunk"
+            )
         return True
 
     def store(self, keys: Sequence[bytes], sources: Sequence[Any], *, namespace: Namespace) -> StoreResult:
@@ -161,9 +170,11 @@ class Client:
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
         _check_keys(keys)
-        lease = WriteLease(self._links, namespace)
-        for first in range(0, len(keys), STORE_PAGE_KEYS):
-            lease.ask(keys[first : first + STORE_PAGE_KEYS])
+        with ExitStack() as undo:
+            lease = undo.enter_context(WriteLease(self._links, namespace))
+            for first in range(0, len(keys), STORE_PAGE_KEYS):
+                lease.ask(keys[first : first + STORE_PAGE_KEYS])
+            undo.pop_all()  # it is the caller's now
         return lease
 
     def prepare_retrieve(
@@ -171,11 +182,13 @@ class Client:
     ) -> ReadLease:
         """Slots to read these keys in place. Finish the lease soon: it keeps them from being evicted."""
         _check_keys(keys)
-        lease = ReadLease(self._links, namespace)
-        for first in range(0, len(keys), BATCH_KEYS_MAX):
-            lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
-            if prefix and lease.hits < len(lease.statuses):
-                break
+        with ExitStack() as undo:
+            lease = undo.enter_context(ReadLease(self._links, namespace))
+            for first in range(0, len(keys), BATCH_KEYS_MAX):
+                lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
+                if prefix and lease.hits < len(lease.statuses):
+                    break
+            undo.pop_all()  # it is the caller's now
         lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
         return lease
 
@@ -266,8 +279,8 @@ class Client:
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:
-    if isinstance(keys, bytes | bytearray | memoryview):
-        raise UsageError("keys is one bytes object: give a sequence of keys of 32 bytes each")
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        raise UsageError(f"keys is one {type(keys).__name__} object: give a sequence of keys of 32 bytes each")
     if len(keys) > OPERATION_KEYS_MAX:
         raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
 
@@ -275,3 +288,5 @@ def _check_keys(keys: Sequence[bytes]) -> None:
 def _promise(promises: Sequence[int], first: int) -> int:
     page = first // BATCH_KEYS_MAX
     return promises[page] if page < len(promises) else 0
+    if len(keys) > STORE_PAGE_KEYS:
+        join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent

@@ -1,0 +1,166 @@
+"""What a caller gets wrong is said at once, by name and with the cure, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmcache_core.client.results import Status
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
+torch = pytest.importorskip("torch")
+Node = Any  # the fixture of tests/conftest.py
+HALF = Namespace("half", Layout("bfloat16", (2, 64, 8), "KTD"))
+BAD_OBJECTS = {
+    "another dtype": (torch.zeros(2, 64, 8), r"tensor 1 is float32 .*convert it, or register its dtype"),
+    "another shape": (torch.zeros(2, 64, 9, dtype=torch.bfloat16), r"tensor 1 has shape \(2, 64, 9\)"),
+    "not contiguous": (torch.zeros(2, 8, 64, dtype=torch.bfloat16).mT, r"tensor 1 .*call \.contiguous\(\)"),
+    "too few bytes": (bytearray(2047), r"object 1 has 2,047 bytes .* 2,048"),
+    "an array of another item size": (np.zeros(512, np.float32), r"object 1 has items of 4 bytes .*view\.cast"),
+    "an array that is not contiguous": (np.zeros((64, 32), np.uint8).T[:, :32], r"object 1 is not contiguous"),
+    "no buffer at all": ([1, 2, 3], r"object 1 is a list: give a torch tensor"),
+    "text": ("x" * 2048, r"object 1 is a str"),
+}
+BAD_KEYS = {
+    "a short key": ([b"k" * 31], r"key 0 has 31 bytes .*lmcache_core\.tokens"),
+    "text": (["k" * 32], r"keys are bytes-like .*str"),
+    "a number": ([7], r"keys are bytes-like .*int"),
+    "one bytes object": (b"k" * 32, "one bytes object"),
+    "one text": ("k" * 32, "one str object"),
+    "lengths that make up for each other": ([b"k" * 31, b"k" * 33], "key 0 has 31 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OBJECTS)
+def test_an_object_that_is_not_of_the_layout_is_named_with_the_cure(node: Node, case: str) -> None:
+    node.serve()
+    client = node.client()
+    bad, message = BAD_OBJECTS[case]
+    good = torch.zeros(2, 64, 8, dtype=torch.bfloat16)
+    keys = [node.key("a"), node.key("b")]
+    with pytest.raises(UsageError, match=message):
+        client.store(keys, [good, bad], namespace=HALF)
+    with pytest.raises(UsageError, match=message):
+        client.retrieve(keys, [good, bad], namespace=HALF)
+    assert client.lookup(keys, namespace=HALF).hits == 0
+    assert client.status()["l1"]["used_bytes"] == 0
+
+
+@pytest.mark.parametrize("case", BAD_KEYS)
+def test_a_bad_key_is_refused_by_every_operation(node: Node, case: str) -> None:
+    node.serve()
+    client = node.client()
+    keys, message = BAD_KEYS[case]
+    objects = [bytearray(65536) for _ in keys]
+    for operation in (
+        lambda: client.store(keys, objects, namespace=node.namespace),
+        lambda: client.retrieve(keys, objects, namespace=node.namespace),
+        lambda: client.lookup(keys, namespace=node.namespace),
+        lambda: client.lookup_nowait(keys, namespace=node.namespace),
+        lambda: client.prepare_store(keys, namespace=node.namespace),
+        lambda: client.prepare_retrieve(keys, namespace=node.namespace),
+        lambda: client.pin(keys, namespace=node.namespace),
+        lambda: client.unpin(keys, namespace=node.namespace),
+    ):
+        with pytest.raises(UsageError, match=message):
+            operation()
+    assert client.status()["l1"]["leases_by_kind"] == {"promise": 0, "read": 0, "write": 0}
+
+
+def test_a_bad_key_behind_the_first_page_is_named_by_its_own_position_and_nothing_is_held(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    small = Namespace("small", Layout("uint8", (64,)))
+    keys = [node.key(number) for number in range(2 * BATCH_KEYS_MAX)]
+    keys[1500] = b"short"
+    objects = [bytearray(64) for _ in keys]
+    for operation in (
+        lambda: client.prepare_store(keys, namespace=small),
+        lambda: client.store(keys, objects, namespace=small),
+        lambda: client.retrieve(keys, objects, namespace=small),
+    ):
+        with pytest.raises(UsageError, match="key 1500 has 5 bytes"):
+            operation()
+    assert client.lookup(keys[:1], namespace=small).hits == 0
+    assert client.status()["l1"]["leases_by_kind"] == {"promise": 0, "read": 0, "write": 0}
+
+
+def test_too_many_keys_are_refused_with_the_limit(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    keys = [node.key("a")] * (OPERATION_KEYS_MAX + 1)
+    with pytest.raises(LimitError, match=r"1,048,577 keys .*1,048,576: split the batch"):
+        client.lookup(keys, namespace=node.namespace)
+    with pytest.raises(LimitError, match="1025 keys in lookup_nowait"):
+        client.lookup_nowait(keys[:1025], namespace=node.namespace)
+
+
+def test_objects_and_keys_must_be_as_many(node: Node) -> None:
+    node.serve()
+    with pytest.raises(UsageError, match="1 objects for 2 keys: give one for each key"):
+        node.client().store([node.key("a"), node.key("b")], [bytes(65536)], namespace=node.namespace)
+
+
+def test_an_object_larger_than_the_pool_is_said_at_registration_and_a_status_afterwards(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    huge = Namespace("huge", Layout("uint8", (64 << 20,)))
+    with pytest.raises(UsageError, match=r"67,108,864 bytes .*raise l1\.size_bytes, or use fewer tokens"):
+        client.register_layout(huge)
+    with client.prepare_store([node.key("a")], namespace=huge) as lease:
+        assert lease.statuses == [Status.TOO_LARGE]
+    assert client.lookup([node.key("a")], namespace=huge).hits == 0
+
+
+def test_what_may_be_written_from_and_read_into_is_anything_with_the_bytes(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    tensor = torch.randn(2, 64, 8).to(torch.bfloat16)
+    raw = bytes(tensor.view(torch.uint8).numpy())
+    views = [tensor, raw, bytearray(raw), memoryview(raw), np.frombuffer(raw, np.uint16), np.frombuffer(raw, np.uint8)]
+    keys = [node.key(number) for number in range(len(views))]
+    assert client.store(keys, views, namespace=HALF).stored == len(views)
+    back = torch.zeros(2, 64, 8, dtype=torch.bfloat16)
+    array = np.zeros((2, 64, 8), np.int16)
+    for key in keys:
+        assert client.retrieve([key, keys[0]], [back, array], namespace=HALF).hits == 2
+        assert torch.equal(back, tensor)
+        assert array.tobytes() == raw
+        back.zero_()
+    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+    assert client.lookup(rows, namespace=HALF).hits == len(keys)  # keys, too, are anything with 32 bytes
+
+
+def test_a_position_that_a_lease_does_not_have_is_named(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+    keys = [node.key("a"), node.key("b")]
+    with client.prepare_retrieve(keys, namespace=node.namespace, prefix=False) as lease:
+        with pytest.raises(UsageError, match="position 1 has no slot: it is miss"):
+            lease.view(1)
+        with pytest.raises(UsageError, match="position 7 is not in this lease of 2 keys"):
+            lease.view(7)
+        with pytest.raises(UsageError, match="position 1 is not open"):
+            lease.finish([1])
+        assert lease.view(0) == node.payload(1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("float12", (4,)), "float12"),
+        (("uint8", ()), "positive dimensions"),
+        (("uint8", (4, -1)), "positive dimensions"),
+        (("uint8", (4, 4), "K"), "one letter for each axis"),
+        (("uint8", (1 << 40,)), "fewer tokens a chunk"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_where_it_is_made(arguments: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Layout(*arguments)
