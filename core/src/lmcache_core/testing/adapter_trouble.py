@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -17,7 +17,6 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, St
 THREADS = 8
 ROUNDS = 12
 HANG_DEADLINE_S = 0.5
-HANG_SLACK_S = 10.0  # a busy machine may be this late; an adapter that waits for its library's default is later
 
 
 def _calls(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
@@ -35,6 +34,8 @@ def _calls(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
 
 class TroubleTests(Contract):
     """What the lanes rely on when things go wrong."""
+
+    hang_slack_s: ClassVar[float] = 10.0  # a busy machine may be this late; a library's own time-out is later
 
     # --- threads --------------------------------------------------------------------------------------------
     def test_eight_threads_on_shared_keys(self, adapter: L2Adapter) -> None:
@@ -103,7 +104,7 @@ class TroubleTests(Contract):
                 began = time.monotonic()
                 _assert_done_or_retryable(name, _calls(adapter, began + HANG_DEADLINE_S)[name])
                 took = time.monotonic() - began
-                assert took < HANG_DEADLINE_S + HANG_SLACK_S, f"{name} came back {took:.1f} s after it was asked"
+                assert took < HANG_DEADLINE_S + self.hang_slack_s, f"{name} came back {took:.1f} s after it was asked"
         material.store(adapter, material.key(1), b"afterwards")
         assert material.holds(adapter, material.key(1), b"afterwards"), "the adapter did not recover"
 

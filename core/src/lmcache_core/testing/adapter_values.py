@@ -143,10 +143,10 @@ class ValueTests(Contract):
     def test_the_source_is_not_kept(self, adapter: L2Adapter) -> None:
         source = bytearray(material.content(1, 50_000))
         kept = _store_and_forget(adapter, source)
-        source[:] = material.content(2, 50_000)  # the pool's slot is someone else's by now
-        assert material.holds(adapter, material.key(1), material.content(1, 50_000))
         gc.collect()
         assert kept() is None, "a view of the source is still referred to after the store has returned"
+        source[:] = material.content(2, 50_000)  # the pool's slot is someone else's by now
+        assert material.holds(adapter, material.key(1), material.content(1, 50_000))
         _assert_free(source)
 
     def test_the_target_is_not_kept(self, adapter: L2Adapter) -> None:
@@ -154,11 +154,11 @@ class ValueTests(Contract):
         target = bytearray(50_000)
         kept = _load_and_forget(adapter, target)
         assert bytes(target) == material.content(1, 50_000)
+        gc.collect()
+        assert kept() is None, "a view of the target is still referred to after the load has returned"
         target[:] = bytes(50_000)
         assert material.holds(adapter, material.key(1), material.content(1, 50_000))
         assert bytes(target) == bytes(50_000), "a target was written to after the load had returned"
-        gc.collect()
-        assert kept() is None, "a view of the target is still referred to after the load has returned"
         _assert_free(target)
 
     def test_only_the_target_is_written_to(self, adapter: L2Adapter) -> None:

@@ -1,0 +1,178 @@
+"""The kit is a test, too: each of these deliberately wrong components has one fault, and the kit must find it."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = ("wrong_adapters.py", "wrong_policies.py", "wrong_serdes.py")
+
+
+def wrong() -> dict[str, tuple[str, str]]:
+    """file:class → the node to run, and the test that has to fail."""
+    found = {}
+    for file in FILES:
+        for node in ast.parse((HERE / file).read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+                (catcher,) = (
+                    line.value.value
+                    for line in node.body
+                    if isinstance(line, ast.Assign)
+                    and isinstance(line.value, ast.Constant)
+                    and isinstance(line.targets[0], ast.Name)
+                    and line.targets[0].id == "caught_by"
+                )
+                found[f"{file.removesuffix('.py')}:{node.name}"] = (f"{HERE / file}::{node.name}", str(catcher))
+    return found
+
+
+WRONG = wrong()
+
+
+def outcomes(report: Path) -> dict[tuple[str, str], set[str]]:
+    """(class, test without its parameters) → what happened."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        what = {child.tag for child in case} & {"failure", "error", "skipped"} or {"passed"}
+        name = ".".join(case.get("classname", "").split(".")[-2:])
+        found.setdefault((name, case.get("name", "").partition("[")[0]), set()).update(what)
+    return found
+
+
+def run(report: Path, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    return subprocess.run(
+        [*command, f"--junitxml={report}", "-c", os.devnull, f"--rootdir={HERE}", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+@pytest.fixture(scope="module")
+def caught(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], set[str]]:
+    """All in one run: of each class the one test that has to fail."""
+    report = tmp_path_factory.mktemp("report") / "report.xml"
+    done = run(report, *(f"{node}::{test}" for node, test in WRONG.values()))
+    assert report.exists(), done.stdout + done.stderr
+    return outcomes(report)
+
+
+def test_there_are_enough_of_them_in_each_family() -> None:
+    assert len(WRONG) >= 50
+    assert all(sum(name.startswith(file.removesuffix(".py")) for name in WRONG) >= 10 for file in FILES)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_kit_catches(caught: dict[tuple[str, str], set[str]], name: str) -> None:
+    module, _, cls = name.partition(":")
+    found = caught.get((f"{module}.{cls}", WRONG[name][1]))
+    assert found is not None, f"{WRONG[name][1]} did not run: is that its name?"
+    assert "failure" in found, f"{name} passed {WRONG[name][1]}: {found}"
+    assert "error" not in found, "a fixture broke: that is no catch"
+
+
+CORRECT = """
+from wrong_policies import Fifo, Wrong as WrongPolicy
+from wrong_serdes import Sealed, Wrong as WrongSerde
+
+class TestFifo(WrongPolicy):
+    faulty = Fifo
+
+class TestSealed(WrongSerde):
+    faulty = Sealed
+"""
+
+
+def test_what_the_faults_are_changes_to_is_correct(tmp_path: Path) -> None:
+    """Otherwise the catches above could be the base's own faults. (The adapters' base passes the kit elsewhere.)"""
+    (tmp_path / "test_correct.py").write_text(CORRECT)
+    report = tmp_path / "report.xml"
+    run(report, str(tmp_path / "test_correct.py"), path=str(HERE))
+    failed = {test for (_, test), found in outcomes(report).items() if found & {"failure", "error"}}
+    # A dictionary walks past held entries: it is the plain model of the others, not a policy to use.
+    assert failed == {"test_held_entries_are_not_walked_past_again_and_again"}
+
+
+# --- packages ---------------------------------------------------------------------------------------------------
+def package(folder: Path, module: str, source: str, requires: str = "lmcache-core>=0.1,<0.2") -> None:
+    """A distribution on the path, as pip would have left it, and its contract test."""
+    (folder / f"{module}.py").write_text(dedent(source))
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    about = f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n"
+    (info / "METADATA").write_text(about + (f"Requires-Dist: {requires}\n" if requires else ""))
+    (info / "entry_points.txt").write_text(f"[lmcache_core]\n{module} = {module}\n")
+    (folder / "test_it.py").write_text(
+        "from lmcache_core.testing import PluginPackageContract\n"
+        f"class TestIt(PluginPackageContract):\n    distribution = {module.replace('_', '-')!r}\n"
+    )
+
+
+SOUND = """
+from lmcache_core import ComponentSpec, Kind, hookimpl
+@hookimpl
+def lmcache_components():
+    return [ComponentSpec(Kind.SERDE, "odd", "odd_parts:OddSerde", settings="odd_parts:OddSettings", summary="odd")]
+"""
+PARTS = """
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from lmcache_core.serde.identity import IdentitySerde
+class OddSerde(IdentitySerde): pass
+class OddSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    token: SecretStr | None = Field(None, description="who we are")
+"""
+FAULTS = {
+    "test_its_entry_point_imports_nothing_heavy": {"source": "import pydantic\n" + SOUND},
+    "test_every_hook_it_names_is_a_hook": {"source": SOUND + "\ndef lmcache_componets(): ...\n"},
+    "test_the_loader_takes_it": {"source": SOUND.replace("@hookimpl\n", "")},
+    "test_every_component_is_what_it_says": {"parts": PARTS.replace("OddSerde(IdentitySerde)", "OddSerde")},
+    "test_settings_are_frozen_and_forbid_what_they_do_not_know": {"parts": PARTS.replace("frozen=True, ", "")},
+    "test_secrets_are_redacted": {"parts": PARTS.replace("SecretStr |", "str |")},
+    "test_it_bounds_the_core_that_it_was_written_for": {"requires": "lmcache-core>=0.1"},
+}
+
+
+@pytest.mark.parametrize("catcher", [*FAULTS, ""])
+def test_the_kit_catches_a_careless_package(tmp_path: Path, catcher: str) -> None:
+    fault = FAULTS.get(catcher, {})
+    (tmp_path / "odd_parts.py").write_text(fault.get("parts", PARTS))
+    package(tmp_path, "odd_one", fault.get("source", SOUND), fault.get("requires", "lmcache-core>=0.1,<0.2"))
+    report = tmp_path / "report.xml"
+    done = run(report, str(tmp_path / "test_it.py"), path=str(tmp_path))
+    failed = {test for (_, test), found in outcomes(report).items() if "failure" in found}
+    assert (catcher in failed) if catcher else not failed, done.stdout
+
+
+# --- overriding -------------------------------------------------------------------------------------------------
+def test_a_contract_test_cannot_be_overridden_in_silence() -> None:
+    from lmcache_core.testing import EvictionPolicyContract
+
+    def quiet(self: object) -> None: ...
+
+    for way in (quiet, None, pytest.mark.skip(reason="later")(quiet), pytest.mark.xfail()(quiet)):
+        with pytest.raises(TypeError, match=r"overrides test_victims_are_only_named.*xfail"):
+            type("TestQuiet", (EvictionPolicyContract,), {"test_victims_are_only_named": way})
+    with pytest.raises(TypeError, match="overrides"):
+        type("TestMixed", (type("Mixin", (), {"test_victims_are_only_named": quiet}), EvictionPolicyContract), {})
+
+
+def test_a_known_failure_is_marked_with_its_reason() -> None:
+    from lmcache_core.testing import EvictionPolicyContract
+
+    def known(self: object) -> None: ...
+
+    marked = pytest.mark.xfail(reason="its author knows")(known)
+    made = type("TestKnown", (EvictionPolicyContract,), {"test_victims_are_only_named": marked, "test_more": known})
+    assert made.__name__ == "TestKnown"

@@ -1,0 +1,172 @@
+"""Serdes with one realistic fault each, and the contract test that has to notice it (`caught_by`)."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.errors import DamagedObjectError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.serde.contract import Buffer, Serde
+from lmcache_core.testing import SerdeContract
+
+
+class Sealed(Serde):
+    """Correct: zlib, and a digest over bytes, key and layout. The faults below are changes to it."""
+
+    name = "sealed"
+    lossless = True
+
+    def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+        return nbytes + nbytes // 100 + 100
+
+    def seal(self, packed: bytes, layout: Layout, key: bytes) -> bytes:
+        return hashlib.sha256(packed + key + layout.fingerprint.to_bytes(8, "big")).digest()
+
+    def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+        packed = zlib.compress(src, 1)
+        return [self.seal(packed, layout, key), packed]
+
+    def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+        packed = bytes(src[32:])
+        if bytes(src[:32]) != self.seal(packed, layout, key):
+            raise DamagedObjectError("fails its seal")
+        plain = zlib.decompress(packed)
+        if len(plain) != into.nbytes:
+            raise DamagedObjectError("has another length")
+        into[:] = plain
+
+
+class Wrong(SerdeContract):
+    caught_by: ClassVar[str]
+    faulty: ClassVar[type[Serde]]
+    authenticates = True
+
+    @pytest.fixture
+    def make_serde(self) -> Callable[[], Serde]:
+        return self.faulty
+
+
+class TestIgnoresTheKey(Wrong):
+    caught_by = "test_an_object_is_not_passed_off_as_another"
+
+    class faulty(Sealed):
+        def seal(self, packed: bytes, layout: Layout, key: bytes) -> bytes:
+            return super().seal(packed, layout, b"")
+
+
+class TestIgnoresTheLayout(Wrong):
+    caught_by = "test_an_object_is_not_passed_off_as_another"
+
+    class faulty(Sealed):
+        def seal(self, packed: bytes, layout: Layout, key: bytes) -> bytes:
+            return hashlib.sha256(packed + key).digest()
+
+
+class TestChecksNothing(Wrong):
+    caught_by = "test_a_flipped_bit_is_damage_or_a_wrong_value_and_never_a_crash"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            into[:] = zlib.decompress(bytes(src[32:]))
+
+
+class TestRaisesItsLibrarysErrors(Wrong):
+    caught_by = "test_noise_is_refused_or_decoded_and_never_a_crash"
+    authenticates = False
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            into[:] = zlib.decompress(bytes(src[32:]))  # zlib.error
+
+
+class TestTakesACutObject(Wrong):
+    caught_by = "test_another_length_is_damage"
+    authenticates = False
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            plain = zlib.decompressobj().decompress(bytes(src[32:]))
+            into[: len(plain)] = plain[: into.nbytes]
+
+
+class TestBreaksItsBound(Wrong):
+    caught_by = "test_the_encoded_size_keeps_its_bound"
+
+    class faulty(Sealed):
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+            return nbytes  # "it compresses"
+
+
+class TestRounds(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            return super().encode(memoryview(bytes(byte & 0xFE for byte in src)), layout, key)
+
+
+class TestForgetsTheTail(Wrong):
+    caught_by = "test_the_target_is_written_wholly_and_alone"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            whole = into.nbytes // 64 * 64
+            plain = zlib.decompress(bytes(src[32:]))
+            into[:whole] = plain[:whole]
+
+
+class TestKeepsTheSource(Wrong):
+    caught_by = "test_the_source_is_neither_changed_nor_kept"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            self.last = src
+            return super().encode(src, layout, key)
+
+
+class TestRemembersInsteadOfWriting(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        def __init__(self) -> None:
+            self.lengths: dict[bytes, int] = {}
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            self.lengths[key] = src.nbytes
+            return super().encode(src, layout, key)
+
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            if self.lengths.get(key) != into.nbytes:
+                raise DamagedObjectError("was never seen")
+            super().decode(src, into, layout, key)
+
+
+class TestSharesAScratchBuffer(Wrong):
+    caught_by = "test_one_serde_serves_eight_threads"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            self.scratch = bytes(src)
+            time.sleep(0.001)  # the heavy work, without the GIL
+            return super().encode(memoryview(self.scratch), layout, key)
+
+
+class TestParametersThatChange(Wrong):
+    caught_by = "test_it_says_what_it_is"
+
+    class faulty(Sealed):
+        def parameters(self) -> Mapping[str, Any]:
+            return {"instance": id(self)}
+
+
+class TestIsLossyAndSaysNothing(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        lossless = False
