@@ -1,0 +1,236 @@
+"""The Redis tier: one string for each object."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import ClassVar
+
+from lmcache_core.errors import TierError
+from lmcache_core.tiers.contract import (
+    AdapterContext,
+    Capabilities,
+    L2Adapter,
+    LoadItem,
+    Outcome,
+    Result,
+    ScanEntry,
+    ScanPage,
+    StoreItem,
+    Usage,
+)
+from lmcache_redis.client import Client
+from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply, simple
+from lmcache_redis.connections import Address, address_of
+from lmcache_redis.settings import RedisSettings
+from lmcache_redis.words import explain
+
+log = logging.getLogger("lmcache_redis")
+
+BATCH_BYTES_MAX = 16 << 20  # what a server holds for one connection's replies
+OBJECT_BYTES_MAX = 512 << 20  # proto-max-bulk-len
+_SCAN_COUNT = b"512"
+_USAGE_S = 5.0
+_DONE = Outcome(Result.DONE)
+_MISS = Outcome(Result.MISS)
+
+
+class RedisAdapter(L2Adapter):
+    """Built as every adapter; connects when it is first used."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        ttl=True,
+        durable=True,
+        evicts=True,
+        shared=True,
+        batch_bytes_max=BATCH_BYTES_MAX,
+        object_bytes_max=OBJECT_BYTES_MAX,
+    )
+
+    def __init__(self, settings: RedisSettings, context: AdapterContext) -> None:
+        self._settings = settings
+        self._tier = context.tier
+        self._client = Client(settings, context)
+        self._prefix = settings.key_prefix.encode()
+        self._expiry = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(settings.ttl_s * 1000)))
+        self._said = False
+        self._closed = False
+
+    # --- the contract ---------------------------------------------------------------------------------------
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        commands = []
+        for item in items:
+            name = self._name(item.key)
+            commands.append(Command(name, (b"SET", name), item.buffers or (memoryview(b""),), self._expiry))
+        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        self._say_once()
+        stored = [Outcome(Result.DONE, item.nbytes) for item in items]
+        return [
+            done if reply == b"OK" else self._failed("store", reply)
+            for done, reply in zip(stored, replies, strict=True)
+        ]
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        """TOUCH: it answers as EXISTS does, and makes the object recently used. Raises if any key got no answer: a
+        prefix is worth nothing with a hole, and "not there" would be wrong."""
+        self._check_open()
+        names = [self._name(key) for key in keys]
+        replies = self._client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
+        for reply in replies:
+            if not isinstance(reply, int):
+                raise self._error("look up", reply)
+        return [bool(reply) for reply in replies]
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        commands = []
+        for item in items:
+            name = self._name(item.key)
+            commands.append(Command(name, (b"GET", name), into=item.buffers))
+        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        self._say_once()
+        return [self._loaded(command, reply) for command, reply in zip(commands, replies, strict=True)]
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        names = [self._name(key) for key in keys]
+        commands = [simple(b"UNLINK", name, key=name) for name in names]
+        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        return [_DONE if isinstance(reply, int) else self._failed("delete", reply) for reply in replies]
+
+    def usage(self) -> Usage:
+        """Bytes that keys and values take in the memory of all primaries, other users' included."""
+        self._check_open()
+        deadline = time.monotonic() + _USAGE_S
+        nbytes = objects = free = 0
+        bounded = True
+        for address in self._primaries(deadline):
+            info, size = self._client.ask_one(address, [simple("INFO", "memory"), simple("DBSIZE")], deadline)
+            if not isinstance(info, bytes) or not isinstance(size, int):
+                raise self._error("tell its usage", size if isinstance(info, bytes) else info)
+            figures = memory_figures(info)
+            nbytes += int(figures.get("used_memory_dataset", 0))
+            objects += size
+            limit = int(figures.get("maxmemory", 0))
+            free += max(0, limit - int(figures.get("used_memory", 0)))
+            bounded = bounded and limit > 0
+        return Usage(nbytes, objects, free if bounded else None)
+
+    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+        """SCAN, server by server; the cursor is `HOST:PORT SCAN-CURSOR`. A page may hold a key twice only if the
+        server's own SCAN does, which it does while it grows its table; those are left out within a page."""
+        self._check_open()
+        primaries = self._primaries(deadline)
+        address, at = primaries[0], b"0"
+        if cursor is not None:
+            where, _, number = cursor.rpartition(" ")
+            address, at = _parsed(where), number.encode()
+            if address not in primaries:  # it has failed over since: go on with those that come after it
+                address, at = next((each for each in primaries if each > address), address), b"0"
+                if address not in primaries:
+                    return ScanPage([], None)
+        pattern = _escaped(self._prefix) + b"*"
+        found = self._one(address, simple(b"SCAN", at, b"MATCH", pattern, b"COUNT", _SCAN_COUNT), deadline)
+        if not isinstance(found, list):
+            raise self._error("scan", found)
+        entries = self._entries(address, list(dict.fromkeys(found[1])), deadline)
+        if found[0] not in (b"0", 0):
+            following = found[0].decode() if isinstance(found[0], bytes) else found[0]
+            return ScanPage(entries, f"{address} {following}")
+        later = next((each for each in primaries if each > address), None)
+        return ScanPage(entries, f"{later} 0" if later is not None else None)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+
+    # --- parts ----------------------------------------------------------------------------------------------
+    def _name(self, key: bytes) -> bytes:
+        """Prefix and hex: it can be read in redis-cli, and no key can hold a hash tag by accident."""
+        return self._prefix + key.hex().encode()
+
+    def _loaded(self, command: Command, reply: Reply) -> Outcome:
+        if reply is None:
+            return _MISS
+        if isinstance(reply, Received):
+            if reply.whole:
+                return Outcome(Result.DONE, reply.nbytes)
+            words = f"key {command.key.decode(errors='replace')} holds {reply.nbytes:,} bytes"
+            return Outcome(Result.DAMAGED, error=f"{words}, and {command.room_bytes:,} were expected at most")
+        return self._failed("load", reply)
+
+    def _entries(self, address: Address, names: Sequence[bytes], deadline: float) -> list[ScanEntry]:
+        """Sizes and last uses. OBJECT IDLETIME first: STRLEN is a use itself. Under an LFU policy the server keeps no
+        idle times, and every object counts as just used."""
+        if not names:
+            return []
+        idle = [simple(b"OBJECT", b"IDLETIME", name) for name in names]
+        replies = self._client.ask_one(address, [*idle, *(simple(b"STRLEN", name) for name in names)], deadline)
+        now = time.time()
+        entries = []
+        for name, idle_s, nbytes in zip(names, replies, replies[len(names) :], strict=False):
+            if isinstance(nbytes, Refusal) and nbytes.code == "WRONGTYPE":
+                continue  # someone else's, under our prefix
+            if not isinstance(nbytes, int):
+                raise self._error("scan", nbytes)
+            try:
+                key = bytes.fromhex(name[len(self._prefix) :].decode())
+            except (ValueError, UnicodeDecodeError):
+                continue  # not ours either
+            if idle_s is None:
+                continue  # gone since it was listed
+            entries.append(ScanEntry(key, nbytes, now - idle_s if isinstance(idle_s, int) else now))
+        return entries
+
+    def _primaries(self, deadline: float) -> list[Address]:
+        if not self._client.topology.version:
+            broken = self._client.topology.refresh(deadline, 0)
+            if broken is not None:
+                raise self._error("find its servers", broken)
+        return self._client.topology.primaries()
+
+    def _one(self, address: Address, command: Command, deadline: float) -> Reply:
+        return self._client.ask_one(address, [command], deadline)[0]
+
+    def _failed(self, what: str, reply: Reply) -> Outcome:
+        result, text, retryable = explain(self._tier, what, reply)
+        return Outcome(result, error=text, retryable=retryable)
+
+    def _error(self, what: str, reply: Reply) -> TierError:
+        if isinstance(reply, Broken):
+            # A change of primaries is learnt here too: the next call finds the new one.
+            self._client.topology.refresh(
+                time.monotonic() + self._settings.connect_timeout_s, self._client.topology.version
+            )
+        _, text, retryable = explain(self._tier, what, reply)
+        return TierError(text, retryable=retryable)
+
+    def _say_once(self) -> None:
+        if self._client.fell_back and not self._said:
+            self._said = True
+            log.warning(
+                "tier %r: the installed redis-py hides its sockets: payloads are copied, at half the speed or less",
+                self._tier,
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+
+
+def memory_figures(info: bytes) -> dict[str, str]:
+    """INFO's lines `name:value`."""
+    lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def _parsed(text: str) -> Address:
+    return address_of(text) if text.rpartition(":")[2].isdigit() else Address(text, 0)
+
+
+def _escaped(text: bytes) -> bytes:
+    """For MATCH."""
+    return b"".join(b"\\" + bytes([each]) if each in b"*?[]^\\" else bytes([each]) for each in text)

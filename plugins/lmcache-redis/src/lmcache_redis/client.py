@@ -1,0 +1,156 @@
+"""Batches to whoever owns their keys: one pipelined exchange for each server, redirections and failovers handled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from redis.connection import ConnectionPool
+
+from lmcache_core.tiers.contract import AdapterContext
+from lmcache_redis.commands import ASKING, Broken, Command, Refusal, Reply
+from lmcache_redis.connections import Address, address_of, make_pool
+from lmcache_redis.exchange import Exchanger
+from lmcache_redis.settings import RedisSettings
+from lmcache_redis.topology import BySentinel, BySlots, OneServer, Topology
+
+_PAUSE_S = 0.1  # between looks at a cluster that is choosing a new primary
+_REDIRECTED = frozenset({"MOVED", "ASK"})
+_PASSING = frozenset({"CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "TRYAGAIN"})
+_NOT_BEGUN = Broken("not begun by its deadline", late=True)
+_UNOWNED = Broken("no server is known to own the key")
+
+Route = tuple[Address, bool]  # where to, and whether it has to be told ASKING
+
+
+class Client:
+    """One Redis, of whatever mode. Thread-safe; connects when it is first used."""
+
+    def __init__(self, settings: RedisSettings, context: AdapterContext) -> None:
+        self._settings = settings
+        self._context = context
+        self._exchanger = Exchanger(context.tier, settings.transport)
+        self._pools: dict[Address, ConnectionPool] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self.topology: Topology
+        if settings.mode == "cluster":
+            self.topology = BySlots(settings, self.ask_one)
+        elif settings.mode == "sentinel":
+            self.topology = BySentinel(settings)
+        else:
+            self.topology = OneServer(settings)
+
+    @property
+    def fell_back(self) -> bool:
+        """Payloads go by redis-py's own calls although `auto` would rather not."""
+        return self._exchanger.fell_back
+
+    def ask(self, commands: Sequence[Command], deadline: float, wait_s: float = 0.0) -> list[Reply]:
+        """One reply for each command, from the owner of its key.
+
+        What was redirected, or met a server that is gone or about to change its part, is asked once more at once,
+        after a look at the topology; and again until `wait_s` have passed where another server may take over.
+        """
+        replies: list[Reply] = [_NOT_BEGUN] * len(commands)
+        routes: dict[int, Route] = {}
+        todo = list(range(len(commands)))
+        give_up = min(deadline, time.monotonic() + wait_s)
+        if not self.topology.version and (broken := self.topology.refresh(deadline, 0)) is not None:
+            return [broken] * len(commands)
+        for attempt in range(1_000_000):
+            seen = self.topology.version
+            self._round(commands, todo, replies, routes, deadline)
+            todo = [position for position in todo if _unsettled(replies[position])]
+            if not todo or time.monotonic() >= deadline:
+                break
+            if attempt:
+                if not self.topology.fails_over or time.monotonic() + _PAUSE_S >= give_up:
+                    break
+                time.sleep(_PAUSE_S)
+            routes = self._redirections(todo, replies)
+            hint = next((address for address, _ in routes.values()), None)
+            if not all(asking for _, asking in routes.values()) or len(routes) < len(todo):
+                self.topology.refresh(deadline, seen, hint)
+        return replies
+
+    def ask_one(self, address: Address, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        """One exchange with one server, whatever owns the keys."""
+        if time.monotonic() >= deadline:
+            return [_NOT_BEGUN] * len(commands)
+        return self._exchanger.exchange(self._pool(address), commands, deadline)
+
+    def close(self) -> None:
+        """Close what is idle. A connection in use is closed by whoever uses it: its number must not be given to
+        another file while someone reads from it."""
+        with self._lock:
+            self._closed = True
+            pools = list(self._pools.values())
+            self._pools.clear()
+        for pool in pools:
+            pool.disconnect(inuse_connections=False)
+
+    # --- one round ------------------------------------------------------------------------------------------
+    def _round(
+        self,
+        commands: Sequence[Command],
+        todo: Sequence[int],
+        replies: list[Reply],
+        routes: dict[int, Route],
+        deadline: float,
+    ) -> None:
+        """Ask each server for its part, at the same time, and write the replies down."""
+        groups: dict[Route, list[int]] = {}
+        for position in todo:
+            owner = self.topology.owner(commands[position].key)
+            route = routes.get(position, (owner, False) if owner is not None else None)
+            if route is None:
+                replies[position] = _UNOWNED
+            else:
+                groups.setdefault(route, []).append(position)
+        calls = [
+            partial(self._part, route, [commands[position] for position in positions], deadline)
+            for route, positions in groups.items()
+        ]
+        answers = self._context.parallel(calls) if len(calls) > 1 else [call() for call in calls]
+        for positions, answer in zip(groups.values(), answers, strict=True):
+            for position, reply in zip(positions, answer, strict=True):
+                replies[position] = reply
+
+    def _part(self, route: Route, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        address, asking = route
+        if not asking:
+            return self.ask_one(address, commands, deadline)
+        told = [each for command in commands for each in (ASKING, command)]
+        return self.ask_one(address, told, deadline)[1::2]
+
+    def _redirections(self, todo: Sequence[int], replies: Sequence[Reply]) -> dict[int, Route]:
+        """Where MOVED and ASK send each command. Nowhere, outside a cluster: then the mode is wrong, and says so."""
+        routes: dict[int, Route] = {}
+        if self._settings.mode != "cluster":
+            return routes
+        for position in todo:
+            reply = replies[position]
+            if isinstance(reply, Refusal) and reply.code in _REDIRECTED:
+                target = address_of(reply.text.split()[-1])
+                if target.host:  # an empty one means the server that answered: the refresh will tell
+                    routes[position] = (target, reply.code == "ASK")
+        return routes
+
+    def _pool(self, address: Address) -> ConnectionPool:
+        with self._lock:
+            pool = self._pools.get(address)
+            if pool is None:
+                pool = make_pool(self._settings, address)
+                if not self._closed:
+                    self._pools[address] = pool
+            return pool
+
+
+def _unsettled(reply: Reply) -> bool:
+    """Whether asking again, perhaps elsewhere, may give another answer."""
+    if isinstance(reply, Refusal):
+        return reply.code in _REDIRECTED or reply.code in _PASSING
+    return isinstance(reply, Broken) and reply.retryable

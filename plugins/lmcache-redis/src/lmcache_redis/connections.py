@@ -1,0 +1,154 @@
+"""redis-py's connections, as this adapter needs them: no retries, time limits from each call's deadline.
+
+Everything about reaching a server (sockets, TLS, HELLO and AUTH, the pool) is redis-py's own. Works with redis-py 5 to
+7, whose pools differ in a few arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from redis.backoff import NoBackoff
+from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from lmcache_redis.settings import RedisSettings
+
+_CONNECT_MIN_S = 0.01
+_deadline = threading.local()
+_NAMES_COMMAND = inspect.signature(ConnectionPool.get_connection).parameters.get("command_name")
+_ASKS_FOR_NAME = _NAMES_COMMAND is not None and _NAMES_COMMAND.default is inspect.Parameter.empty
+
+
+class Address(NamedTuple):
+    """Where a server listens. Port 0: `host` is the path of a Unix socket."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
+
+
+def address_of(text: str) -> Address:
+    """`HOST:PORT`; IPv6 with or without brackets."""
+    host, _, port = text.rpartition(":")
+    return Address(host.strip("[]"), int(port))
+
+
+@contextmanager
+def connecting_by(deadline: float) -> Iterator[None]:
+    """Connections that this thread opens within are open, and authenticated, by the deadline, or fail."""
+    _deadline.at = deadline
+    try:
+        yield
+    finally:
+        del _deadline.at
+
+
+class _ByDeadline:
+    """Takes its limits anew for every connect: redis-py fixes them when the pool is made."""
+
+    connect_timeout_s = 2.0
+
+    def connect(self) -> None:
+        at: float | None = getattr(_deadline, "at", None)
+        if at is not None:
+            left = max(_CONNECT_MIN_S, at - time.monotonic())
+            self.socket_connect_timeout = self.socket_timeout = min(left, self.connect_timeout_s)
+        super().connect()  # type: ignore[misc]  # of the redis-py class this is mixed into
+
+
+class _Tcp(_ByDeadline, Connection):
+    pass
+
+
+class _Tls(_ByDeadline, SSLConnection):
+    pass
+
+
+class _Unix(_ByDeadline, UnixDomainSocketConnection):
+    pass
+
+
+def make_pool(settings: RedisSettings, address: Address) -> ConnectionPool:
+    """A pool for one server; nothing is connected yet."""
+    kind: type[Any] = _Tls if settings.encrypted else _Tcp
+    where: dict[str, Any] = {"host": address.host, "port": address.port, "socket_keepalive": True}
+    if not address.port:
+        kind, where = _Unix, {"path": address.host}
+    username, password = settings.credentials
+    limited = type(kind.__name__, (kind,), {"connect_timeout_s": settings.connect_timeout_s})
+    return ConnectionPool(
+        connection_class=limited,
+        db=settings.database,
+        username=username,
+        password=password,
+        protocol=settings.protocol,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=settings.connect_timeout_s,
+        **_no_notices(),
+        **where,
+        **(tls_options(settings) if kind is _Tls else {}),
+    )
+
+
+def take(pool: ConnectionPool) -> Any:
+    """A connection that is open and at rest. Give it back with `pool.release`."""
+    return pool.get_connection("_") if _ASKS_FOR_NAME else pool.get_connection()
+
+
+def direct_socket(connection: Any) -> socket.socket | None:
+    """The socket of a connection, if payloads may be moved past redis-py: it is a real one, and redis-py holds
+    nothing that it has read from it (the pool looks at that when it hands a connection out). None: its internals are
+    not those that we know."""
+    sock = getattr(connection, "_sock", None)
+    return sock if isinstance(sock, socket.socket) and sock.fileno() >= 0 else None
+
+
+def tls_options(settings: RedisSettings) -> dict[str, Any]:
+    """redis-py's words for our TLS settings."""
+    options: dict[str, Any] = {
+        "ssl_cert_reqs": "none" if settings.tls_verify == "none" else "required",
+        "ssl_check_hostname": settings.tls_verify == "full",
+    }
+    names = {"ssl_ca_certs": settings.tls_ca, "ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key}
+    return options | {name: str(path) for name, path in names.items() if path is not None}
+
+
+def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
+    """The primary that the Sentinels name. Raises `redis.exceptions.RedisError` if they cannot be reached, or name
+    none."""
+    secret = settings.sentinel_password
+    options: dict[str, Any] = {
+        "username": settings.sentinel_username,
+        "password": secret.get_secret_value() if secret is not None else None,
+        "protocol": settings.protocol,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        **({"ssl": True, **tls_options(settings)} if settings.encrypted else {}),
+    }
+    sentinels = Sentinel([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
+    try:
+        host, port = sentinels.discover_master(settings.sentinel_service)
+    finally:
+        for sentinel in sentinels.sentinels:
+            sentinel.close()
+    return Address(host, int(port))
+
+
+def _no_notices() -> dict[str, Any]:
+    """Newer versions subscribe to maintenance notices, and then no longer check that a connection is at rest."""
+    try:
+        from redis.maint_notifications import MaintNotificationsConfig
+    except ImportError:
+        return {}
+    return {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}

@@ -1,0 +1,155 @@
+"""One exchange with one server: pipelined commands out, replies in. Direct, or by redis-py's own calls.
+
+Both give the same replies. After anything but a complete exchange the connection is closed: nobody knows where its
+stream stands, and a late reply must never be taken for another's, nor written into memory that was given away.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from redis import exceptions
+from redis.connection import ConnectionPool
+
+from lmcache_core.errors import TierError
+from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply
+from lmcache_redis.connections import connecting_by, direct_socket, take
+from lmcache_redis.wire import Replies, WireError, left_s, send
+
+_CODES: tuple[tuple[type[Exception], str], ...] = (
+    (exceptions.MovedError, "MOVED"),  # before ASK, of which it is a kind
+    (exceptions.AskError, "ASK"),
+    (exceptions.TryAgainError, "TRYAGAIN"),
+    (exceptions.ClusterDownError, "CLUSTERDOWN"),
+    (exceptions.MasterDownError, "MASTERDOWN"),
+    (exceptions.ReadOnlyError, "READONLY"),
+    (exceptions.BusyLoadingError, "LOADING"),
+    (exceptions.OutOfMemoryError, "OOM"),
+    (exceptions.NoPermissionError, "NOPERM"),
+)
+
+
+class Exchanger:
+    """Speaks to servers by the transport that the settings ask for. Shared by threads."""
+
+    def __init__(self, tier: str, transport: str) -> None:
+        self._tier = tier
+        self._transport = transport
+        self.fell_back = False  # auto has found internals that it does not know
+
+    def exchange(self, pool: ConnectionPool, commands: Sequence[Command], deadline: float) -> list[Reply]:
+        """One reply for each command; those that got none are `Broken`. Raises `TierError` only if the transport
+        `direct` is asked for and cannot be had."""
+        replies: list[Reply] = []
+        connection = None
+        complete = False
+        try:
+            with connecting_by(deadline):
+                connection = take(pool)
+            self._run(connection, commands, deadline, replies)
+            complete = True
+        except (exceptions.RedisError, OSError, WireError) as error:
+            broken = broken_by(error)
+            replies += [broken] * (len(commands) - len(replies))
+        finally:
+            if connection is not None:
+                if not complete:
+                    connection.disconnect()
+                pool.release(connection)
+        return replies
+
+    def _run(self, connection: Any, commands: Sequence[Command], deadline: float, replies: list[Reply]) -> None:
+        moves = any(command.payload or command.into is not None for command in commands)
+        if moves and self._transport != "plain":
+            sock = direct_socket(connection)
+            if sock is not None:
+                send(sock, commands, deadline)
+                stream = Replies(sock, deadline)
+                for command in commands:
+                    replies.append(stream.read(command))
+                stream.finish()
+                return
+            if self._transport == "direct":
+                from redis import __version__
+
+                raise TierError(
+                    f"tier {self._tier!r} cannot move payloads directly: redis-py {__version__} hides its socket: set "
+                    f'l2.{self._tier}.transport = "auto", or install another redis',
+                    retryable=False,
+                )
+            self.fell_back = True
+        _plain(connection, commands, deadline, replies)
+
+
+def _plain(connection: Any, commands: Sequence[Command], deadline: float, replies: list[Reply]) -> None:
+    """redis-py's own packing and parsing, with copies."""
+    _limit(connection, deadline)
+    packed = [(*command.words, *_value(command), *command.options) for command in commands]
+    connection.send_packed_command(connection.pack_commands(packed), check_health=False)
+    for command in commands:
+        # With a socket that we cannot reach its limit stays that of the connect; then this waits by the deadline.
+        if not _limit(connection, deadline) and not connection.can_read(timeout=left_s(deadline)):
+            raise TimeoutError("the deadline has come")
+        try:
+            value = connection.read_response(disable_decoding=True)
+        except (exceptions.ResponseError, exceptions.BusyLoadingError) as error:
+            replies.append(_refusal(error))
+            if isinstance(error, exceptions.ConnectionError):  # redis-py has closed the connection
+                replies += [_refusal(error)] * (len(commands) - len(replies))
+                return
+            continue
+        replies.append(value if command.into is None or value is None else _placed(value, command))
+
+
+def _value(command: Command) -> tuple[bytes, ...]:
+    return (b"".join(command.payload),) if command.payload else ()
+
+
+def _placed(value: bytes, command: Command) -> Received:
+    if len(value) > command.room_bytes:
+        return Received(len(value), False)
+    at, content = 0, memoryview(value)
+    for part in command.into or ():
+        piece = content[at : at + part.nbytes]
+        part.cast("B")[: piece.nbytes] = piece
+        at += piece.nbytes
+    return Received(len(value), True)
+
+
+def _limit(connection: Any, deadline: float) -> bool:
+    """Let the connection's socket wait no longer than the deadline. False: it is out of reach."""
+    sock = direct_socket(connection)
+    if sock is not None:
+        sock.settimeout(left_s(deadline))
+    return sock is not None
+
+
+def _refusal(error: exceptions.RedisError) -> Refusal:
+    text = str(error)
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return Refusal(code, text.removeprefix(f"{code} "))
+    code, _, rest = text.partition(" ")
+    return Refusal(code, rest) if code.isupper() else Refusal("ERR", text)
+
+
+def broken_by(error: Exception) -> Broken:
+    """Why there was no answer, in words that hold no secret, with the cure where only a person can help."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            text = f"the server's certificate was refused ({cause.verify_message}): set tls_ca to the CA that signed it"
+            return Broken(text, retryable=False)
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, exceptions.AuthenticationError):
+        return Broken(f"the server refused user and password ({error}): set username and password", retryable=False)
+    if isinstance(error, exceptions.NoPermissionError):
+        return Broken(f"the user may not connect ({error}): give it +hello +select +client|setinfo", retryable=False)
+    if isinstance(error, TimeoutError | exceptions.TimeoutError):
+        return Broken("no answer in time", late=True)
+    if isinstance(error, exceptions.ResponseError):
+        text = f"the server refused the connection ({error}): a server before Redis 6 needs protocol = 2"
+        return Broken(text, retryable=False)
+    return Broken(str(error) or type(error).__name__)

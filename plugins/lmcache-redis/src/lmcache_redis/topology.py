@@ -1,0 +1,161 @@
+"""Which server owns a key: the one that was configured, the one Sentinels name, or the one a cluster's slots name."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from redis import exceptions
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+
+from lmcache_redis.commands import Broken, Command, Reply, simple
+from lmcache_redis.connections import Address, address_of, find_primary
+from lmcache_redis.exchange import broken_by
+from lmcache_redis.settings import RedisSettings
+
+Ask = Callable[[Address, Sequence[Command], float], list[Reply]]
+
+
+class Topology(ABC):
+    """Shared by threads. `version` moves when a refresh has learnt something new."""
+
+    fails_over = True  # another server may take over: waiting can help
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def owner(self, key: bytes) -> Address | None:
+        """The server of a key; None: nobody is known to own it."""
+
+    @abstractmethod
+    def primaries(self) -> list[Address]:
+        """All servers that own something, in a stable order."""
+
+    def refresh(self, deadline: float, seen: int, hint: Address | None = None) -> Broken | None:
+        """Find out anew, unless someone else has since `seen`. Gives back why it could not."""
+        with self._lock:
+            if self.version != seen:
+                return None
+            broken = self._find(deadline, hint)
+            if broken is None:
+                self.version += 1
+            return broken
+
+    @abstractmethod
+    def _find(self, deadline: float, hint: Address | None) -> Broken | None:
+        """Called under the lock."""
+
+
+class OneServer(Topology):
+    """What the settings say."""
+
+    fails_over = False
+
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__()
+        path = settings.socket_path
+        self._address = Address(path, 0) if path is not None else Address(*settings.server)
+        self.version = 1
+
+    def owner(self, key: bytes) -> Address:
+        return self._address
+
+    def primaries(self) -> list[Address]:
+        return [self._address]
+
+    def _find(self, deadline: float, hint: Address | None) -> None:
+        return None
+
+
+class BySentinel(Topology):
+    """The primary of a service."""
+
+    def __init__(self, settings: RedisSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._address: Address | None = None
+
+    def owner(self, key: bytes) -> Address | None:
+        return self._address
+
+    def primaries(self) -> list[Address]:
+        return [self._address] if self._address is not None else []
+
+    def _find(self, deadline: float, hint: Address | None) -> Broken | None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return Broken("no answer in time", late=True)
+        each = min(self._settings.connect_timeout_s, left / len(self._settings.nodes))
+        try:
+            self._address = find_primary(self._settings, each)
+        except (exceptions.RedisError, OSError) as error:
+            broken = broken_by(error)
+            service = self._settings.sentinel_service
+            text = f"no Sentinel names a primary of service {service!r}: {broken.text}"
+            return broken._replace(text=text, late=False)
+        return None
+
+
+class BySlots(Topology):
+    """A cluster's slots, as one of its nodes tells them."""
+
+    def __init__(self, settings: RedisSettings, ask: Ask) -> None:
+        super().__init__()
+        self._ask = ask
+        self._timeout_s = settings.connect_timeout_s
+        self._seeds = [address_of(node) for node in settings.nodes] or [Address(*settings.server)]
+        self._slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        self._known: list[Address] = []  # primaries, then replicas
+        self._primaries: list[Address] = []
+
+    def owner(self, key: bytes) -> Address | None:
+        return self._slots[key_slot(key)]
+
+    def primaries(self) -> list[Address]:
+        return self._primaries
+
+    def _find(self, deadline: float, hint: Address | None) -> Broken | None:
+        """Ask one node after the other. One that a redirection has just named is surely alive: it comes first."""
+        broken = Broken("no node of the cluster is known")
+        for address in _distinct([*([hint] if hint is not None else []), *self._known, *self._seeds]):
+            if time.monotonic() >= deadline:
+                return Broken("no answer in time", late=True)
+            limit = min(deadline, time.monotonic() + self._timeout_s)
+            reply = self._ask(address, [simple("CLUSTER", "SLOTS")], limit)[0]
+            if isinstance(reply, list) and reply:
+                self._take(reply, address)
+                return None
+            if isinstance(reply, Broken):
+                broken = reply
+            else:
+                words = "it owns no slots" if reply == [] else str(getattr(reply, "text", reply))
+                broken = Broken(f"{address} does not tell the cluster's slots: {words}", retryable=reply == [])
+        return broken._replace(late=False)
+
+    def _take(self, ranges: list[Any], asked: Address) -> None:
+        slots: list[Address | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        primaries: list[Address] = []
+        replicas: list[Address] = []
+        for first, last, primary, *others in ranges:
+            owner = _node(primary, asked)
+            slots[first : last + 1] = [owner] * (last + 1 - first)
+            primaries.append(owner)
+            replicas += [_node(other, asked) for other in others]
+        self._slots = slots
+        self._primaries = sorted(set(primaries))
+        self._known = _distinct([*primaries, *replicas])
+
+
+def _node(entry: Sequence[Any], asked: Address) -> Address:
+    """A node without a known host is the one that was asked."""
+    host = entry[0].decode() if isinstance(entry[0], bytes) else (entry[0] or "")
+    return Address(host if host and host != "?" else asked.host, int(entry[1]))
+
+
+def _distinct(addresses: Iterable[Address]) -> list[Address]:
+    return list(dict.fromkeys(addresses))

@@ -1,0 +1,34 @@
+"""What a server's refusals mean for an object, in words a person can act on."""
+
+from __future__ import annotations
+
+from lmcache_core.tiers.contract import Result
+from lmcache_redis.commands import Broken, Refusal, Reply
+
+_CURES = {
+    "NOPERM": "give the user the rights ~PREFIX* +get +set +touch +unlink +strlen +scan +object +dbsize +info +ping "
+    "(in a cluster also +cluster|slots +asking)",
+    "NOAUTH": "set username and password",
+    "WRONGPASS": "set username and password",
+    "MISCONF": "the server cannot save to its disk and refuses writes: mend that, or turn saving off",
+    "READONLY": "the server is a replica: name its primary, or use mode sentinel or cluster",
+    "CLUSTERDOWN": "some slots have no primary: look at `redis-cli cluster info`",
+    "LOADING": "the server is reading its data from disk",
+    "MOVED": 'the server is a node of a cluster: set mode = "cluster"',
+    "WRONGTYPE": "someone else keeps another type under this key: choose another key_prefix",
+}
+_PASSING = frozenset({"LOADING", "CLUSTERDOWN", "READONLY", "MASTERDOWN", "TRYAGAIN", "MOVED", "ASK", "BUSY"})
+
+
+def explain(tier: str, what: str, reply: Reply) -> tuple[Result, str, bool]:
+    """Result, words, and whether another try may help, for a reply that is not what was hoped for."""
+    if isinstance(reply, Broken):
+        return Result.FAILED, f"tier {tier!r} cannot {what}: {reply.text}", reply.retryable
+    if not isinstance(reply, Refusal):
+        return Result.FAILED, f"tier {tier!r} cannot {what}: the server answered {str(reply)[:80]!r}", False
+    if reply.code == "OOM":
+        cure = "set maxmemory-policy to allkeys-lru, or give the server more memory"
+        return Result.FULL, f"tier {tier!r} is full and evicts nothing by itself: {cure}", False
+    cure = _CURES.get(reply.code, "look at the server's log")
+    text = f"tier {tier!r} cannot {what}: the server answered {reply.code} {reply.text[:160]}: {cure}"
+    return Result.FAILED, text, reply.code in _PASSING

@@ -1,0 +1,118 @@
+"""The conformance kit, over both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis
+
+from lmcache_core.testing import Backdoor, L2AdapterContract
+from lmcache_core.tiers.contract import AdapterContext
+from lmcache_redis.adapter import RedisAdapter
+from lmcache_redis.settings import RedisSettings
+
+PREFIX = "lmcache:"
+
+
+class Door(Backdoor):
+    """redis-py, on keys as the documentation names them."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def read(self, key: bytes) -> bytes | None:
+        found = self._client.get(PREFIX + key.hex())
+        assert found is None or isinstance(found, bytes)
+        return found
+
+    def write(self, key: bytes, content: bytes) -> None:
+        self._client.set(PREFIX + key.hex(), content)
+
+    def remove(self, key: bytes) -> None:
+        assert self._client.delete(PREFIX + key.hex()) == 1
+
+
+class RedisContract(L2AdapterContract):
+    component = "redis"
+    """What both transports have in common."""
+
+    settings: dict[str, Any]
+
+    @pytest.fixture
+    def made(self, server: Any) -> Callable[..., RedisAdapter]:
+        return lambda **more: RedisAdapter(
+            RedisSettings(**{"port": server.port, **self.settings, **more}), AdapterContext(tier="shared")
+        )
+
+    @pytest.fixture
+    def adapter(self, made: Callable[..., RedisAdapter]) -> Iterator[RedisAdapter]:
+        with made(ttl_s=3600) as adapter:
+            yield adapter
+
+    @pytest.fixture
+    def reopen(self, made: Callable[..., RedisAdapter]) -> Callable[..., RedisAdapter]:
+        return made
+
+    @pytest.fixture
+    def door(self, server: Any) -> Iterator[redis.Redis]:
+        with server.door() as door:
+            yield door
+
+    @pytest.fixture
+    def backdoor(self, door: redis.Redis) -> Door:
+        return Door(door)
+
+    @pytest.fixture
+    def expire(self, door: redis.Redis) -> Callable[[], None]:
+        def expire() -> None:
+            for key in door.scan_iter():
+                assert 0 < door.pttl(key) <= 3_600_000, "stored without its time to live"
+                door.pexpire(key, -1)
+
+        return expire
+
+    @pytest.fixture
+    def hang(self, door: redis.Redis) -> Any:
+        @contextmanager
+        def paused() -> Iterator[None]:
+            door.client_pause(60_000)
+            try:
+                yield
+            finally:
+                door.client_unpause()
+
+        return paused()
+
+    @pytest.fixture
+    def unreachable(self, made: Callable[..., RedisAdapter]) -> Iterator[RedisAdapter]:
+        with made(port=1) as adapter:
+            yield adapter
+
+    @pytest.fixture
+    def small_adapter(self, own_server: Any) -> Iterator[RedisAdapter]:
+        small = own_server("--maxmemory", "5mb", "--maxmemory-policy", "allkeys-lru")
+        with RedisAdapter(RedisSettings(port=small.port, **self.settings), AdapterContext(tier="shared")) as adapter:
+            yield adapter
+
+
+class TestDirect(RedisContract):
+    settings = {"transport": "direct"}
+
+
+class TestPlain(RedisContract):
+    settings = {"transport": "plain", "protocol": 2}
+
+
+class TestUnixSocket(RedisContract):
+    settings = {"transport": "direct", "protocol": 2}
+
+    @pytest.fixture
+    def made(self, server: Any) -> Callable[..., RedisAdapter]:
+        def make(**more: Any) -> RedisAdapter:
+            where = {} if "port" in more else {"unix_socket": server.path}
+            return RedisAdapter(RedisSettings(**where, **self.settings, **more), AdapterContext(tier="shared"))
+
+        return make
