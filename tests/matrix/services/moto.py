@@ -16,7 +16,22 @@ BUCKET = "lmcache-matrix"
 ACCESS_KEY = "MATRIXACCESSKEY00001"
 SECRET_KEY = "matrix-secret-that-nobody-may-see-0001"
 
-_RUN = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
+_RUN = """
+import sys, threading
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+class Handler(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections that last, as every real service has them
+    def log_request(self, *words): pass
+
+whole, turn = DomainDispatcherApplication(create_backend_app), threading.Lock()
+def one_by_one(environ, start_response):
+    with turn:  # moto's tables are not for threads: a put beside a delete is answered 500
+        return list(whole(environ, start_response))
+
+make_server("127.0.0.1", int(sys.argv[1]), one_by_one, threaded=True, request_handler=Handler).serve_forever()
+"""
 
 
 class S3Service(Service):

@@ -1,0 +1,169 @@
+"""Requests to one bucket: the chosen transport for payloads, boto3 for the rest, all through one gate."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from lmcache_s3.account import Account, DirectError
+from lmcache_s3.answers import Answer, LinkError
+from lmcache_s3.gate import Gate
+from lmcache_s3.plain import PlainTransport, called
+from lmcache_s3.settings import S3Settings
+from lmcache_s3.transport import Condition, Span, Transport
+
+_log = logging.getLogger(__name__)
+CONFIRM_AGAIN_S = 30.0  # for so long "not there" is believed without another look at the bucket
+
+
+class Listed(NamedTuple):
+    name: str
+    nbytes: int
+    modified_at_s: float
+
+
+class S3Client:
+    """One bucket. Thread-safe. Raises `LinkError` when no answer came.
+
+    Nothing is sent before the first request, so a service that is down at start is used as soon as it is up.
+    """
+
+    def __init__(self, settings: S3Settings, connections: int, tier: str) -> None:
+        self._settings = settings
+        self._tier = tier
+        self._account = Account(settings, connections)
+        self._plain = PlainTransport(settings, self._account)
+        self._chosen: Transport | None = None
+        self._choosing = threading.Lock()
+        self._confirmed_at = float("-inf")
+        self._batch_delete = True
+        self.gate = Gate(connections)
+
+    # --- payloads -----------------------------------------------------------------------------------------
+    def put(self, name: str, buffers: Sequence[memoryview], condition: Condition, deadline: float) -> Answer:
+        return self._ask(lambda: self._transport().put(name, buffers, condition, deadline), deadline)
+
+    def get(self, name: str, buffers: Sequence[memoryview], span: Span | None, deadline: float) -> Answer:
+        return self._ask(lambda: self._transport().get(name, buffers, span, deadline), deadline)
+
+    def head(self, name: str, deadline: float) -> Answer:
+        """As GET would be answered, without the body. A refusal, which HEAD tells without words, is asked for again
+        by GET; and so is "not there" when nothing has shown for a while that the bucket is."""
+        answer = self._ask(lambda: self._transport().head(name, deadline), deadline)
+        now = time.monotonic()
+        if answer.status == 404 and now - self._confirmed_at < CONFIRM_AGAIN_S:
+            return answer
+        if not answer.well:
+            answer = self.get(name, (), None, deadline)
+        return answer
+
+    # --- control ------------------------------------------------------------------------------------------
+    def delete(self, names: Sequence[str], deadline: float) -> dict[str, Answer]:
+        """What went wrong, by name; a name that is not in the result has been deleted, or never was there."""
+        if self._batch_delete and len(names) > 1:
+            objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+            result, answer = self._control("delete_objects", deadline, Delete=objects)
+            if result is not None:
+                errors = result.get("Errors", [])
+                return {
+                    error["Key"]: Answer(_status(error["Code"]), {}, 0, error["Code"], error.get("Message", ""))
+                    for error in errors
+                    if error["Code"] != "NoSuchKey"
+                }
+            if answer.status not in (400, 405, 501) or answer.code == "NoSuchBucket" or answer.refused_credentials:
+                return dict.fromkeys(names, answer)
+        failed = {}
+        for name in names:
+            result, answer = self._control("delete_object", deadline, Key=name)
+            if result is None and not answer.absent:
+                failed[name] = answer
+        if not failed and len(names) > 1 and self._batch_delete:
+            self._batch_delete = False  # one by one works, all at once does not: a store without batch deletes
+            _log.info("tier %r: the service knows no batch delete; objects are deleted one by one", self._tier)
+        return failed
+
+    def list(self, prefix: str, after: str, count: int, deadline: float) -> tuple[list[Listed], bool, Answer]:
+        """At most `count` names after `after`, in their order, and whether more follow."""
+        place = {"Prefix": prefix, "StartAfter": after} if after else {"Prefix": prefix}
+        result, answer = self._control("list_objects_v2", deadline, MaxKeys=count, **place)
+        if result is None:
+            return [], False, answer
+        found = [
+            Listed(one["Key"], int(one["Size"]), one["LastModified"].timestamp()) for one in result.get("Contents", [])
+        ]
+        return found, bool(result["IsTruncated"]), answer
+
+    def close(self) -> None:
+        with self._choosing:
+            if self._chosen is not None:
+                self._chosen.close()
+        self._account.close()
+
+    @property
+    def transport(self) -> str:
+        """The transport in use: `direct`, `plain`, or nothing while none was needed."""
+        if self._chosen is None:
+            return ""
+        return "plain" if self._chosen is self._plain else "direct"
+
+    # --- each request -------------------------------------------------------------------------------------
+    def _control(self, method: str, deadline: float, **arguments: Any) -> tuple[Any, Answer]:
+        kept: list[Any] = []
+
+        def ask() -> Answer:
+            client = self._account.client(deadline)
+            result, answer = called(lambda: getattr(client, method)(Bucket=self._settings.bucket, **arguments))
+            kept[:] = [result]
+            return answer
+
+        answer = self._ask(ask, deadline)
+        return kept[0], answer
+
+    def _ask(self, request: Callable[[], Answer], deadline: float) -> Answer:
+        try:
+            with self.gate.entered(deadline):
+                answer = request()
+        except TimeoutError as error:
+            raise LinkError(str(error) or "no answer came in time") from error
+        if answer.throttled:
+            self.gate.throttled(time.monotonic())
+        elif answer.well or answer.status < 500:
+            self.gate.succeeded()
+        if answer.refused_credentials:
+            self._account.forget()
+        if answer.well or answer.code == "NoSuchKey":
+            self._confirmed_at = time.monotonic()
+        elif answer.code == "NoSuchBucket":
+            self._confirmed_at = float("-inf")
+        return answer
+
+    def _transport(self) -> Transport:
+        chosen = self._chosen
+        if chosen is not None:
+            return chosen
+        with self._choosing:
+            if self._chosen is None:
+                self._chosen = self._choose()
+            return self._chosen
+
+    def _choose(self) -> Transport:
+        if self._settings.transport == "plain":
+            return self._plain
+        try:
+            from lmcache_s3.direct import DirectTransport
+
+            return DirectTransport(self._settings, self._account)
+        except (DirectError, ImportError, AttributeError) as error:
+            if self._settings.transport == "direct":
+                message = f'{error}: set l2.{self._tier}.transport = "auto"'
+                raise LinkError(message, retryable=False) from error
+            _log.warning("tier %r: payloads move by boto3's own calls, which copy: %s", self._tier, error)
+            return self._plain
+
+
+def _status(code: str) -> int:
+    """The status that S3 gives with a code, for codes that come inside an answer of status 200."""
+    return {"AccessDenied": 403, "SlowDown": 503, "ServiceUnavailable": 503, "InternalError": 500}.get(code, 400)

@@ -1,0 +1,119 @@
+"""Settings of one S3 tier."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from lmcache_core.settings.sizes import Size
+
+PREFIX_BYTES_MAX = 512  # a name has at most 1,024 bytes, and a key takes 128 of them
+_PREFIX = re.compile(r"[A-Za-z0-9!_.*'()-]+(/[A-Za-z0-9!_.*'()-]+)*")
+
+
+class S3Settings(BaseModel):
+    """`[l2.NAME] type = "s3"`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bucket: str = Field(min_length=3, description="The bucket. It must exist; several servers may share one.")
+    prefix: str = Field(
+        default="lmcache", description="What the names of our objects begin with. Empty: the bucket is ours alone."
+    )
+    endpoint_url: str | None = Field(
+        default=None, description="The service, as in https://s3.example.com. Left out: what boto3 finds, or AWS."
+    )
+    region: str | None = Field(default=None, description="The region. Left out: what boto3 finds.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Where the bucket's name goes: into the path, or in front of the host's name."
+    )
+    profile: str | None = Field(default=None, description="A profile of the AWS configuration files.")
+    access_key_id: SecretStr | None = Field(
+        default=None, description="The access key. Left out: boto3's chain (environment, files, web identity, role)."
+    )
+    secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
+    session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
+    ca_bundle: Path | None = Field(default=None, description="A file of certificates to trust instead of the usual.")
+    verify_tls: bool = Field(default=True, description="false: trust any certificate. For tests only.")
+    proxy: SecretStr | None = Field(
+        default=None, description="An HTTP proxy. Left out: HTTPS_PROXY, HTTP_PROXY and NO_PROXY."
+    )
+    connect_timeout_s: float = Field(default=5.0, gt=0, le=60, description="How long a connection may take to open.")
+    transport: Literal["auto", "direct", "plain"] = Field(
+        default="auto",
+        description="How payloads move. direct: signed requests that send and fill the pool's memory; plain: boto3's "
+        "calls, which copy; auto: direct, and plain where direct cannot serve.",
+    )
+    sign_payload: bool = Field(
+        default=False,
+        description="Put the SHA-256 of each payload into its signature. Costs 0.7 CPU seconds a GB; objects carry a "
+        "checksum of their own either way.",
+    )
+    skip_existing: bool = Field(
+        default=True, description="Do not upload an object that is there already under the same key and layout."
+    )
+    ask_first_bytes: Size = Field(
+        default=256 << 10,
+        description="Objects of this size and more are asked for before they are uploaded; smaller ones are uploaded "
+        "on the condition that they are not there.",
+    )
+    range_bytes: Size = Field(
+        default=8 << 20,
+        description="Objects larger than twice this are loaded in ranges of at least this, side by side, when "
+        "connections would be idle otherwise. 0: never.",
+    )
+    server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = Field(
+        default=None, description="Encryption by the server. Left out: the bucket's default."
+    )
+    kms_key_id: str | None = Field(default=None, description="The key for aws:kms. Left out: the account's default.")
+    storage_class: str | None = Field(
+        default=None, description="STANDARD, INTELLIGENT_TIERING, … Left out: the service's default."
+    )
+
+    @field_validator("prefix")
+    @classmethod
+    def _clean_prefix(cls, value: str) -> str:
+        value = value.strip("/")
+        if value and (not _PREFIX.fullmatch(value) or any(part in (".", "..") for part in value.split("/"))):
+            raise ValueError(
+                f"prefix {value!r} must be letters, digits and !_.*'()- in parts divided by single slashes"
+            )
+        if len(value) > PREFIX_BYTES_MAX:
+            raise ValueError(f"prefix has {len(value)} bytes and may have {PREFIX_BYTES_MAX}")
+        return value
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _whole_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint_url must be http://HOST[:PORT] or https://HOST[:PORT], not {value!r}")
+        if parts.username or parts.password:
+            # No value in this message: it holds a secret.
+            raise ValueError("endpoint_url holds a password: use access_key_id and secret_access_key")
+        return value
+
+    @field_validator("bucket")
+    @classmethod
+    def _bare_name(cls, value: str) -> str:
+        if "/" in value:
+            raise ValueError(f"bucket {value!r} must be the bare name: put what follows into `prefix`")
+        return value
+
+    @model_validator(mode="after")
+    def _whole_credentials(self) -> Self:
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key go together: give both, or neither")
+        if self.session_token is not None and self.access_key_id is None:
+            raise ValueError("session_token needs access_key_id and secret_access_key")
+        if self.profile is not None and self.access_key_id is not None:
+            raise ValueError("give a profile or an access key, not both")
+        if self.kms_key_id is not None and not (self.server_side_encryption or "").startswith("aws:kms"):
+            raise ValueError('kms_key_id needs server_side_encryption = "aws:kms"')
+        return self

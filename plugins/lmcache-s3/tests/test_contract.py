@@ -1,0 +1,89 @@
+"""The conformance kit, for both transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.testing import Backdoor, L2AdapterContract
+from lmcache_core.tiers.contract import AdapterContext, L2Adapter
+from lmcache_core.tiers.parallel import adapter_context as parallel_context
+from lmcache_s3.adapter import S3Adapter
+from lmcache_s3.names import Names
+from lmcache_s3.settings import S3Settings
+
+
+class BucketDoor(Backdoor):
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+        self._names = Names("lmcache")
+
+    def read(self, key: bytes) -> bytes | None:
+        try:
+            found = self._bucket.boto.get_object(Bucket=self._bucket.name, Key=self._names.of(key))
+        except self._bucket.boto.exceptions.NoSuchKey:
+            return None
+        return bytes(found["Body"].read())
+
+    def write(self, key: bytes, content: bytes) -> None:
+        self._bucket.boto.put_object(Bucket=self._bucket.name, Key=self._names.of(key), Body=content)
+
+    def remove(self, key: bytes) -> None:
+        self._bucket.boto.delete_object(Bucket=self._bucket.name, Key=self._names.of(key))
+
+
+class S3Contract(L2AdapterContract):
+    component = "s3"
+    transport: ClassVar[str]
+
+    @pytest.fixture
+    def settings(self, bucket: Any) -> S3Settings:
+        made = bucket.settings(transport=self.transport)
+        assert isinstance(made, S3Settings)
+        return made
+
+    @pytest.fixture
+    def adapter(self, settings: S3Settings, adapter_context: AdapterContext) -> Iterator[L2Adapter]:
+        with S3Adapter(settings, adapter_context) as adapter:
+            yield adapter
+
+    @pytest.fixture
+    def reopen(self, settings: S3Settings) -> Callable[[], L2Adapter]:
+        return lambda: S3Adapter(settings, parallel_context("again", 4))
+
+    @pytest.fixture
+    def backdoor(self, bucket: Any) -> Backdoor:
+        return BucketDoor(bucket)
+
+    @pytest.fixture
+    def unreachable(self, bucket: Any, closed_port: int) -> Iterator[L2Adapter]:
+        settings = bucket.settings(transport=self.transport, endpoint_url=f"http://127.0.0.1:{closed_port}")
+        with S3Adapter(settings, parallel_context("down", 2)) as adapter:
+            yield adapter
+
+    @pytest.fixture
+    def hang(self, front: Any, settings: S3Settings) -> Any:
+        return front.hanging()
+
+
+class TestDirect(S3Contract):
+    transport = "direct"
+
+    @pytest.fixture
+    def settings(self, bucket: Any, front: Any) -> S3Settings:
+        made = bucket.settings(transport="direct", endpoint_url=front.url)
+        assert isinstance(made, S3Settings)
+        return made
+
+
+class TestPlain(S3Contract):
+    transport = "plain"
+
+    @pytest.fixture
+    def settings(self, bucket: Any, front: Any) -> S3Settings:
+        made = bucket.settings(transport="plain", endpoint_url=front.url)
+        assert isinstance(made, S3Settings)
+        return made
