@@ -6,6 +6,7 @@ and only where it is used.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import tomllib
 from pathlib import Path
@@ -108,3 +109,37 @@ def docs(session: nox.Session) -> None:
     """What the docs say is so: examples run, links lead somewhere, hook signatures are the code's."""
     install(session, *installable(), extras="[cli]", tools=tuple(TEST_TOOLS))
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/docs", "core/tests/plugins")
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The kit against every component of ours, and against components that are wrong on purpose."""
+    packages = [*installable(), PACKAGES["adapter-template"]]
+    needs = {each for path in packages for each in test_requirements(path)}
+    install(session, *packages, extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/conformance", "contrib/adapter-template",
+                "plugins/lmcache-mock", *session.posargs)  # fmt: skip
+
+
+@nox.session
+def outside(session: nox.Session) -> None:
+    """As a stranger: core and template from their wheels, in a folder far from here, with no checkout on the path."""
+    template = PACKAGES["adapter-template"]
+    with tempfile.TemporaryDirectory() as folder:
+        session.install("-q", "build")
+        for each in (CORE, PACKAGES["lmcache-mock"], template):
+            session.run("python", "-m", "build", "-q", "--outdir", folder, str(each), silent=True)
+        session.run("python", "-m", "venv", f"{folder}/venv")
+        python = f"{folder}/venv/bin/python"
+        wheels = {path.name.partition("-")[0]: str(path) for path in Path(folder).glob("*.whl")}
+        wanted = [wheels["lmcache_core"], wheels["lmcache_mock"], f"{wheels['lmcache_template']}[testing]"]
+        session.run(python, "-m", "pip", "install", "-q", *wanted, external=True)
+        shutil.copytree(template / "tests", f"{folder}/tests")
+        with session.chdir(folder):
+            clean = {"PYTHONPATH": None, "PYTHONSAFEPATH": "1"}
+            code = "import lmcache_core, lmcache_template; print(lmcache_core.__file__, lmcache_template.__file__)"
+            said = str(session.run(python, "-c", code, external=True, silent=True, env=clean))
+            if str(ROOT) in said or folder not in said:
+                session.error(f"something of the checkout is on the path: {said}")
+            session.run(python, "-m", "pytest", "-q", "tests", external=True, env=clean)
+            session.run(f"{folder}/venv/bin/lmcache-core", "plugins", external=True, env=clean)

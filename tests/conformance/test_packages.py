@@ -44,6 +44,14 @@ class TestCrypto(PluginPackageContract):
     distribution = "lmcache-crypto"
 
 
+class TestS3(PluginPackageContract):
+    distribution = "lmcache-s3"
+
+
+class TestRedis(PluginPackageContract):
+    distribution = "lmcache-redis"
+
+
 class TestTransformers(PluginPackageContract):
     distribution = "lmcache-transformers"
 
@@ -69,7 +77,7 @@ def covered() -> tuple[set[tuple[Kind, str]], set[str]]:
             contract = contract_of(node, classes)
             if contract is None or not node.name.startswith("Test"):
                 continue
-            for name, value in texts(node):
+            for name, value in texts(node, classes):
                 kind = CONTRACTS[contract]
                 if name == "component" and kind is not None:
                     components.add((kind, value))
@@ -87,13 +95,16 @@ def contract_of(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> str | N
     return None
 
 
-def texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Class attributes that are text."""
+def texts(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[tuple[str, str]]:
+    """Class attributes that are text, its bases' in the same file among them."""
     for line in node.body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant) and isinstance(line.value.value, str):
             for target in line.targets:
                 if isinstance(target, ast.Name):
                     yield target.id, line.value.value
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in classes:
+            yield from texts(classes[base.id], classes)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
