@@ -61,6 +61,7 @@ BREAKER_PAUSE_MAX_S = 30.0
 DIRTY_OBJECTS_MAX = 1 << 18  # objects waiting for one tier; beyond it the oldest is given up, and counted
 SCRATCH_BYTES_MAX = 64 << 20  # buffers of one lane thread for encoding and decoding, unless one object needs more
 CHAIN_SERDES_MAX = 8  # serdes in one codec chain: their lengths stand in the object's header
+TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
 TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
 ACCOUNTING_STEP_ENTRIES = 512  # scanned entries taken over in one turn of the loop

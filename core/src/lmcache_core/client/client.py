@@ -14,10 +14,11 @@ from lmcache_core.client.copying import copy_in, copy_out, spans
 from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Target
 from lmcache_core.client.links import Links
-from lmcache_core.client.lookups import LookupHandle, asking, lookup_pages, unreachable
+from lmcache_core.client.lookups import LookupHandle, LookupOptions, asking, lookup_pages, unreachable
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.errors import DisconnectedError, LimitError, UsageError
-from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX, PIN_TTL_S, STORE_PAGE_KEYS
+from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S, OPERATION_KEYS_MAX, PIN_TTL_S, STORE_PAGE_KEYS
+from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
@@ -129,16 +130,23 @@ class Client:
         prefix: bool = True,
         wait_s: float = 0.0,
         tiers: Sequence[str] | None = None,
+        window: int = 0,
+        deadline_s: float = 0.0,
+        pin_s: float = 0.0,
+        policy: str = "",
     ) -> LookupResult:
         """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
 
         `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires.
+        `deadline_s`: how long the loads may take, where that is not `wait_s` (0: 30 s in the background).
+        `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
+        them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
+        prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads.
         """
         _check_keys(keys)
+        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
         try:
-            return lookup_pages(
-                self._links.current(), keys, namespace, hold=hold, prefix=prefix, wait_s=wait_s, tiers=tiers
-            )
+            return lookup_pages(self._links.current(), keys, namespace, options)
         except DisconnectedError:
             return unreachable(len(keys))
 
@@ -151,16 +159,21 @@ class Client:
         prefix: bool = True,
         wait_s: float = 30.0,
         tiers: Sequence[str] | None = None,
+        window: int = 0,
+        deadline_s: float = 0.0,
+        pin_s: float = 0.0,
+        policy: str = "",
     ) -> LookupHandle:
         """As `lookup`, for callers that must not block: the handle has `done`, `result` and `cancel`. One frame
         of keys at most."""
         _check_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
+        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
         try:
             link = self._links.current()
             link.bind(namespace)
-            pending = link.channel.start(asking(namespace, join_keys(keys), hold, prefix, wait_s, tiers))
+            pending = link.channel.start(asking(namespace, join_keys(keys), options))
         except DisconnectedError:
             return LookupHandle(None, None, len(keys))
         return LookupHandle(link, pending, len(keys))
@@ -240,6 +253,55 @@ class Client:
         """The server's account of itself."""
         return expect(self._ask(m.Status), m.StatusReply).status
 
+    def tiers_list(self) -> list[dict[str, Any]]:
+        """The tiers in order, with their status and their settings; secrets are hidden."""
+        return expect(self._ask(m.Tiers), m.TiersReply).tiers
+
+    def tiers_add(self, tier: str, settings: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
+        """Use one more tier, as the last in order. `settings`: its table, as in the file; `texts`: settings as in
+        flags, by dotted name. Raises `SettingsError`, `PluginError` or `UsageError` with the server's words."""
+        self._change_tier("add", tier, settings, texts)
+
+    def tiers_reconfigure(self, tier: str, settings: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
+        """Change settings of a tier; those not named stay. One that was drained is stored to again."""
+        self._change_tier("reconfigure", tier, settings, texts)
+
+    def tiers_drain(self, tier: str) -> None:
+        """Store nothing more there. What waits for it still goes out; what it has is served."""
+        self._change_tier("drain", tier)
+
+    def tiers_remove(self, tier: str) -> None:
+        """Forget a tier at once; its objects stay on the medium."""
+        self._change_tier("remove", tier)
+
+    def _change_tier(
+        self,
+        action: str,
+        tier: str,
+        settings: Mapping[str, Any] | None = None,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
+        self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
+
+    def warm(
+        self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str], wait_s: float
+    ) -> int:
+        """Have objects loaded and kept ahead of requests, which all go first; how many of the keys are there now.
+
+        For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
+        """
+        _check_keys(keys)
+        link = self._links.current()
+        link.bind_id(namespace_id, layout)
+        blob, named = join_keys(keys), list(tiers)
+        asked = link.channel.call(
+            lambda rid: m.Lookup(
+                rid, namespace_id, blob, prefix=False, wait_s=wait_s, tiers=named, policy="retain", warm_up=True
+            ),
+            CALL_TIMEOUT_S + wait_s,
+        )
+        return expect(asked, m.Found).hits
+
     def ping(self, payload: bytes = b"") -> bytes:
         """Round trip with a payload."""
         return expect(self._ask(lambda rid: m.Ping(rid, payload)), m.Pong).payload
@@ -283,10 +345,10 @@ def _check_keys(keys: Sequence[bytes]) -> None:
         raise UsageError(f"keys is one {type(keys).__name__} object: give a sequence of keys of 32 bytes each")
     if len(keys) > OPERATION_KEYS_MAX:
         raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
+    if len(keys) > STORE_PAGE_KEYS:
+        join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent
 
 
 def _promise(promises: Sequence[int], first: int) -> int:
     page = first // BATCH_KEYS_MAX
     return promises[page] if page < len(promises) else 0
-    if len(keys) > STORE_PAGE_KEYS:
-        join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent

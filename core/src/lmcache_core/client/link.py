@@ -64,20 +64,24 @@ class Link:
     def bind(self, namespace: Namespace) -> int:
         """Register a namespace and its layout with this session, once. Returns the layout's id."""
         layout_id = self._layouts.get(namespace.id)
+        return self.bind_id(namespace.id, namespace.layout, namespace.model) if layout_id is None else layout_id
+
+    def bind_id(self, namespace_id: int, layout: Layout, label: str = "") -> int:
+        """The same for a namespace of which only the id is known, as tools do that find it on a tier."""
+        layout_id = self._layouts.get(namespace_id)
         if layout_id is None:
-            layout = namespace.layout
             reply = self.channel.call(
                 lambda rid: m.RegisterLayout(
                     rid,
-                    namespace.id,
+                    namespace_id,
                     layout.dtype,
                     list(layout.shape),
                     layout.memory_format,
                     layout.fingerprint,
-                    namespace.model,
+                    label,
                 )
             )
-            layout_id = self._layouts[namespace.id] = expect(reply, m.LayoutRegistered).layout
+            layout_id = self._layouts[namespace_id] = expect(reply, m.LayoutRegistered).layout
         return layout_id
 
     def mapped(self) -> Segment:

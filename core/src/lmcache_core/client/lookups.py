@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lmcache_core.client.channel import Pending, expect
 from lmcache_core.client.link import Link
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
-from lmcache_core.errors import DisconnectedError
+from lmcache_core.errors import DisconnectedError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
 from lmcache_core.tokens.namespace import Namespace
+
+
+class LookupOptions(NamedTuple):
+    """What a lookup asks for, beside its keys. See `protocol.messages.Lookup`."""
+
+    hold: bool = False
+    prefix: bool = True
+    wait_s: float = 0.0
+    tiers: Sequence[str] | None = None
+    window: int = 0
+    deadline_s: float = 0.0
+    pin_s: float = 0.0
+    policy: str = ""
+    warm_up: bool = False
 
 
 def unreachable(count: int) -> LookupResult:
@@ -35,50 +50,63 @@ def result_of(reply: Reply, count: int) -> LookupResult:
     )
 
 
-def lookup_pages(
-    link: Link,
-    keys: Sequence[bytes],
-    namespace: Namespace,
-    *,
-    hold: bool,
-    prefix: bool,
-    wait_s: float,
-    tiers: Sequence[str] | None,
-) -> LookupResult:
+def lookup_pages(link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
     """Look up any number of keys, a frame at a time. A prefix ends with its first short page."""
     link.bind(namespace)
+    if options.window:
+        return _lookup_window(link, keys, namespace, options)
     pages: list[LookupResult] = []
     for first in range(0, len(keys), BATCH_KEYS_MAX):
         page = keys[first : first + BATCH_KEYS_MAX]
-        blob = join_keys(page)
-        make = asking(namespace, blob, hold, prefix, wait_s, tiers)
-        reply = link.channel.call(make, CALL_TIMEOUT_S + wait_s)
-        pages.append(result_of(reply, len(page)))
-        if prefix and pages[-1].hits < len(page):
+        pages.append(_page(link, page, namespace, options))
+        if options.prefix and pages[-1].hits < len(page):
             break
-    return _joined(pages, len(keys))
+    return _joined(pages, len(keys), prefix=options.prefix)
 
 
-def asking(
-    namespace: Namespace,
-    blob: bytes,
-    hold: bool,
-    prefix: bool,
-    wait_s: float,
-    tiers: Sequence[str] | None,
-) -> Callable[[int], m.Lookup]:
+def _lookup_window(link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
+    keys with the next that every window is whole in one of them."""
+    window, end = options.window, len(keys)
+    if not 0 < window <= BATCH_KEYS_MAX:
+        raise UsageError(f"a window of {window} keys: give 1 to {BATCH_KEYS_MAX}")
+    while True:
+        first = max(0, end - BATCH_KEYS_MAX)
+        page = _page(link, keys[first:end], namespace, options)
+        if first == 0 or page.hits >= window:
+            break
+        if page.promises:  # of keys in no window
+            link.channel.call(lambda rid, held=page.promises: m.FreeLookupLocks(rid, list(held)))  # type: ignore[misc]
+        end = first + window - 1
+    before, after = first, len(keys) - end
+    return LookupResult(
+        [Status.MISS] * before + list(page.statuses) + [Status.MISS] * after,
+        [Reason.NONE] * before + list(page.reasons) + [Reason.NONE] * after,
+        first + page.hits if page.hits else 0,
+        page.done,
+        page.promises,
+        page.job,
+    )
+
+
+def _page(link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    reply = link.channel.call(asking(namespace, join_keys(page), options), CALL_TIMEOUT_S + options.wait_s)
+    return result_of(reply, len(page))
+
+
+def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.Lookup]:
     """The request, for a channel to number."""
-    named = None if tiers is None else list(tiers)
-    return lambda rid: m.Lookup(rid, namespace.id, blob, hold, prefix, wait_s, named)
+    tiers = None if options.tiers is None else list(options.tiers)
+    return lambda rid: m.Lookup(rid, namespace.id, blob, **options._replace(tiers=tiers)._asdict())
 
 
-def _joined(pages: Sequence[LookupResult], count: int) -> LookupResult:
+def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> LookupResult:
     statuses = [status for page in pages for status in page.statuses]
     reasons = [reason for page in pages for reason in page.reasons]
     hits = 0
     for page in pages:
         hits += page.hits
-        if page.hits < len(page.statuses):
+        if prefix and page.hits < len(page.statuses):
             break
     rest = count - len(statuses)
     return LookupResult(

@@ -93,7 +93,8 @@ class RetrieveResult:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended.
+    """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended. Without
+    `prefix` it counts all keys that can be served; of a window it is the end: `keys[hits - window:hits]` are there.
     `promises` (one a frame of keys) are redeemed by `prepare_retrieve` or `retrieve` of the same keys, or given back
     by `free_lookup_locks`."""
 

@@ -58,7 +58,13 @@ class RegisterLayout(Message, tag="register_layout"):
 
 class Lookup(Message, tag="lookup"):
     """Which keys can be served? `wait_s` > 0: the reply may come later, when loads from tiers have ended. `tiers`:
-    search these only; None: all; []: none."""
+    search these only; None: all; []: none.
+
+    `prefix`: the keys from the first on; without it each key for itself; `window` > 0: the last `window` keys of
+    the longest run that ends in them. `deadline_s` > 0: the tiers have so long, whether or not the reply waits for
+    them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than by the server's.
+    `warm_up`: nobody waits for it; everyone else goes first.
+    """
 
     rid: int
     namespace: int
@@ -67,6 +73,11 @@ class Lookup(Message, tag="lookup"):
     prefix: bool = True
     wait_s: float = 0.0
     tiers: list[str] | None = None
+    window: int = 0
+    deadline_s: float = 0.0
+    pin_s: float = 0.0
+    policy: str = ""
+    warm_up: bool = False
 
 
 class Cancel(Message, tag="cancel"):
@@ -173,6 +184,23 @@ class Unpin(Message, tag="unpin"):
     keys: bytes
 
 
+class Tiers(Message, tag="tiers"):
+    """The tiers with their status and settings."""
+
+    rid: int
+
+
+class ChangeTier(Message, tag="change_tier"):
+    """`action`: add, drain, remove or reconfigure. `values` as in a table of the settings file, `texts` as in flags,
+    by dotted name. Answered by `Done`. Over the lifeline only, and only for the server's own user."""
+
+    rid: int
+    action: str
+    tier: str
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+
+
 class GetChunkSize(Message, tag="get_chunk_size"):
     rid: int
 
@@ -210,6 +238,8 @@ Request = (
     | Clear
     | Pin
     | Unpin
+    | Tiers
+    | ChangeTier
     | GetChunkSize
     | Status
     | Ping
@@ -249,8 +279,9 @@ class LayoutRegistered(Message, tag="layout_registered"):
 
 
 class Found(Message, tag="found"):
-    """Answer to lookups and to queries about them. `hits`: how many keys from the first on can be served, now or
-    once `job` has ended; `done`: nothing is being loaded for this lookup any more."""
+    """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It
+    counts keys from the first on; of a lookup without `prefix`, all keys that can be served; of a window it is its
+    end. `done`: nothing is being loaded for this lookup any more."""
 
     rid: int
     statuses: bytes
@@ -318,6 +349,13 @@ class StatusReply(Message, tag="status_reply"):
     status: dict[str, Any]
 
 
+class TiersReply(Message, tag="tiers_reply"):
+    """In order. Secrets among the settings are hidden."""
+
+    rid: int
+    tiers: list[dict[str, Any]]
+
+
 class Pong(Message, tag="pong"):
     rid: int
     payload: bytes
@@ -358,6 +396,7 @@ Reply = (
     | Pinned
     | ChunkSize
     | StatusReply
+    | TiersReply
     | Pong
     | Done
     | Error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
+from lmcache_core.errors import PluginError, UsageError
 from lmcache_core.kernel.allocator import slab_bytes_for
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
@@ -12,6 +13,7 @@ from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
@@ -48,6 +50,23 @@ def build_eviction(registry: Registry, component: Component) -> EvictionPolicy:
     return policy
 
 
+class PrefetchPolicies:
+    """Prefetch policies that requests name, built with their defaults when they are first named."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._built: dict[str, PrefetchPolicy] = {}
+
+    def __call__(self, name: str) -> PrefetchPolicy:
+        """Raises `UsageError` for one that is not there, or that cannot do without settings."""
+        if name not in self._built:
+            try:
+                self._built[name] = self._registry.build(Kind.PREFETCH_POLICY, name)
+            except (PluginError, ValueError) as error:
+                raise UsageError(f"no lookup can use the prefetch policy {name!r}: {error}") from error
+        return self._built[name]
+
+
 def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     """One configured tier. Its medium need not be there."""
     adapter = registry.build(
@@ -56,22 +75,26 @@ def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     return Tier(
         name,
         adapter,
-        TierConfig(
-            capacity_bytes=settings.capacity_bytes,
-            watermark=settings.watermark,
-            evict_ratio=settings.evict_ratio,
-            deadline_s=settings.deadline_s,
-            connections=settings.connections,
-        ),
+        tier_config(settings),
         serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
         eviction=None if settings.eviction is None else build_eviction(registry, settings.eviction),
     )
 
 
-def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering | None:
-    """All tiers, in their order; None where there are none."""
-    if not settings.l2:
-        return None
+def tier_config(settings: TierSettings) -> TierConfig:
+    """What is a tier's, whatever its adapter."""
+    return TierConfig(
+        capacity_bytes=settings.capacity_bytes,
+        watermark=settings.watermark,
+        evict_ratio=settings.evict_ratio,
+        deadline_s=settings.deadline_s,
+        connections=settings.connections,
+        rescan_s=settings.rescan_s,
+    )
+
+
+def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering:
+    """All tiers, in their order."""
     store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
     prefetch_policy = registry.build(
         Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings

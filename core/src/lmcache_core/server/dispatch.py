@@ -31,6 +31,7 @@ from lmcache_core.server.session import Peer, Session
 if TYPE_CHECKING:
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.sessions import Sessions
+    from lmcache_core.server.tier_changes import TierChanges
     from lmcache_core.settings.model import Settings
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Dispatch:
         l1: L1,
         sessions: Sessions,
         lookups: Lookups,
+        tier_changes: TierChanges,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
     ) -> None:
@@ -75,6 +77,8 @@ class Dispatch:
             m.Clear: self._clear,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
+            m.Tiers: lambda s, r: tier_changes.describe(r.rid),
+            m.ChangeTier: tier_changes.change,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
             m.Status: lambda s, r: m.StatusReply(r.rid, status()),
             m.Ping: lambda s, r: m.Pong(r.rid, r.payload),

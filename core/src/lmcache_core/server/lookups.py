@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import JOBS_REMEMBERED, LOOKUPS_WAITING_MAX, TIER_DEADLINE_S
+from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED, LOOKUPS_WAITING_MAX, TIER_DEADLINE_S
+from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.protocol.messages import Found, Lookup
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.tiers.jobs import Job, Wanted
 from lmcache_core.tiers.jobs import Lookup as TierLookup
+from lmcache_core.tiers.selection import window_end
 
 _ABSENT = (Grant.MISS, Grant.LOADING)
 
@@ -29,6 +31,7 @@ class Wait:
     keys: Sequence[bytes]
     promise: int
     holds_reply: bool
+    reply_at_s: float  # the reply is held back until then at most
     job: Job | None = None
     hits_rids: tuple[int, ...] = ()  # queries to be answered once the hits are known
 
@@ -36,48 +39,58 @@ class Wait:
 class Lookups:
     """Answers lookups and the queries about them. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, l1: L1) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, policy_named: Callable[[str], PrefetchPolicy]) -> None:
         self._kernel = kernel
         self._l1 = l1
+        self._policy_named = policy_named
+        self._timed: dict[Wait, None] = {}  # replies that go out before their loads may have ended
         self._waits: OrderedDict[int, Wait] = OrderedDict()  # by job id: under way, and the last that ended
         self._under_way = 0
 
     def lookup(self, session: Session, request: Lookup, keys: Sequence[bytes]) -> Found | None:
         """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
         now = self._l1.now
+        _check(request)
+        policy = self._policy_named(request.policy) if request.policy else None
         found = self._kernel.lookup(
-            session.id,
-            request.namespace,
-            keys,
-            now,
-            hold=request.hold,
-            prefix=request.prefix,
+            session.id, request.namespace, keys, now, hold=request.hold, prefix=_wanted(request) is Wanted.PREFIX
         )
         missing = [at for at, status in enumerate(found.statuses) if status in _ABSENT]
-        if not missing or self._l1.tiering is None or request.tiers == []:
-            return self._found(request.rid, found.statuses, found.reasons, found.promise_id, found.deadline)
+        tiering = self._l1.tiering
+        served = not missing or (request.window > 0 and missing[-1] < len(keys) - request.window)
+        if served or tiering is None or request.tiers == []:
+            self._pin(session, request, keys, found.statuses)
+            return self._found(request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline)
         if self._under_way >= LOOKUPS_WAITING_MAX:
             raise LimitError(f"{LOOKUPS_WAITING_MAX} lookups are waiting for tiers: try again later")
-        wait = Wait(session, request.rid, request, keys, found.promise_id, holds_reply=request.wait_s > 0)
-        wait.job = job = self._l1.tiering.lookup(
+        allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
+        wait = Wait(
+            session, request.rid, request, keys, found.promise_id, request.wait_s > 0, reply_at_s=now + request.wait_s
+        )
+        wait.job = job = tiering.lookup(
             TierLookup(
                 request.namespace,
                 session.namespaces[request.namespace],
                 keys,
                 missing,
-                now + (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S),
+                now + allowed_s,
                 request.tiers,
-                Wanted.PREFIX if request.prefix else Wanted.SPARSE,
+                _wanted(request),
+                request.window,
+                request.warm_up,
             ),
             lambda job: self._ended(wait, job),
             now,
+            policy,
         )
         self._under_way += 1
         self._remember(job.id, wait)
         if wait.holds_reply:
+            if request.wait_s < allowed_s:
+                self._timed[wait] = None
             return None
         return self._found(
-            request.rid, found.statuses, found.reasons, found.promise_id, found.deadline, job=job, done=False
+            request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline, job=job, done=False
         )
 
     def status_of(self, session: Session, rid: int, job_id: int) -> Found:
@@ -105,10 +118,18 @@ class Lookups:
         self._cancel([wait for wait in self._open() if wait.session is session])
 
     def after_step(self) -> None:
-        """Answer those that asked what the hits will be, where that is known now."""
+        """Answer those that asked what the hits will be, where that is known now, and those that wait no longer."""
+        now = self._l1.now
+        for wait in [wait for wait in self._timed if wait.reply_at_s <= now]:
+            self._reply(wait)
         for wait in self._open():
             if wait.hits_rids and wait.job is not None and wait.job.hits is not None:
                 self._answer_hits(wait)
+
+    @property
+    def next_reply_s(self) -> float | None:
+        """When `after_step` has a reply to send even if nothing else happens."""
+        return min([wait.reply_at_s for wait in self._timed]) if self._timed else None
 
     @property
     def under_way(self) -> int:
@@ -128,19 +149,30 @@ class Lookups:
     def _ended(self, wait: Wait, job: Job) -> None:
         self._under_way -= 1
         self._answer_hits(wait)
-        if wait.holds_reply and wait.session.peer is not None:
-            if wait.promise:  # the reply brings one for everything
-                self._kernel.free_lookup_locks(wait.session.id, [wait.promise], self._l1.now)
-            wait.session.send(self._look_again(wait, wait.rid, hold=wait.request.hold))
-        elif wait.request.hold and wait.session.peer is not None:
-            self._look_again(wait, 0, hold=True)  # a promise of its own for what was loaded, told to who asks
+        if wait.session.peer is None:
+            self._timed.pop(wait, None)
+        elif wait.holds_reply:
+            self._reply(wait)
+        elif wait.request.hold or wait.request.pin_s > 0:
+            # A promise of its own for what was loaded, told to who asks.
+            self._look_again(wait, 0, hold=wait.request.hold, pin=True)
+
+    def _reply(self, wait: Wait) -> None:
+        """Send the reply that was held back: the loads have ended, or it has waited for long enough."""
+        self._timed.pop(wait, None)
+        wait.holds_reply = False
+        if wait.session.peer is None:
+            return
+        if wait.promise:  # the reply brings one for everything
+            self._kernel.free_lookup_locks(wait.session.id, [wait.promise], self._l1.now)
+        wait.session.send(self._look_again(wait, wait.rid, hold=wait.request.hold, pin=True))
 
     def _answer_hits(self, wait: Wait) -> None:
         rids, wait.hits_rids = wait.hits_rids, ()
         for rid in rids:
             wait.session.send(self._look_again(wait, rid, hold=False))
 
-    def _look_again(self, wait: Wait, rid: int, *, hold: bool) -> Found:
+    def _look_again(self, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> Found:
         request, job = wait.request, wait.job
         found = self._kernel.lookup(
             wait.session.id,
@@ -148,13 +180,26 @@ class Lookups:
             wait.keys,
             self._l1.now,
             hold=hold,
-            prefix=request.prefix,
+            prefix=_wanted(request) is Wanted.PREFIX,
         )
         wait.promise = found.promise_id or wait.promise
-        return self._found(rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
+        if pin:
+            self._pin(wait.session, request, wait.keys, found.statuses)
+        return self._found(request, rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
+
+    def _pin(self, session: Session, request: Lookup, keys: Sequence[bytes], statuses: bytearray) -> None:
+        """Keep what this lookup is about, where the request says so."""
+        if not request.pin_s > 0:
+            return
+        end = len(keys) if _wanted(request) is Wanted.SPARSE else _hits(request, statuses)
+        first = max(0, end - request.window) if request.window else 0
+        chosen = [keys[at] for at in range(first, end) if statuses[at] == Grant.GRANTED]
+        if chosen:
+            self._kernel.pin(session.id, request.namespace, chosen, request.pin_s, self._l1.now)
 
     def _found(
         self,
+        request: Lookup,
         rid: int,
         statuses: bytearray,
         reasons: bytearray,
@@ -163,7 +208,7 @@ class Lookups:
         job: Job | None = None,
         done: bool = True,
     ) -> Found:
-        hits = next((at for at, status in enumerate(statuses) if status != Grant.GRANTED), len(statuses))
+        hits = _hits(request, statuses)
         if job is not None:
             done = job.ended
             if not done and job.hits is not None:
@@ -192,3 +237,29 @@ class Lookups:
         self._waits[job_id] = wait
         while len(self._waits) > LOOKUPS_WAITING_MAX + JOBS_REMEMBERED:
             self._waits.popitem(last=False)
+
+
+def _check(request: Lookup) -> None:
+    """Raise `UsageError` for figures that mean nothing."""
+    if not 0 <= request.window <= BATCH_KEYS_MAX:
+        raise UsageError(f"a window of {request.window} keys: give 1 to {BATCH_KEYS_MAX}, or 0 for none")
+    for name in ("wait_s", "deadline_s", "pin_s"):
+        if not getattr(request, name) >= 0:
+            raise UsageError(f"{name} is {getattr(request, name)}: give seconds, or 0")
+
+
+def _wanted(request: Lookup) -> Wanted:
+    if request.window:
+        return Wanted.WINDOW
+    return Wanted.PREFIX if request.prefix else Wanted.SPARSE
+
+
+def _hits(request: Lookup, statuses: bytearray) -> int:
+    """See `Found`."""
+    wanted = _wanted(request)
+    if wanted is Wanted.SPARSE:
+        return statuses.count(Grant.GRANTED)
+    if wanted is Wanted.PREFIX:
+        return next((at for at, status in enumerate(statuses) if status != Grant.GRANTED), len(statuses))
+    absent = [at for at, status in enumerate(statuses) if status != Grant.GRANTED]
+    return window_end(len(statuses), request.window, absent)

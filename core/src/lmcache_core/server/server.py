@@ -28,7 +28,7 @@ from lmcache_core.pool.populate import Populator
 from lmcache_core.pool.segment import Segment, name_exists
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import make_server_directory
-from lmcache_core.server.build import build_kernel, build_tiering
+from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering
 from lmcache_core.server.dispatch import Dispatch
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
@@ -37,10 +37,12 @@ from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
 from lmcache_core.server.status import describe
+from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
 
 if TYPE_CHECKING:
     from lmcache_core.server.zmq_carrier import ZmqCarrier
+    from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +77,14 @@ class Server:
             undo.callback(self.loop.close)
             self.kernel = build_kernel(settings, registry, self.segment)
             self.l1 = L1(self.kernel, self.segment, self._notify)
-            self.tiering = build_tiering(settings, registry, self.l1, self.loop.wake)
-            self.lookups = Lookups(self.kernel, self.l1)
+            self.tiering: Tiering | None = None
+            if settings.l2:
+                self._tiering_made()
+            self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
             self.sessions = Sessions(self.kernel, self.segment, self.loop, self.lookups.session_ended)
+            tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
-                self.kernel, self.l1, self.sessions, self.lookups, settings, lambda: describe(self)
+                self.kernel, self.l1, self.sessions, self.lookups, tier_changes, settings, lambda: describe(self)
             )
             self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
             undo.callback(self._listener.close)
@@ -88,6 +93,12 @@ class Server:
         registry.close()
         self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
         self.populator.start()
+
+    def _tiering_made(self) -> Tiering:
+        """The tiering; without tiers there is none until the first is added."""
+        if self.tiering is None:
+            self.tiering = build_tiering(self.settings, self.registry, self.l1, self.loop.wake)
+        return self.tiering
 
     def _bind_carriers(self) -> list[ZmqCarrier]:
         zmq = self.settings.zmq
@@ -195,7 +206,8 @@ class Server:
         if more:
             return now
         next_s = self._housekeeping_at_s
-        for each in (due, check, None if tiering is None else tiering.next_deadline(now)):
+        reply = self.lookups.next_reply_s
+        for each in (due, check, reply, None if tiering is None else tiering.next_deadline(now)):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s

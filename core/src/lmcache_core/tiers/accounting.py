@@ -1,7 +1,8 @@
 """What one tier holds: bytes, objects, and the order in which they would go. Pure; on the loop's thread.
 
 Built by `scan` after a start. While the scan runs, objects that are stored are counted and kept aside in the
-order of their use; the scanned ones, older all of them, enter the policy first.
+order of their use; the scanned ones, older all of them, enter the policy first. Where several servers share the
+medium it is scanned again and again: what others stored comes in, and what they deleted goes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copi
 class TierEntry:
     """One object on the tier, as its eviction policy sees it."""
 
-    __slots__ = ("epoch", "holds", "listed", "namespace", "nbytes", "newer", "older", "policy_data", "tier_key")
+    __slots__ = ("epoch", "holds", "listed", "namespace", "nbytes", "newer", "older", "policy_data", "seen",
+                 "tier_key")  # fmt: skip
 
     def __init__(self, tier_key: bytes, nbytes: int) -> None:
         self.tier_key = tier_key
@@ -32,6 +34,7 @@ class TierEntry:
             _, self.namespace, self.epoch = split_tier_key(tier_key)
         self.holds = 0  # 1 while its delete is under way
         self.listed = False  # in the policy's hands
+        self.seen = 0  # the last rescan that found it, or during which it was used
         self.older: Any = None
         self.newer: Any = None
         self.policy_data: Any = None
@@ -63,6 +66,8 @@ class Accounting:
         self.bytes_leaving = 0  # deletes under way
         self.objects = 0
         self.scanning = False
+        self.leads = True  # another server may be the one that keeps headroom on a shared medium
+        self._rescan = 0
         self._shards: list[dict[bytes, TierEntry]] = [{} for _ in range(_SHARDS)]
         self._aside: dict[TierEntry, None] = {}  # in the order of use, until the scan is done
         self._scanned: Iterator[ScanEntry] = iter(())
@@ -83,10 +88,12 @@ class Accounting:
         entry = self._shard(tier_key).get(tier_key)
         if entry is not None:
             if entry.nbytes == nbytes:
+                entry.seen = self._rescan
                 self.touch([tier_key])
                 return
             self.remove(tier_key)
         entry = TierEntry(tier_key, nbytes)
+        entry.seen = self._rescan
         self._count(entry)
         if self.policy is None:
             return
@@ -141,6 +148,14 @@ class Accounting:
             entry.listed = True
         self.policy.insert(entries)
 
+    def resize(self, capacity_bytes: int | None, watermark: float, evict_ratio: float) -> None:
+        """Another capacity; `victims` acts on it."""
+        self._watermark, self._evict_ratio = watermark, evict_ratio
+        if capacity_bytes != self.capacity_bytes:
+            self.capacity_bytes = capacity_bytes
+            if self.policy is not None and capacity_bytes is not None:
+                self.policy.resize(capacity_bytes)
+
     # --- room ---------------------------------------------------------------------------------------------
     def fits(self, nbytes: int) -> bool:
         """Whether so much may be stored now, with all that is under way."""
@@ -154,10 +169,12 @@ class Accounting:
         if self.capacity_bytes is None or self.policy is None:
             return []
         expected = self.bytes_used + self.bytes_reserved + wanted_bytes - self.bytes_leaving
-        over = expected - int(self._watermark * self.capacity_bytes)
+        # Who does not lead makes room only when there is none: two servers that both kept headroom on one medium
+        # would evict the same share twice.
+        over = expected - int((self._watermark if self.leads else 1.0) * self.capacity_bytes)
         if over <= 0:
             return []
-        return self._leave(max(over, int(self._evict_ratio * self.capacity_bytes)))
+        return self._leave(max(over, int(self._evict_ratio * self.capacity_bytes)) if self.leads else over)
 
     def shrink(self) -> list[TierEntry]:
         """The medium itself is full, below the capacity that was configured: a share of what is there leaves."""
@@ -207,6 +224,7 @@ class Accounting:
             if found.key in self._shard(found.key):
                 continue
             entry = TierEntry(found.key, found.nbytes)
+            entry.seen = self._rescan
             self._count(entry)
             fresh.append(entry)
         if self.policy is not None and fresh:
@@ -221,3 +239,25 @@ class Accounting:
             if leaving:
                 self.policy.held(leaving)
         return True
+
+    # --- again, for what others did -----------------------------------------------------------------------
+    def rescan_begins(self) -> None:
+        """What is neither found nor used from now until `gone` is walked has left the medium."""
+        self._rescan += 1
+
+    def found(self, entries: Sequence[ScanEntry]) -> None:
+        """These are on the medium. What was not known is taken to be as old as it is known: the newest."""
+        for found in entries:
+            entry = self._shard(found.key).get(found.key)
+            if entry is None or entry.nbytes != found.nbytes:
+                self.add(found.key, found.nbytes)
+            else:
+                entry.seen = self._rescan
+
+    def gone(self) -> Iterator[int]:
+        """Remove what the rescan did not find, a small part at a time; how many each time."""
+        for shard in self.shards():
+            lost = [entry for entry in shard if entry.seen != self._rescan and not entry.holds]
+            for entry in lost:
+                self.remove(entry.tier_key)
+            yield len(lost)

@@ -12,7 +12,8 @@ class TierConfig:
     """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
 
     `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
-    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own.
+    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own. `rescan_s`: how often
+    the medium is counted again (None: only at the start).
     """
 
     capacity_bytes: int | None = None
@@ -20,3 +21,4 @@ class TierConfig:
     evict_ratio: float = EVICT_RATIO
     deadline_s: float = TIER_DEADLINE_S
     connections: int = 4
+    rescan_s: float | None = None

@@ -155,6 +155,15 @@ class L2Adapter(ABC):
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         """One page of what is there; the first with cursor None. Rebuilds accounting at start."""
 
+    def try_to_lead(self) -> bool:
+        """Whether this adapter is the one that keeps headroom on a medium which several servers share.
+
+        Asked before each scan. A medium that allows an election (a lock, a lease) answers True to one adapter at a
+        time, and to another once that one is gone. One that does not answers True to all: deletes are idempotent,
+        and the price is a share evicted twice now and then.
+        """
+        return True
+
     @abstractmethod
     def close(self) -> None:
         """Release everything. Idempotent; any other method afterwards raises `TierError`."""

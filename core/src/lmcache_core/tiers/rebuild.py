@@ -1,8 +1,11 @@
-"""Rebuilds a tier's accounting by `scan` after a start: in the background, page by page, with pauses."""
+"""Rebuilds a tier's accounting by `scan`: after a start, and again by and by where several servers share the medium.
+
+In the background, page by page, with pauses.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from lmcache_core.limits import ACCOUNTING_STEP_ENTRIES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S, SCAN_PAUSE_S
@@ -10,80 +13,134 @@ from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
 from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, CallState, Lane
 
+_SHARDS_A_STEP = 16  # some hundred entries of a million
+
 
 class RebuildState(StrEnum):
     OFF = "off"  # the medium cannot be scanned
     SCANNING = "scanning"
     ADOPTING = "adopting"
     DONE = "done"
+    RESCANNING = "rescanning"  # counted all the while; what others did comes in
+    FORGETTING = "forgetting"  # what others deleted goes
 
 
 class Rebuild:
-    """Drives the scan of one tier. Lookups, loads and stores work meanwhile.
+    """Drives the scans of one tier. Lookups, loads and stores work meanwhile.
 
     A page that fails is asked for again after a pause that doubles: a tier that is down at start is scanned once
     it is up.
     """
 
     def __init__(
-        self, adapter: L2Adapter, accounting: Accounting, lane: Lane, deadline_s: float, on_done: Callable[[], None]
+        self,
+        adapter: L2Adapter,
+        accounting: Accounting,
+        lane: Lane,
+        deadline_s: float,
+        rescan_s: float | None,
+        on_done: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
         self._lane = lane
         self._deadline_s = deadline_s
+        self._rescan_s = rescan_s
         self._on_done = on_done
         self._cursor: str | None = None
         self._pages: list[list[ScanEntry]] = []
         self._call: Call | None = None
         self._next_at = 0.0
+        self._done_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
+        self._gone: Iterator[int] = iter(())
         self.now = 0.0
+        self.forgotten = 0  # objects that others deleted
         self.state = RebuildState.SCANNING if adapter.capabilities.scan else RebuildState.OFF
         if self.state is RebuildState.SCANNING:
             accounting.scan_begins()
 
+    def retime(self, deadline_s: float, rescan_s: float | None) -> None:
+        """Other times from now on."""
+        self._deadline_s, self._rescan_s = deadline_s, rescan_s
+
     def step(self) -> None:
         """Start the next page, or take over some of what was found."""
-        now = self.now
-        if self.state is RebuildState.ADOPTING:
-            if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES):
-                self.state = RebuildState.DONE
-                self._on_done()
-        elif self.state is RebuildState.SCANNING and self._call is None and now >= self._next_at:
-            cursor, deadline = self._cursor, now + self._deadline_s
-            call = Call(lambda: self._page(cursor, deadline), deadline, HOUSEKEEPING, self._ended, self._late)
-            if self._lane.submit(call):
-                self._call = call
-            else:
-                self._next_at = now + self._pause_s
+        match self.state:
+            case RebuildState.ADOPTING:
+                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES):
+                    self._finish()
+                    self._on_done()
+            case RebuildState.SCANNING | RebuildState.RESCANNING:
+                if self._call is None and self.now >= self._next_at:
+                    self._ask()
+            case RebuildState.FORGETTING:
+                for _ in range(_SHARDS_A_STEP):
+                    lost = next(self._gone, None)
+                    if lost is None:
+                        self._finish()
+                        return
+                    self.forgotten += lost
+            case RebuildState.DONE:
+                if self._rescan_s is not None and self.now >= self._done_at + self._rescan_s:
+                    self.state, self._cursor, self._next_at = RebuildState.RESCANNING, None, self.now
+                    self._accounting.rescan_begins()
+                    self._ask()
 
     @property
     def next_at(self) -> float | None:
         """When `step` has something to do; None while a page is under way, or when all is done."""
-        if self.state is RebuildState.ADOPTING:
-            return self.now
-        return self._next_at if self.state is RebuildState.SCANNING and self._call is None else None
+        match self.state:
+            case RebuildState.ADOPTING | RebuildState.FORGETTING:
+                return self.now
+            case RebuildState.SCANNING | RebuildState.RESCANNING:
+                return self._next_at if self._call is None else None
+            case RebuildState.DONE if self._rescan_s is not None:
+                return self._done_at + self._rescan_s
+        return None
 
-    def _page(self, cursor: str | None, deadline: float) -> ScanPage:
+    def _ask(self) -> None:
+        cursor, deadline = self._cursor, self.now + self._deadline_s
+        call = Call(lambda: self._page(cursor, deadline), deadline, HOUSEKEEPING, self._ended, self._late)
+        if self._lane.submit(call):
+            self._call = call
+        else:
+            self._next_at = self.now + self._pause_s
+
+    def _page(self, cursor: str | None, deadline: float) -> tuple[ScanPage, bool | None]:
+        """On a lane. With the first page, who leads is settled anew."""
+        leads = self._adapter.try_to_lead() if cursor is None else None
         page = self._adapter.scan(cursor, deadline)
-        return ScanPage(sorted(page.entries, key=lambda entry: entry.used_at_s), page.cursor)
+        return ScanPage(sorted(page.entries, key=lambda entry: entry.used_at_s), page.cursor), leads
 
     def _ended(self, call: Call) -> None:
         if call is not self._call:
             return  # was given up as late, and another is under way
         self._call = None
-        if call.error is not None or not isinstance(call.result, ScanPage):
+        if call.error is not None or not isinstance(call.result, tuple):
             self._try_later()
             return
+        page, leads = call.result
+        if leads is not None:
+            self._accounting.leads = leads
         self._pause_s = BREAKER_PAUSE_S
-        self._pages.append(list(call.result.entries))
-        self._cursor = call.result.cursor
+        self._cursor = page.cursor
         self._next_at = self.now + SCAN_PAUSE_S
+        if self.state is RebuildState.RESCANNING:
+            self._accounting.found(page.entries)
+            if self._cursor is None:
+                self._gone = self._accounting.gone()
+                self.state = RebuildState.FORGETTING
+            return
+        self._pages.append(list(page.entries))
         if self._cursor is None:
             self._accounting.scan_ended(self._pages)
             self._pages = []
             self.state = RebuildState.ADOPTING
+
+    def _finish(self) -> None:
+        self.state = RebuildState.DONE
+        self._done_at = self.now
 
     def _late(self, call: Call) -> None:
         assert call.state in (CallState.LATE, CallState.EXPIRED)

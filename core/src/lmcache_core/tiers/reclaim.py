@@ -35,7 +35,7 @@ class Reclaim:
         self._accounting = accounting
         self._lane = lane
         self._epochs = epochs
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._batch_keys_max = batch_keys_max
         self._stop = stop
         self.now = 0.0
@@ -118,7 +118,7 @@ class Reclaim:
             self._submit_batch(keys[at : at + self._batch_keys_max], method)
 
     def _submit_batch(self, keys: Sequence[bytes], method: _Method) -> None:
-        deadline = self.now + self._deadline_s
+        deadline = self.now + self.deadline_s
 
         def ended(call: Call) -> None:
             self._out -= 1

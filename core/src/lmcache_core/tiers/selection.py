@@ -27,12 +27,12 @@ def select(request: Lookup, sources: Mapping[int, str]) -> Selection:
     if request.wanted is Wanted.PREFIX:
         end = nowhere[0] if nowhere else count
         return Selection([position for position in request.missing if position < end], end, end)
-    end = _window_end(count, request.window, nowhere)
+    end = window_end(count, request.window, nowhere)
     start = max(0, end - request.window)
     return Selection([position for position in request.missing if start <= position < end], end, end)
 
 
-def _window_end(count: int, window: int, nowhere: Sequence[int]) -> int:
+def window_end(count: int, window: int, nowhere: Sequence[int]) -> int:
     """The largest end such that the `window` positions before it (or all, if there are fewer) can be served."""
     end = count
     for position in reversed(nowhere):

@@ -126,6 +126,10 @@ class StoreController:
         self._lost(self._queues.pop(name, ()), TierReason.CANCELLED)
         self._in_flight.pop(name, None)
 
+    def tier_replaced(self, name: str) -> None:
+        """What is under way ends without it; what waits stays for the new one."""
+        self._in_flight.pop(name, None)
+
     def close(self) -> None:
         """Give up what waits."""
         self._arrived.clear()
@@ -258,7 +262,7 @@ class StoreController:
             view = self._l1.view(offset, kind.layout.nbytes)
             transfers.append(Transfer(dirty.object.key, namespace, dirty.epoch, kind, view))
         nbytes = sum(dirty.object.nbytes for dirty in going)
-        ended = self._at_end(name, pinned.lease, positions, going, nbytes)
+        ended = self._at_end(name, tier, pinned.lease, positions, going, nbytes)
         refused = tier.store(transfers, ended)
         if refused is not None:
             tier.writes.not_used()
@@ -270,12 +274,12 @@ class StoreController:
         return True
 
     def _at_end(
-        self, name: str, lease: int, positions: Sequence[int], going: Sequence[Dirty], nbytes: int
+        self, name: str, tier: Tier, lease: int, positions: Sequence[int], going: Sequence[Dirty], nbytes: int
     ) -> Callable[[Sequence[Outcome]], None]:
         def ended(outcomes: Sequence[Outcome]) -> None:
             self._l1.finish(lease, positions)
             self._in_flight_bytes -= nbytes
-            if name in self._in_flight:
+            if self._tiers.get(name) is tier:
                 self._in_flight[name] -= 1
             finished: list[Dirty] = []
             for dirty, outcome in zip(going, outcomes, strict=True):
@@ -283,6 +287,8 @@ class StoreController:
                     self.counts["stored"] += 1
                     dirty.targets_left -= 1
                     finished.append(dirty)
+                elif outcome.retryable and self._tiers.get(name, tier) is not tier:
+                    self._enqueue(name, dirty)  # the tier was replaced before it began: the new one gets it
                 else:
                     full = outcome.result is Result.FULL
                     self._lost([dirty], TierReason.FULL if full else TierReason.TIER_ERROR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lmcache_core.errors import SettingsError
@@ -29,6 +30,7 @@ from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
 from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.retry import ask_batch
+from lmcache_core.tiers.status import tier_status
 from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
 
 __all__ = ["Tier", "TierConfig", "adapter_context"]
@@ -90,11 +92,12 @@ class Tier:
             self.adapter, self.accounting, self._stores, epochs, self.config.deadline_s, self.batch_keys_max, self._stop
         )
         # Objects of former epochs may have come to light: a clear just before a restart.
-        self._rebuild = Rebuild(
+        self.rebuild = Rebuild(
             self.adapter,
             self.accounting,
             self._lookups,
             self.config.deadline_s,
+            self.config.rescan_s,
             self.reclaim.forget_former_epochs,
         )
         self.tick(now)
@@ -230,10 +233,18 @@ class Tier:
         """Take a load back. True: it never runs, and nothing is called back."""
         return self._loads.cancel(call)
 
+    def reconfigure(self, config: TierConfig) -> None:
+        """New figures; stores are welcome again. `connections` stays what it was."""
+        self.config = replace(config, connections=self.config.connections)
+        self.draining = False
+        self.accounting.resize(config.capacity_bytes, config.watermark, config.evict_ratio)
+        self.reclaim.deadline_s = config.deadline_s
+        self.rebuild.retime(config.deadline_s, config.rescan_s)
+
     # --- the loop's turn ----------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
         """The time, before completions are applied."""
-        self._now = self.reclaim.now = self._rebuild.now = now
+        self._now = self.reclaim.now = self.rebuild.now = now
 
     def step(self, now: float) -> None:
         """Report what is late, scan on, evict, probe."""
@@ -241,7 +252,7 @@ class Tier:
         for lane in self.lanes:
             for call in lane.expire(now):
                 call.on_late(call)
-        self._rebuild.step()
+        self.rebuild.step()
         self.reclaim.step()
         if self.reads.state is BreakerState.OPEN and self.reads.allows(now):
             self._probe(now)
@@ -249,7 +260,7 @@ class Tier:
     def next_deadline(self) -> float | None:
         """When `step` has something to do, apart from completions."""
         times = [lane.next_deadline for lane in self.lanes]
-        times += [at for at in (self._rebuild.next_at, self.reclaim.next_at) if at is not None]
+        times += [at for at in (self.rebuild.next_at, self.reclaim.next_at) if at is not None]
         if self.reads.state is BreakerState.OPEN:
             times.append(self.reads.probe_at)
         soonest = min(times)
@@ -261,41 +272,21 @@ class Tier:
             for call in lane.expire(float("inf")):
                 call.on_late(call)
 
-    def close(self) -> bool:
-        """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned."""
+    def close(self, *, waits: bool = True) -> bool:
+        """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned.
+        `waits`: give the adapter's own close a moment, at the end of a process."""
         self._stop.set()
         idle = [lane.close() for lane in self.lanes]
         # The adapter's close comes after its last call, and may block on its medium: it must not hold the end.
         closer = threading.Thread(target=self._close_adapter, name=f"tier-{self.name}-close", daemon=True)
         closer.start()
-        if all(idle):
+        if waits and all(idle):
             closer.join(TIER_CLOSE_S)
         return all(idle)
 
     def status(self) -> dict[str, Any]:
-        counts = self.accounting
-        return {
-            "name": self.name,
-            "draining": self.draining,
-            "reads": {"breaker": str(self.reads.state), "opened": self.reads.opened},
-            "writes": {"breaker": str(self.writes.state), "opened": self.writes.opened},
-            "last_error": self.last_error,
-            "bytes_used": counts.bytes_used,
-            "bytes_leaving": counts.bytes_leaving,
-            "objects": counts.objects,
-            "capacity_bytes": counts.capacity_bytes,
-            "scan": str(self._rebuild.state),
-            "deletes": {
-                "done": self.reclaim.deleted,
-                "evicted": self.reclaim.evicted,
-                "failed": self.reclaim.failed,
-                "last_error": self.reclaim.last_error,
-            },
-            "lanes": {
-                lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in self.lanes
-            },
-            "counts": dict(self.counts),
-        }
+        """For `status`."""
+        return tier_status(self)
 
     def _probe(self, now: float) -> None:
         """Ask for a key that is never there: any answer means that the tier is back."""

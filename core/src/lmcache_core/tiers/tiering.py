@@ -28,6 +28,7 @@ from typing import Any
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.limits import PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
+from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job, Lookup
 from lmcache_core.tiers.l1 import L1, Committed
@@ -155,6 +156,24 @@ class Tiering:
         tier.start(self._post, self._epochs, now)
         self._tiers[tier.name] = tier
 
+    def reconfigure_tier(self, name: str, config: TierConfig, now: float) -> None:
+        """New figures for a running tier, which is stored to again if it was drained. `connections` cannot change:
+        replace the tier. Raises `UsageError` for an unknown name."""
+        tier = self._tier(name)
+        tier.tick(now)
+        tier.reconfigure(config)
+
+    def replace_tier(self, tier: Tier, now: float) -> None:
+        """Put a new tier in the place of the one with its name. What waits to be stored goes to the new one; what
+        is under way counts as late. Raises `UsageError` for an unknown name."""
+        old = self._tier(tier.name)
+        tier.start(self._post, self._epochs, now)
+        self._tiers[tier.name] = tier
+        self._stores.tier_replaced(tier.name)
+        old.tick(now)
+        old.abandon()
+        old.close(waits=False)
+
     def drain_tier(self, name: str) -> None:
         """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""
         self._tier(name).draining = True
@@ -167,7 +186,7 @@ class Tiering:
         del self._tiers[name]
         self._stores.tier_removed(name)
         tier.abandon()
-        tier.close()
+        tier.close(waits=False)
 
     def begin_drain(self, now: float) -> None:
         """No new lookups; everything dirty goes out."""

@@ -28,6 +28,7 @@ from lmcache_core.tiers.contract import (
     Usage,
 )
 from lmcache_fs.files import TRAILER, NotWholeError, read_object, write_object
+from lmcache_fs.lead import Lead
 from lmcache_fs.mode import WriteMode
 from lmcache_fs.paths import Paths, key_of
 from lmcache_fs.settings import FsSettings
@@ -59,6 +60,7 @@ class FsAdapter(L2Adapter):
         self._paths = Paths(settings.path)
         self._temporary = TemporaryFolder(self._paths.temporary)
         self._mode = WriteMode()
+        self._lead = Lead(str(self._paths.root))
         self._making = threading.Lock()
         self._made = False
         self._closed = False
@@ -112,9 +114,15 @@ class FsAdapter(L2Adapter):
                 return ScanPage(entries, cursor)
         return ScanPage(entries, None)
 
+    def try_to_lead(self) -> bool:
+        """By a lock on a file in the directory."""
+        self._check_open()
+        return self._lead.take()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._lead.close()
             self._temporary.close()
 
     # --- one object ---------------------------------------------------------------------------------------

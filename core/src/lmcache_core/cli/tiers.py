@@ -1,0 +1,119 @@
+"""`lmcache-core tiers`: the tiers of a running server, and changes to them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.cli.table import print_table
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, and one subcommand for each thing to do."""
+    name = os.environ.get("LMCACHE_CORE_NAME", "default")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
+    shared.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
+    actions = parser.add_subparsers(
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+    )
+    listed = actions.add_parser("list", parents=[shared], help="the tiers in order, with what they hold")
+    listed.add_argument("--json", action="store_true", help="print a JSON list: status and settings of each tier")
+    for action, summary in (
+        ("add", "use one more tier, as the last in order"),
+        ("reconfigure", "change settings of a tier; those not named stay; a drained tier is stored to again"),
+    ):
+        one = actions.add_parser(action, parents=[shared], help=summary, description=f"{action}: {summary}")
+        one.add_argument("tier", metavar="TIER")
+        one.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="SETTING=VALUE",
+            help="a setting, without l2.TIER; repeatable. Secrets are better in the environment or in a file",
+        )
+        one.add_argument("--config", type=Path, metavar="FILE", help="a settings file: its table [l2.TIER]")
+    for action, summary in (
+        ("drain", "store nothing more there; what it has is served"),
+        ("remove", "forget a tier at once; its objects stay on the medium"),
+    ):
+        one = actions.add_parser(action, parents=[shared], help=summary, description=f"{action}: {summary}")
+        one.add_argument("tier", metavar="TIER")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the server; 0. Raises what it answers as an error, and DisconnectedError where nobody answers."""
+    from lmcache_core.client.client import Client
+
+    with Client.connect(
+        arguments.name, runtime_dir=arguments.runtime_dir, client_name="lmcache-core tiers", maps_pool=False
+    ) as client:
+        if arguments.action == "list":
+            _list(client.tiers_list(), as_json=arguments.json)
+        elif arguments.action == "drain":
+            client.tiers_drain(arguments.tier)
+        elif arguments.action == "remove":
+            client.tiers_remove(arguments.tier)
+        else:
+            values, texts = _settings(arguments)
+            change = client.tiers_add if arguments.action == "add" else client.tiers_reconfigure
+            change(arguments.tier, values, texts)
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """From the file, the environment and `--set`; the last is the strongest."""
+    from lmcache_core.errors import SettingsError, UsageError
+    from lmcache_core.settings.sources import read_environment, read_file, tree_of
+
+    here = ("l2", arguments.tier)
+    values: Mapping[str, Any] = {}
+    if arguments.config is not None:
+        leaves = {path[2:]: leaf.value for path, leaf in read_file(arguments.config).leaves.items() if path[:2] == here}
+        if not leaves and arguments.action == "add":
+            raise SettingsError(f"{arguments.config} has no table [l2.{arguments.tier}]")
+        values = tree_of(leaves)
+    texts = {
+        ".".join(path[2:]): leaf.value
+        for path, leaf in read_environment(os.environ).leaves.items()
+        if path[:2] == here and len(path) > 2
+    }
+    for pair in arguments.set:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {name or pair!r} has no value: write SETTING=VALUE")
+        texts[name.removeprefix(f"l2.{arguments.tier}.")] = value
+    return values, texts
+
+
+def _list(tiers: list[dict[str, Any]], *, as_json: bool) -> None:
+    from lmcache_core.settings.sizes import size_text
+
+    if as_json:
+        print(json.dumps(tiers, indent=2))
+        return
+    if not tiers:
+        print("the server has no tier: `lmcache-core tiers add` brings one")
+        return
+    rows = []
+    for tier in tiers:
+        capacity = tier["capacity_bytes"]
+        rows.append(
+            (
+                tier["name"],
+                tier["settings"]["type"],
+                "draining" if tier["draining"] else "in use",
+                tier["reads"]["breaker"],
+                tier["writes"]["breaker"],
+                f"{tier['objects']:,}",
+                f"{tier['bytes_used']:,}",
+                "" if capacity is None else size_text(capacity),
+                tier["last_error"],
+            )
+        )
+    columns = ("tier", "type", "state", "reads", "writes", "objects", "bytes", "capacity", "last error")
+    print_table(columns, rows, right=(5, 6, 7))

@@ -1,0 +1,75 @@
+"""The settings of one tier alone: composed as those of a whole server are, for tiers that come or change later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.settings.compose import compose_sources
+from lmcache_core.settings.model import TIER_NAME, Component, TierSettings
+from lmcache_core.settings.sources import Leaf, Origin, Source, read_values
+
+# Settings that a running tier can take over; any other means a new adapter, lanes or codec chain.
+FIGURES = frozenset({"capacity_bytes", "watermark", "evict_ratio", "deadline_s", "rescan_s"})
+
+
+def tier_settings(
+    registry: Registry,
+    name: str,
+    values: Mapping[str, Any],
+    texts: Mapping[str, str],
+    before: TierSettings | None = None,
+) -> TierSettings:
+    """Settings from values (as in a file's table) and texts (as in flags, by dotted name), over those of `before`.
+
+    Raises SettingsError for what is unknown, missing or wrong, and PluginError for a component that is not there.
+    """
+    if not TIER_NAME.fullmatch(name):
+        raise SettingsError(f"{name!r} is no tier name: use lower-case words joined by single underscores")
+    flags = Source(Origin.FLAG)
+    for setting, text in texts.items():
+        flags.leaves["l2", name, *setting.split(".")] = Leaf(text, setting, text=True)
+    given = read_values({"l2": {name: dict(values)}})
+    sources = [flags, given]
+    if before is not None:
+        type_now = texts.get("type", values.get("type", before.type))
+        old = read_values({"l2": {name: values_of(before, own=type_now == before.type)}})
+        old.leaves.pop(("l2", name, "type"), None)
+        old.leaves["l2", name, "type"] = Leaf(type_now, f"l2.{name}.type")
+        sources.append(Source(Origin.FILE, old.leaves))
+    settings: TierSettings = compose_sources(registry, sources).settings.l2[name]
+    return settings
+
+
+def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:
+    """What was set, as one flat table again. `own`: with what belongs to the adapter. Secrets stay wrapped."""
+    values = {name: getattr(settings, name) for name in settings.model_fields_set if name != "adapter"}
+    if "eviction" in values:
+        values["eviction"] = "none" if settings.eviction is None else _component(settings.eviction)
+    if "serde" in values:
+        values["serde"] = [_component(each) for each in settings.serde]
+    return {**values, **(_set(settings.adapter) if own else {})}
+
+
+def same_but_for_figures(one: TierSettings, other: TierSettings) -> bool:
+    """Whether a tier of the one settings can take over the other while it runs."""
+    return all(_plain(one, name) == _plain(other, name) for name in TierSettings.model_fields if name not in FIGURES)
+
+
+def _plain(settings: TierSettings, name: str) -> Any:
+    value = getattr(settings, name)  # each composition makes models of its own: they are compared by what they hold
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    return [each.model_dump() for each in value] if name == "serde" else value
+
+
+def _component(component: Component) -> dict[str, Any]:
+    return {"type": component.type, **_set(component.settings)}
+
+
+def _set(model: BaseModel | None) -> dict[str, Any]:
+    return {} if model is None else {name: getattr(model, name) for name in model.model_fields_set}

@@ -1,0 +1,37 @@
+"""What a tier says of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lmcache_core.tiers.tier import Tier
+
+
+def tier_status(tier: Tier) -> dict[str, Any]:
+    """Plain values, cheap to make."""
+    counts = tier.accounting
+    return {
+        "name": tier.name,
+        "draining": tier.draining,
+        "reads": {"breaker": str(tier.reads.state), "opened": tier.reads.opened},
+        "writes": {"breaker": str(tier.writes.state), "opened": tier.writes.opened},
+        "last_error": tier.last_error,
+        "bytes_used": counts.bytes_used,
+        "bytes_leaving": counts.bytes_leaving,
+        "objects": counts.objects,
+        "capacity_bytes": counts.capacity_bytes,
+        "scan": str(tier.rebuild.state),
+        "leads": counts.leads,
+        "deletes": {
+            "done": tier.reclaim.deleted,
+            "evicted": tier.reclaim.evicted,
+            "failed": tier.reclaim.failed,
+            "by_others": tier.rebuild.forgotten,
+            "last_error": tier.reclaim.last_error,
+        },
+        "lanes": {
+            lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in tier.lanes
+        },
+        "counts": dict(tier.counts),
+    }

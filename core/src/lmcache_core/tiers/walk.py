@@ -1,0 +1,155 @@
+"""Tools that walk a tier: every object read whole, checked, and handed on. With an adapter of their own, beside
+whatever servers use the medium; nothing here touches a kernel.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator, Sequence
+from threading import Event
+from typing import NamedTuple
+
+from lmcache_core.errors import CacheError, DamagedObjectError, TierError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.serde.chain import CodecChain
+from lmcache_core.serde.scratch import Scratch
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, ScanPage, StoreItem
+from lmcache_core.tiers.format import (
+    HEADER_BYTES,
+    TIER_KEY_BYTES,
+    MismatchedObjectError,
+    ObjectHeader,
+    check_header,
+    describe_header,
+    object_kind,
+    payload_checksum,
+    read_header,
+    split_tier_key,
+)
+from lmcache_core.tiers.retry import call_batch
+from lmcache_core.tiers.transfer import Carrier, transfer_of
+
+
+class Found(NamedTuple):
+    """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: not ours to judge."""
+
+    entry: ScanEntry
+    header: ObjectHeader | None = None
+    problem: str = ""
+    damaged: bool = False
+    buffers: Sequence[memoryview] = ()  # header and payload, until the next object is read
+
+
+def layout_of(header: ObjectHeader) -> Layout:
+    """The layout that an object describes. Raises `DamagedObjectError` for a description that makes no sense."""
+    described = describe_header(header)
+    try:
+        return Layout(described["dtype"], tuple(described["shape"]), described["memory_format"])
+    except (KeyError, TypeError, CacheError) as error:
+        raise DamagedObjectError(f"object {header.key.hex()[:16]}… describes no layout: {error}") from error
+
+
+class Walker:
+    """Reads the objects of one medium one after the other. `stop`: ends waits between retries."""
+
+    def __init__(self, adapter: L2Adapter, chain: CodecChain, deadline_s: float) -> None:
+        self.adapter = adapter
+        self.chain = chain
+        self._deadline_s = deadline_s
+        self._stop = Event()
+        self._buffer = memoryview(b"")
+        self._decoded = memoryview(b"")
+        self._scratch = Scratch()
+        self._carrier = Carrier(adapter, chain, self._stop)
+
+    @property
+    def deadline(self) -> float:
+        """For one call, from now."""
+        return time.monotonic() + self._deadline_s
+
+    def pages(self, cursor: str | None = None) -> Iterator[ScanPage]:
+        """The pages of a scan from `cursor` on. Raises `TierError`."""
+        if not self.adapter.capabilities.scan:
+            raise TierError("the adapter of this tier cannot list what it has", retryable=False)
+        while True:
+            page = self.adapter.scan(cursor, self.deadline)
+            yield page
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+    def read(self, entry: ScanEntry) -> Found:
+        """Load one object and check all that can be checked without the layout expected: who it says it is, its
+        checksum, and, where it has our codec chain, that it decodes."""
+        if len(entry.key) != TIER_KEY_BYTES:
+            return Found(entry, problem="its key is none of ours")
+        if entry.nbytes < HEADER_BYTES:
+            return Found(entry, problem=f"it ends after {entry.nbytes} bytes, inside its header", damaged=True)
+        self._buffer = _at_least(self._buffer, entry.nbytes)
+        page, payload = self._buffer[:HEADER_BYTES], self._buffer[HEADER_BYTES : entry.nbytes]
+        (outcome,) = call_batch(self.adapter.load, [LoadItem(entry.key, [page, payload])], self.deadline, self._stop)
+        if outcome.result is Result.MISS:
+            return Found(entry, problem="gone")
+        if outcome.result is Result.DAMAGED:
+            return Found(entry, problem=outcome.error or "its length is not what was stored", damaged=True)
+        if outcome.result is not Result.DONE:
+            raise TierError(outcome.error or f"a load answered {outcome.result}", retryable=True)
+        try:
+            header = self._checked(entry, page, payload, outcome)
+        except MismatchedObjectError as error:
+            return Found(entry, problem=str(error))
+        except DamagedObjectError as error:
+            return Found(entry, problem=str(error), damaged=True)
+        return Found(entry, header, buffers=[page, payload[: header.encoded_bytes]])
+
+    def _checked(self, entry: ScanEntry, page: memoryview, payload: memoryview, outcome: Outcome) -> ObjectHeader:
+        header = read_header(page)
+        key, namespace, epoch = split_tier_key(entry.key)
+        kind = object_kind(layout_of(header), self.chain)
+        if header.description == kind.description:
+            check_header(page, kind, key=key, namespace=namespace, epoch=epoch)
+        elif (header.key, header.namespace, header.epoch) != (key, namespace, epoch):
+            raise DamagedObjectError(f"it stands under the key of {key.hex()[:16]}… and is {header.key.hex()[:16]}…")
+        if outcome.nbytes != HEADER_BYTES + header.encoded_bytes or header.encoded_bytes > payload.nbytes:
+            raise DamagedObjectError(f"it has {outcome.nbytes:,} bytes and its header says otherwise")
+        payload = payload[: header.encoded_bytes]
+        if payload_checksum([payload]) != header.checksum:
+            raise DamagedObjectError("its payload fails its checksum")
+        if header.description != kind.description:
+            raise MismatchedObjectError(f"it is {header.description.decode(errors='replace')}: not our codec chain")
+        if not self.chain.is_identity:
+            self.decode(header, payload)
+        return header
+
+    def decode(self, header: ObjectHeader, payload: memoryview) -> memoryview:
+        """The object as a slot holds it, until the next one. Raises `DamagedObjectError`."""
+        if self.chain.is_identity:
+            return payload
+        self._decoded = _at_least(self._decoded, header.decoded_bytes)
+        view = self._decoded[: header.decoded_bytes]
+        self._scratch.reset()
+        try:
+            self.chain.decode(payload, view, layout_of(header), header.key, header.lengths, self._scratch)
+        except DamagedObjectError:
+            raise
+        except Exception as error:  # a serde is someone else's code: its bugs end here, in words
+            raise DamagedObjectError(f"it does not decode: {type(error).__name__}: {error}") from error
+        return view
+
+    def store(self, found: Found, source: Walker) -> Outcome:
+        """Store here what `source` has just read, as it is, or in our codec chain where that is another."""
+        assert found.header is not None
+        if source.chain.describe() == self.chain.describe():
+            item = StoreItem(found.entry.key, found.buffers)
+            return call_batch(self.adapter.store, [item], self.deadline, self._stop)[0]
+        view = source.decode(found.header, found.buffers[1])
+        kind = object_kind(layout_of(found.header), self.chain)
+        return self._carrier.store([transfer_of(found.entry.key, kind, view)], self.deadline)[0]
+
+
+def _at_least(buffer: memoryview, nbytes: int) -> memoryview:
+    """Page-aligned memory, grown by doubling."""
+    if buffer.nbytes >= nbytes:
+        return buffer
+    return memoryview(mmap.mmap(-1, max(nbytes, 2 * buffer.nbytes, 1 << 20)))

@@ -1,0 +1,52 @@
+"""Which of the adapters on one directory keeps its headroom: the one that holds a lock, which dies with its process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+_NAME = "leader"
+
+
+class Lead:
+    """A lock on a file in the directory. Thread-safe for its one user, the scan."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._handle: int | None = None
+
+    def take(self) -> bool:
+        """True: it is ours now, or still. Where no file can be locked nobody else can lead either: True."""
+        if self._handle is not None and self._is_there(self._handle):
+            return True
+        self.close()
+        try:
+            os.makedirs(self._root, mode=0o700, exist_ok=True)  # noqa: PTH103  # a name like all others here
+            handle = os.open(f"{self._root}/{_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError:  # a medium without locks
+            os.close(handle)
+            return True
+        self._handle = handle
+        return True
+
+    def close(self) -> None:
+        """Let another lead."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+    def _is_there(self, handle: int) -> bool:
+        """Whether the file we locked is the one that others would lock: someone may have deleted the directory."""
+        try:
+            found = os.stat(f"{self._root}/{_NAME}")  # noqa: PTH116
+        except OSError:
+            return False
+        mine = os.fstat(handle)
+        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
