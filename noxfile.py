@@ -24,6 +24,8 @@ CORE = ROOT / "core"
 PLUGINS = [name for name, path in PACKAGES.items() if path.parent.name == "plugins"]
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
+LONG = ["tests/crash", "tests/fuzz", "tests/matrix", "tests/soak"]  # sessions of their own
+
 
 def install(session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = ()) -> None:
     """Core and local packages, in one call so that they find each other, under the repository's constraints."""
@@ -54,7 +56,9 @@ def tests(session: nox.Session) -> None:
     """Everything quick that needs no daemon, in a few minutes. Arguments go to pytest."""
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     install(session, *installable(), extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
-    session.run("python", "-m", "pytest", *(session.posargs or ["-q", "--timeout=300", "-m", "not slow"]))
+    chosen = session.posargs or ["-q", "--timeout=300", "-m", "not slow"]
+    elsewhere = [f"--ignore={path}" for path in ("contrib/adapter-template", "tests/conformance", *LONG)]
+    session.run("python", "-m", "pytest", *elsewhere, *chosen)
 
 
 @nox.session
@@ -77,6 +81,21 @@ def plugin(session: nox.Session, name: str) -> None:
         tools = (*TEST_TOOLS, *test_requirements(path))
         session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
     session.run("python", "-m", "pytest", "-q", "--timeout=300", str(path / "tests"))
+
+
+@nox.session
+def crash(session: nox.Session) -> None:
+    """kill -9 for workers and servers, at every step of what they do."""
+    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/crash", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Garbage on the wire, damaged segments, and the kernel against a plain model."""
+    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS))
+    where = ["tests/fuzz", "core/tests/kernel", "core/tests/pool"]
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", *where, *session.posargs)
 
 
 @nox.session
