@@ -21,7 +21,6 @@ nox.options.error_on_external_run = True
 
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pyproject.toml"))}
 CORE = ROOT / "core"
-PLUGINS = [name for name, path in PACKAGES.items() if path.parent.name == "plugins"]
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
 LONG = ["tests/crash", "tests/fuzz", "tests/matrix", "tests/soak"]  # sessions of their own
