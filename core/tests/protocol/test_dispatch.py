@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.limits import FRAME_BYTES_MAX, KEY_BYTES
+from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.limits import FRAME_BYTES_MAX, KEY_BYTES, LEASES_PER_SESSION_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
 from lmcache_core.pool.lifelock import LifeLock
@@ -195,4 +196,76 @@ def test_a_request_that_cannot_be_read_is_answered_under_its_own_id(desk: Desk) 
     reply = peer.replies[-1]
     assert isinstance(reply, m.Error)
     assert (reply.rid, reply.code) == (4711, "PROTOCOL")
+    desk.say(peer, m.EndSession(9, goodbye=True))
+
+
+def test_one_namespace_with_two_layouts_of_the_same_size_never_serves_one_as_the_other(desk: Desk) -> None:
+    writer, reader = desk.peer(attached=True), desk.peer(attached=True)
+    key = os.urandom(KEY_BYTES)
+    other = Layout("float16", (2048,))
+    assert other.nbytes == LAYOUT.nbytes
+    desk.say(reader, m.RegisterLayout(4, NAMESPACE, "float16", [2048], "", other.fingerprint))
+    granted: Any = desk.say(writer, m.PrepareStore(5, NAMESPACE, key))
+    desk.say(writer, m.CommitStore(6, granted.lease, 0, 1))
+    mine: Any = desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
+    theirs: Any = desk.say(reader, m.PrepareRetrieve(8, NAMESPACE, key))
+    assert mine.statuses == bytes([Grant.GRANTED])
+    assert (theirs.statuses, theirs.reasons) == (bytes([Grant.MISS]), bytes([Reason.OTHER_LAYOUT]))
+    for peer in (writer, reader):
+        desk.say(peer, m.EndSession(9, goodbye=True))
+
+
+def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) -> None:
+    greedy, modest = desk.peer(attached=True), desk.peer(attached=True)
+    key = os.urandom(KEY_BYTES)
+    granted: Any = desk.say(greedy, m.PrepareStore(5, NAMESPACE, key))
+    desk.say(greedy, m.CommitStore(6, granted.lease, 0, 1))
+    replies: list[Any] = [
+        desk.say(greedy, m.Lookup(7, NAMESPACE, key, hold=True)) for _ in range(LEASES_PER_SESSION_MAX + 1)
+    ]
+    assert all(reply.promise for reply in replies[:-1])
+    assert replies[-1].code == "LIMIT"
+    held: Any = desk.say(modest, m.Lookup(8, NAMESPACE, key, hold=True))
+    assert held.promise
+    freed: Any = desk.say(greedy, m.FreeLookupLocks(9, [reply.promise for reply in replies[:3]]))
+    assert freed.count == 3
+    again: Any = desk.say(greedy, m.Lookup(10, NAMESPACE, key, hold=True))
+    assert again.promise
+    for peer in (greedy, modest):
+        desk.say(peer, m.EndSession(11, goodbye=True))
+
+
+def test_sessions_are_bounded_and_a_goodbye_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_core.server.sessions.SESSIONS_MAX", 3)
+    peers = [desk.peer(attached=False) for _ in range(3)]
+    late = Mouth()
+    refused = desk.say(late, m.Hello(1, 1, 1, os.urandom(16), "late", 0))
+    assert isinstance(refused, m.Error)
+    assert refused.code == "LIMIT"
+    desk.say(peers.pop(), m.EndSession(2, goodbye=True))
+    assert isinstance(desk.say(late, m.Hello(3, 1, 1, os.urandom(16), "late", 0)), m.Welcome)
+    for peer in (late, *peers):
+        desk.say(peer, m.EndSession(4, goodbye=True))
+
+
+def test_a_policy_that_raises_costs_its_call_and_the_loop_goes_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = desk.peer(attached=True)
+    policy = desk.server.kernel._residents.policy
+
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("a plugin's bug")
+
+    desk.say(peer, m.Clear(4, None))
+    keys = b"".join(os.urandom(KEY_BYTES) for _ in range(1024))
+    desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))  # all the memory there is
+    with monkeypatch.context() as patch:
+        patch.setattr(type(policy), "victims", broken)
+        failed: Any = desk.say(peer, m.PrepareStore(6, NAMESPACE, os.urandom(KEY_BYTES)))
+        assert (failed.rid, failed.code) == (6, "INTERNAL")
+    assert "a plugin's bug" in caplog.text
+    desk.say(peer, m.EndSession(7))
+    granted: Any = desk.say(peer, m.PrepareStore(8, NAMESPACE, os.urandom(KEY_BYTES)))
+    assert granted.statuses == bytes([Grant.GRANTED])
     desk.say(peer, m.EndSession(9, goodbye=True))
