@@ -60,6 +60,9 @@ class RedisServer:
         """The second door: redis-py, as anybody uses it."""
         return redis.Redis(port=self.port, **options)
 
+    def signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
     def kill(self) -> None:
         self._popen.kill()
         self._popen.wait()

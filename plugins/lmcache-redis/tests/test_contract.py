@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import redis
@@ -36,10 +37,11 @@ class Door(Backdoor):
 
 
 class RedisContract(L2AdapterContract):
-    component = "redis"
     """What both transports have in common."""
 
-    settings: dict[str, Any]
+    component = "redis"
+
+    settings: ClassVar[dict[str, Any]]
 
     @pytest.fixture
     def made(self, server: Any) -> Callable[..., RedisAdapter]:
@@ -75,16 +77,16 @@ class RedisContract(L2AdapterContract):
         return expire
 
     @pytest.fixture
-    def hang(self, door: redis.Redis) -> Any:
+    def hang(self, server: Any) -> Any:
         @contextmanager
-        def paused() -> Iterator[None]:
-            door.client_pause(60_000)
+        def stopped() -> Iterator[None]:
+            server.signal(signal.SIGSTOP)
             try:
                 yield
             finally:
-                door.client_unpause()
+                server.signal(signal.SIGCONT)
 
-        return paused()
+        return stopped()
 
     @pytest.fixture
     def unreachable(self, made: Callable[..., RedisAdapter]) -> Iterator[RedisAdapter]:
@@ -99,15 +101,15 @@ class RedisContract(L2AdapterContract):
 
 
 class TestDirect(RedisContract):
-    settings = {"transport": "direct"}
+    settings: ClassVar[dict[str, Any]] = {"transport": "direct"}
 
 
 class TestPlain(RedisContract):
-    settings = {"transport": "plain", "protocol": 2}
+    settings: ClassVar[dict[str, Any]] = {"transport": "plain", "protocol": 2}
 
 
 class TestUnixSocket(RedisContract):
-    settings = {"transport": "direct", "protocol": 2}
+    settings: ClassVar[dict[str, Any]] = {"transport": "direct", "protocol": 2}
 
     @pytest.fixture
     def made(self, server: Any) -> Callable[..., RedisAdapter]:

@@ -104,19 +104,32 @@ class RedisAdapter(L2Adapter):
         """Bytes that keys and values take in the memory of all primaries, other users' included."""
         self._check_open()
         deadline = time.monotonic() + _USAGE_S
-        nbytes = objects = free = 0
+        nbytes = free = 0
         bounded = True
-        for address in self._primaries(deadline):
-            info, size = self._client.ask_one(address, [simple("INFO", "memory"), simple("DBSIZE")], deadline)
-            if not isinstance(info, bytes) or not isinstance(size, int):
-                raise self._error("tell its usage", size if isinstance(info, bytes) else info)
-            figures = memory_figures(info)
+        for figures in self.memory(deadline).values():
             nbytes += int(figures.get("used_memory_dataset", 0))
-            objects += size
             limit = int(figures.get("maxmemory", 0))
             free += max(0, limit - int(figures.get("used_memory", 0)))
             bounded = bounded and limit > 0
+        objects = 0
+        for address in self._primaries(deadline):
+            size = self._one(address, simple("DBSIZE"), deadline)
+            if not isinstance(size, int):
+                raise self._error("tell its usage", size)
+            objects += size
         return Usage(nbytes, objects, free if bounded else None)
+
+    def memory(self, deadline: float) -> dict[Address, dict[str, str]]:
+        """INFO memory of each primary. Raises `TierError`."""
+        self._check_open()
+        found = {}
+        for address in self._primaries(deadline):
+            info = self._one(address, simple("INFO", "memory"), deadline)
+            if not isinstance(info, bytes):
+                raise self._error("tell its memory", info)
+            lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
+            found[address] = {name: value for name, colon, value in lines if colon}
+        return found
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         """SCAN, server by server; the cursor is `HOST:PORT SCAN-CURSOR`. A page may hold a key twice only if the
@@ -219,12 +232,6 @@ class RedisAdapter(L2Adapter):
     def _check_open(self) -> None:
         if self._closed:
             raise TierError(f"tier {self._tier!r} is closed", retryable=False)
-
-
-def memory_figures(info: bytes) -> dict[str, str]:
-    """INFO's lines `name:value`."""
-    lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
-    return {name: value for name, colon, value in lines if colon}
 
 
 def _parsed(text: str) -> Address:

@@ -62,7 +62,8 @@ class _ByDeadline:
         at: float | None = getattr(_deadline, "at", None)
         if at is not None:
             left = max(_CONNECT_MIN_S, at - time.monotonic())
-            self.socket_connect_timeout = self.socket_timeout = min(left, self.connect_timeout_s)
+            for name in ("socket_connect_timeout", "socket_timeout"):  # attributes, or properties, of redis-py's class
+                setattr(self, name, min(left, self.connect_timeout_s))
         super().connect()  # type: ignore[misc]  # of the redis-py class this is mixed into
 
 
@@ -136,7 +137,8 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
         "socket_connect_timeout": timeout_s,
         **({"ssl": True, **tls_options(settings)} if settings.encrypted else {}),
     }
-    sentinels = Sentinel([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
+    make: Any = Sentinel  # redis-py leaves it untyped
+    sentinels = make([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
     try:
         host, port = sentinels.discover_master(settings.sentinel_service)
     finally:

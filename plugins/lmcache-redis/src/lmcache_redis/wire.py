@@ -184,10 +184,8 @@ class Replies:
 
     def _receive(self, parts: list[memoryview]) -> int:
         self._sock.settimeout(left_s(self._deadline))
-        if self._scatter and len(parts) > 1:
-            got = self._sock.recvmsg_into(parts)[0]
-        else:
-            got = self._sock.recv_into(parts[0])
+        together = self._scatter and len(parts) > 1
+        got = self._sock.recvmsg_into(parts)[0] if together else self._sock.recv_into(parts[0])
         if not got:
             raise ConnectionResetError("the server closed the connection")
         return got
