@@ -248,7 +248,7 @@ def test_sessions_are_bounded_and_a_goodbye_makes_room(desk: Desk, monkeypatch: 
         desk.say(peer, m.EndSession(4, goodbye=True))
 
 
-def test_a_policy_that_raises_costs_its_call_and_the_loop_goes_on(
+def test_a_policy_that_raises_costs_its_call_and_nothing_else(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = desk.peer(attached=True)
@@ -262,7 +262,8 @@ def test_a_policy_that_raises_costs_its_call_and_the_loop_goes_on(
     desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))  # all the memory there is
     with monkeypatch.context() as patch:
         patch.setattr(type(policy), "victims", broken)
-        failed: Any = desk.say(peer, m.PrepareStore(6, NAMESPACE, os.urandom(KEY_BYTES)))
+        desk.server.dispatch.on_frame(peer, memoryview(encode(m.PrepareStore(6, NAMESPACE, os.urandom(KEY_BYTES)))))
+        failed: Any = peer.replies[-1]
         assert (failed.rid, failed.code) == (6, "INTERNAL")
     assert "a plugin's bug" in caplog.text
     desk.say(peer, m.EndSession(7))

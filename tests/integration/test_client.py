@@ -1,0 +1,305 @@
+"""What an engine sees of the client: views, promises, notices, forks, both carriers, a server that comes and goes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.auth
+
+from lmcache_core.client.address import CurveKeys
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
+Node = Any  # the fixture of tests/conftest.py
+WAIT_S = 60.0
+NO_LEASES = {"promise": 0, "read": 0, "write": 0}
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.002)
+    return value
+
+
+# --- views and promises ------------------------------------------------------------------------------------------
+
+
+def test_views_and_tensors_die_with_their_lease_and_a_slice_keeps_only_the_mapping(node: Node) -> None:
+    torch = pytest.importorskip("torch")
+    node.serve()
+    client = node.client()
+    client.store([node.key("a")], [node.payload(7)], namespace=node.namespace)
+    lease = client.prepare_retrieve([node.key("a")], namespace=node.namespace)
+    view, tensor = lease.view(0), lease.tensor(0)
+    part = view[:10]
+    assert torch.all(tensor == node.payload(7)[0])
+    lease.finish()
+    assert tensor.numel() == 0
+    assert len(bytes(part)) == 10  # a slice that the caller kept is still mapped: no SIGSEGV
+    with pytest.raises(LeaseExpiredError, match="has ended"):
+        lease.tensor(0)
+    client.close()
+    del view, part, tensor, lease, client
+    gc.collect()  # what an engine kept is what keeps the mapping, and nothing else
+    assert not any(node.name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_a_promise_is_redeemed_by_another_session_of_its_namespace_only(node: Node) -> None:
+    node.serve()
+    worker = node.client()
+    stranger_space = Namespace("another model", node.namespace.layout)
+    keys = [node.key("a"), node.key("b")]
+    worker.store(keys, [node.payload(1), node.payload(2)], namespace=node.namespace)
+    scheduler = node.client(maps_pool=False)
+    promised = scheduler.lookup(keys, namespace=node.namespace, hold=True).promises
+    count = lambda: worker.status()["l1"]["leases_by_kind"]["promise"]  # noqa: E731
+    assert count() == 1
+    into = [bytearray(65536), bytearray(65536)]
+    stranger = node.client()
+    assert stranger.retrieve(keys, into, namespace=stranger_space, promises=promised).hits == 0
+    assert count() == 1  # another namespace redeems nothing
+    assert stranger.free_lookup_locks(promised) == 0  # nor may another session give it back
+    assert worker.retrieve(keys, into, namespace=node.namespace, promises=promised).hits == 2
+    assert count() == 0
+    assert worker.retrieve(keys, into, namespace=node.namespace, promises=promised).hits == 2  # it was only a hint
+
+
+def test_a_promise_keeps_its_objects_through_an_overflow_and_ends_by_itself(node: Node) -> None:
+    node.serve("--lease.promise_ttl_s", "1.5")
+    client = node.client()
+    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+    client.lookup([node.key("a")], namespace=node.namespace, hold=True)
+    client.store([node.key(i) for i in range(300)], [node.payload(2)] * 300, namespace=node.namespace)
+    if client.status()["l1"]["leases_by_kind"]["promise"]:  # it was fast enough
+        assert client.lookup([node.key("a")], namespace=node.namespace).hits == 1
+    until(lambda: client.status()["l1"]["leases_by_kind"] == NO_LEASES, "its end")
+
+
+def test_a_lease_learns_from_the_next_frame_that_it_expired(node: Node) -> None:
+    node.serve("--lease.write_ttl_s", "0.2")
+    client, watcher = node.client(), node.client()
+    lease = client.prepare_store([node.key("a")], namespace=node.namespace)
+    until(lambda: watcher.status()["l1"]["bytes_by_state"]["quarantined"], "the expiry")
+    client.noop()
+    assert lease.expired
+    with pytest.raises(LeaseExpiredError):
+        lease.commit()
+    assert watcher.status()["l1"]["bytes_by_state"]["quarantined"] == 0
+
+
+def test_what_is_asked_before_the_pool_is_populated_is_warming_and_stored_later(node: Node, tmp_path: Path) -> None:
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.pool.populate import Populator
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    gate = threading.Event()
+    populate = Populator._run
+
+    def late(self: Populator) -> None:
+        gate.wait(WAIT_S)
+        populate(self)
+
+    settings = make_settings(
+        name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Populator, "_run", late)
+        server = Server(settings, load_plugins())
+    with server, server.connect() as client:
+        keys, objects = [node.key("a")], [node.payload(1)]
+        assert client.store(keys, objects, namespace=node.namespace).statuses == [Status.WARMING]
+        assert client.prepare_store(keys, namespace=node.namespace).statuses == [Status.WARMING]
+        gate.set()
+        until(lambda: client.store(keys, objects, namespace=node.namespace).stored, "population")
+
+
+def test_threads_that_share_a_client_store_and_read_their_own_bytes(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for turn in range(25):
+            key, payload = node.key((number, turn)), node.payload(number * 31 + turn)
+            if client.store([key], [payload], namespace=node.namespace).stored != 1:
+                wrong.append(f"{number} {turn} not stored")
+            handle = client.lookup_nowait([key], namespace=node.namespace)
+            into = [bytearray(65536)]
+            if client.retrieve([key], into, namespace=node.namespace).hits and into[0] != payload:
+                wrong.append(f"{number} {turn} read another's bytes")
+            handle.wait(WAIT_S)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    assert client.status()["l1"]["leases_by_kind"] == NO_LEASES
+
+
+# --- zmq ---------------------------------------------------------------------------------------------------------
+
+ZMQ_WORKER = """
+client.close()
+client = Client.connect(address=sys.argv[2] and open(sys.argv[2] + '/../address').read())
+"""
+
+
+@pytest.fixture
+def address(node: Node, tmp_path: Path) -> str:
+    """Of a server that also serves ZMQ over ipc."""
+    node.zmq_server = node.serve("--zmq.ipc", "true")
+    address: str = node.client().status()["server"]["also_at"][0]
+    (tmp_path / "address").write_text(address)
+    return address
+
+
+def test_a_zmq_worker_that_is_killed_frees_its_slots(node: Node, address: str) -> None:
+    worker = node.worker(
+        ZMQ_WORKER + "lease = client.prepare_store([key('a')], namespace=ns); say(lease.statuses[0]); wait()"
+    )
+    worker.expect("granted")
+    client = node.client()
+    assert client.status()["l1"]["bytes_by_state"]["writing"] == 65536
+    worker.kill()
+    until(lambda: client.status()["deaths"] == 1, "its death, told by its life lock alone")
+    assert client.status()["l1"]["used_bytes"] == 0
+
+
+def test_a_zmq_client_goes_on_with_the_next_server(node: Node, address: str) -> None:
+    with Client.connect(address=address) as client:
+        assert client.store([node.key("a")], [node.payload(1)], namespace=node.namespace).stored == 1
+        node.zmq_server.kill()
+        into = [bytearray(65536)]
+        assert client.retrieve([node.key("a")], into, namespace=node.namespace).hits == 0
+        with pytest.raises(DisconnectedError):
+            client.ping()
+        node.serve("--zmq.ipc", "true")
+        until(lambda: client.store([node.key("a")], [node.payload(2)], namespace=node.namespace).stored, "the next")
+        assert client.retrieve([node.key("a")], into, namespace=node.namespace).hits == 1
+        assert bytes(into[0]) == node.payload(2)
+
+
+def test_a_zmq_client_whose_server_is_not_there_costs_its_callers_nothing(tmp_path: Path) -> None:
+    space = Namespace("model", Layout("uint8", (64,)))
+    with Client.connect(address=f"ipc://{tmp_path}/nobody") as client:
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(5):
+            assert client.lookup([bytes(32)], namespace=space).statuses == [Status.UNREACHABLE]
+            time.sleep(0.06)  # past the pause between two attempts
+        with pytest.raises(DisconnectedError, match="does not answer"):
+            client.ping()
+        until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2, "descriptors given back")
+
+
+def test_a_child_of_a_zmq_client_connects_by_itself(node: Node, address: str) -> None:
+    worker = node.worker(
+        ZMQ_WORKER
+        + """
+say(client.store([key('a')], [b'a' * 65536], namespace=ns).stored)
+pid = os.fork()
+if pid == 0:
+    say(client.store([key('b')], [b'b' * 65536], namespace=ns).stored)
+    os._exit(0)
+os.waitpid(pid, 0)
+into = [bytearray(65536), bytearray(65536)]
+say(client.retrieve([key('a'), key('b')], into, namespace=ns).hits, into[1][:1])
+wait()
+"""
+    )
+    worker.expect("1")
+    worker.expect("1")
+    worker.expect("2 bytearray(b'b')")
+
+
+def test_identities_that_never_say_hello_are_not_kept_and_nobody_is_locked_out(node: Node, address: str) -> None:
+    context = zmq.Context()
+    for number in range(300):
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 1000)
+            dealer.setsockopt(zmq.IDENTITY, f"ephemeral {number}".encode())
+            dealer.connect(address)
+            dealer.send(b"nonsense")
+    context.term()
+    with Client.connect(address=address, maps_pool=False) as client:
+        assert client.ping(b"x") == b"x"
+        until(lambda: client.status()["counters"].get("garbage", 0) >= 300, "all of them")
+        assert client.status()["l1"]["sessions"] <= 2
+
+
+def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) -> None:
+    for folder, names in (("curve", ["server"]), ("curve/clients", ["friend"]), ("elsewhere", ["stranger", "other"])):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            zmq.auth.create_certificates(tmp_path / folder, name)
+    curve = tmp_path / "curve"
+    node.serve(
+        "--zmq.tcp",
+        "127.0.0.1:0",
+        "--zmq.curve_secret_key_file",
+        str(curve / "server.key_secret"),
+        "--zmq.curve_clients_dir",
+        str(curve / "clients"),
+    )
+    address = node.client().status()["server"]["also_at"][0]
+    friend = CurveKeys.from_files(curve / "server.key", curve / "clients/friend.key_secret")
+    stranger = CurveKeys.from_files(curve / "server.key", tmp_path / "elsewhere/stranger.key_secret")
+    misled = CurveKeys.from_files(tmp_path / "elsewhere/other.key", curve / "clients/friend.key_secret")
+    with Client.connect(address=address, curve=friend, maps_pool=False) as client:
+        assert client.ping(b"x") == b"x"
+    for keys in (stranger, misled):
+        with Client.connect(address=address, curve=keys, maps_pool=False) as client:
+            with pytest.raises(DisconnectedError):
+                client.ping()
+            assert client.lookup([bytes(32)], namespace=node.namespace).statuses == [Status.UNREACHABLE]
+    with pytest.raises(UsageError, match="needs keys"):
+        Client.connect(address=address).ping()
+    assert node.client().status()["sessions_connected"] >= 1
+
+
+def test_an_idle_zmq_worker_is_never_reaped(tmp_path: Path, node: Node) -> None:
+    from lmcache_core.limits import SILENT_SESSION_S
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    settings = make_settings(
+        name=node.name,
+        runtime_dir=str(node.run),
+        state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 16 << 20},
+        zmq={"ipc": True},
+    )
+    with Server(settings, load_plugins()) as server:
+        address = server.carriers[0].address
+        with Client.connect(address=address) as worker, Client.connect(address=address, maps_pool=False) as asker:
+            worker.ping()
+            asker.ping()
+            swept = threading.Event()
+
+            def much_later() -> None:
+                server.sessions.drop_silent(server.loop.now + 2 * SILENT_SESSION_S)
+                swept.set()
+
+            server.loop.call(much_later)
+            assert swept.wait(WAIT_S)
+            assert [session.attached for session in server.sessions] == [True]  # the one that only asks is gone
+            worker.ping()
+            with pytest.raises(DisconnectedError):
+                asker.ping()
+            asker.ping()  # and back
