@@ -79,7 +79,12 @@ class LifelineConnection(Connection):
             sock.connect(f"/proc/self/fd/{directory_fd}/{path.name}")
         except OSError as error:
             sock.close()
-            raise DisconnectedError(f"no server answers at {path}: {error.strerror}; start one with `serve`") from error
+            cure = (
+                'the server admits others with l1.access = "group" and its runtime_dir open to them'
+                if isinstance(error, PermissionError)
+                else "start one with `serve`"
+            )
+            raise DisconnectedError(f"no server answers at {path}: {error.strerror}; {cure}") from error
         finally:
             if directory_fd >= 0:
                 os.close(directory_fd)
@@ -229,7 +234,7 @@ class ZmqConnection(Connection):
         """Raise `DisconnectedError` where the connection has ended. The caller holds the lock."""
         if self._closed:
             raise DisconnectedError("the connection is closed")
-        while self._monitor.getsockopt(self._zmq.EVENTS) & self._zmq.POLLIN:
+        while int(self._monitor.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN:
             event = int(self._read_event(self._monitor, self._zmq.NOBLOCK)["event"])
             if event in self._endings:
                 raise DisconnectedError(f"the server at {self._address} {self._endings[event]}")
