@@ -98,6 +98,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Four workers, two tiers, random kills, every byte checked. Three minutes; `-- --seconds 36000` for a night."""
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"])
+    session.run("python", "tests/soak/run.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     session.install("-q", "ruff>=0.17,<0.18")

@@ -279,7 +279,7 @@ class StoreController:
         def ended(outcomes: Sequence[Outcome]) -> None:
             self._l1.finish(lease, positions)
             self._in_flight_bytes -= nbytes
-            if self._tiers.get(name) is tier:
+            if self._tiers.get(name) is tier and name in self._in_flight:
                 self._in_flight[name] -= 1
             finished: list[Dirty] = []
             for dirty, outcome in zip(going, outcomes, strict=True):
