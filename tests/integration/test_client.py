@@ -303,3 +303,28 @@ def test_an_idle_zmq_worker_is_never_reaped(tmp_path: Path, node: Node) -> None:
             with pytest.raises(DisconnectedError):
                 asker.ping()
             asker.ping()  # and back
+
+
+def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path: Path, node: Node) -> None:
+    pytest.importorskip("lmcache_fs")
+    from lmcache_core.kernel.answers import Reason
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    settings = make_settings(
+        name=node.name,
+        runtime_dir=str(node.run),
+        state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 16 << 20},
+        l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}},
+    )
+    keys = [node.key("a"), node.key("nowhere")]
+    with Server(settings, load_plugins()) as server, server.connect() as client:
+        until(lambda: client.store(keys[:1], [node.payload(1)], namespace=node.namespace).stored, "the pool")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lmcache_core.server.lookups.LOOKUPS_WAITING_MAX", 0)
+            found = client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S)
+        assert found.statuses == [Status.GRANTED, Status.MISS]
+        assert (found.hits, found.done, found.reasons[1]) == (1, True, Reason.LATE)
+        assert client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S).reasons[1] is Reason.NEVER_STORED

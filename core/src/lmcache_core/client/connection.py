@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import DisconnectedError, UsageError
-from lmcache_core.limits import CALL_TIMEOUT_S, FRAME_BYTES_MAX
+from lmcache_core.limits import CALL_TIMEOUT_S, CONNECT_TIMEOUT_S, FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
@@ -76,6 +76,7 @@ class LifelineConnection(Connection):
         directory_fd = -1
         try:
             directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            sock.settimeout(CONNECT_TIMEOUT_S)  # a server that is stopped has a backlog that fills up
             sock.connect(f"/proc/self/fd/{directory_fd}/{path.name}")
         except OSError as error:
             sock.close()

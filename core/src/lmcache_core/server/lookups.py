@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED, LOOKUPS_WAITING_MAX, TIER_DEADLINE_S
+from lmcache_core.limits import (
+    BATCH_KEYS_MAX,
+    JOBS_REMEMBERED,
+    LOOKUPS_WAITING_MAX,
+    SEND_QUEUE_FRAMES_MAX,
+    TIER_DEADLINE_S,
+)
 from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.protocol.messages import Found, Lookup
 from lmcache_core.server.l1 import L1, REASONS
@@ -58,11 +64,14 @@ class Lookups:
         missing = [at for at, status in enumerate(found.statuses) if status in _ABSENT]
         tiering = self._l1.tiering
         served = not missing or (request.window > 0 and missing[-1] < len(keys) - request.window)
-        if served or tiering is None or request.tiers == []:
+        served = served or tiering is None or request.tiers == []
+        if not served and self._under_way >= LOOKUPS_WAITING_MAX:
+            served = True  # with what the L1 has; the rest is a miss for now
+            for at in missing:
+                found.reasons[at] = Reason.LATE
+        if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
             return self._found(request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline)
-        if self._under_way >= LOOKUPS_WAITING_MAX:
-            raise LimitError(f"{LOOKUPS_WAITING_MAX} lookups are waiting for tiers: try again later")
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
             session, request.rid, request, keys, found.promise_id, request.wait_s > 0, reply_at_s=now + request.wait_s
@@ -104,6 +113,8 @@ class Lookups:
         assert wait.job is not None
         if wait.job.ended or wait.job.hits is not None:
             return self._look_again(wait, rid, hold=False)
+        if len(wait.hits_rids) >= SEND_QUEUE_FRAMES_MAX:
+            raise LimitError(f"{SEND_QUEUE_FRAMES_MAX} queries wait for the hits of job {job_id} already: wait for one")
         wait.hits_rids += (rid,)
         return None
 
