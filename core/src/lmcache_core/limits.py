@@ -32,7 +32,6 @@ SETTLED_LEASES_REMEMBERED = 4096  # a repeated commit gets its first answer; eno
 SEND_QUEUE_FRAMES_MAX = 256  # a peer that does not read is dropped once this many replies wait for it
 LOOKUPS_WAITING_MAX = 1024  # replies held back for a prefetch
 JOBS_REMEMBERED = 1024  # a lookup that has ended can be asked about for a while
-LOOP_PAGE_S = 0.002  # no message holds the loop for longer than this
 NAMESPACES_PER_SESSION_MAX = 1024
 SESSION_NAME_BYTES_MAX = 128
 
