@@ -85,7 +85,7 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session
 def crash(session: nox.Session) -> None:
     """kill -9 for workers and servers, at every step of what they do."""
-    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS))
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], tools=tuple(TEST_TOOLS))
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/crash", *session.posargs)
 
 
