@@ -328,3 +328,6 @@ def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path:
         assert found.statuses == [Status.GRANTED, Status.MISS]
         assert (found.hits, found.done, found.reasons[1]) == (1, True, Reason.LATE)
         assert client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S).reasons[1] is Reason.NEVER_STORED
+        with pytest.raises(UsageError, match="no_such_tier"):
+            client.lookup(keys, namespace=node.namespace, hold=True, tiers=["no_such_tier"])
+        assert client.status()["l1"]["leases_by_kind"] == NO_LEASES

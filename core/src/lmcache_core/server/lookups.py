@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import (
@@ -76,22 +76,27 @@ class Lookups:
         wait = Wait(
             session, request.rid, request, keys, found.promise_id, request.wait_s > 0, reply_at_s=now + request.wait_s
         )
-        wait.job = job = tiering.lookup(
-            TierLookup(
-                request.namespace,
-                session.namespaces[request.namespace],
-                keys,
-                missing,
-                now + allowed_s,
-                request.tiers,
-                _wanted(request),
-                request.window,
-                request.warm_up,
-            ),
-            lambda job: self._ended(wait, job),
-            now,
-            policy,
-        )
+        try:
+            wait.job = job = tiering.lookup(
+                TierLookup(
+                    request.namespace,
+                    session.namespaces[request.namespace],
+                    keys,
+                    missing,
+                    now + allowed_s,
+                    request.tiers,
+                    _wanted(request),
+                    request.window,
+                    request.warm_up,
+                ),
+                lambda job: self._ended(wait, job),
+                now,
+                policy,
+            )
+        except CacheError:  # a tier that is not there: the caller hears of no promise
+            if wait.promise:
+                self._kernel.free_lookup_locks(session.id, [wait.promise], now)
+            raise
         self._under_way += 1
         self._remember(job.id, wait)
         if wait.holds_reply:
