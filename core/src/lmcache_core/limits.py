@@ -62,6 +62,7 @@ SCRATCH_BYTES_MAX = 64 << 20  # buffers of one lane thread for encoding and deco
 CHAIN_SERDES_MAX = 8  # serdes in one codec chain: their lengths stand in the object's header
 TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
 TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
+TIER_WARNING_PAUSE_S = 30.0  # a tier in trouble logs no more often than this; `status` counts all of it
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
 ACCOUNTING_STEP_ENTRIES = 512  # scanned entries taken over in one turn of the loop
 PREFETCH_IN_FLIGHT_MAX = 8

@@ -253,6 +253,18 @@ def test_an_adapter_that_miscounts_fails_in_words(doubles: Any, answers: list[Ou
     assert "outcomes for 1 items" in loop.tiering.status()["tiers"][0]["last_error"]
 
 
+def test_a_tier_in_trouble_says_so_in_the_log_once_and_not_once_an_object(
+    doubles: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = doubles.adapter()
+    adapter.answers["store"] = Outcome(Result.FAILED, error="the disk is on fire", retryable=False)
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    for _ in range(3):
+        loop.store(doubles.contents(2))
+        loop.idle()
+    assert [record.getMessage() for record in caplog.records] == ["tier mem: the disk is on fire"]
+
+
 @pytest.mark.parametrize("content", [b"", b"short", bytes(4096), bytes(9096), bytes(10_000)])
 def test_bytes_that_are_no_object_are_a_miss(doubles: Any, content: bytes) -> None:
     adapter = doubles.adapter()

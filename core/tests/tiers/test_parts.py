@@ -321,6 +321,14 @@ def test_epochs_survive_a_restart_and_a_broken_file_stops_the_start(tmp_path: Pa
         Epochs(path)
 
 
+def test_an_epoch_that_cannot_be_kept_is_not_used_and_the_error_says_where_to_let_us_write(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file where a directory should be")
+    epochs = Epochs(tmp_path / "state" / "epochs.json")
+    with pytest.raises(SettingsError, match="state_dir"):
+        epochs.move(3)
+    assert epochs.of(3) == 0
+
+
 # --- selection --------------------------------------------------------------------------------------------
 @given(st.lists(st.sampled_from("LTN"), max_size=12), st.integers(1, 5))
 def test_a_window_is_the_last_run_that_can_be_served(where: list[str], window: int) -> None:

@@ -39,10 +39,21 @@ def make_server_directory(
     """Create the directory, private to us or open to groups. Raises `UsageError` where it is another user's: in a
     shared /tmp somebody else may have made it first."""
     path = server_directory(name, root)
-    path.parent.mkdir(mode=0o700 if access is Access.OWNER else 0o755, parents=True, exist_ok=True)
-    path.mkdir(mode=0o700, exist_ok=True)
-    for part in (path.parent, path):
-        found = part.stat()
+    try:
+        path.parent.mkdir(mode=0o700 if access is Access.OWNER else 0o755, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        parts = [(part, part.stat()) for part in (path.parent, path)]
+        closed = [part for part in path.parents if not part.stat().st_mode & 0o011]
+    except OSError as error:
+        raise UsageError(
+            f"the runtime directory {path} cannot be made: {error.strerror}; set runtime_dir to a directory of yours"
+        ) from error
+    if access is Access.GROUP and closed:
+        raise UsageError(
+            f"{closed[0]} is closed to other users, so no group can reach {path}: chmod o+x it, "
+            "or set runtime_dir elsewhere, here and in the clients (LMCACHE_CORE_RUNTIME_DIR)"
+        )
+    for part, found in parts:
         if found.st_uid != os.geteuid() and found.st_uid != 0:
             raise UsageError(
                 f"{part} belongs to uid {found.st_uid}, not to us: set runtime_dir to a directory of yours"

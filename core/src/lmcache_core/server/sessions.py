@@ -134,8 +134,11 @@ class Sessions:
         self._suspects[session.id] = session
 
     def _proven_dead(self, session: Session) -> bool:
-        if session.pidfd >= 0 and select.select([session.pidfd], [], [], 0)[0]:
-            return True
+        if session.pidfd >= 0:
+            fired = select.poll()  # select.select() takes no descriptor above 1023
+            fired.register(session.pidfd, select.POLLIN)
+            if fired.poll(0):
+                return True
         return session.attached and life_lock_free(self._segment, session.row)
 
     def _dead(self, session: Session) -> None:

@@ -41,14 +41,20 @@ class Epochs:
         return max(stored.everything, stored.namespaces.get(namespace, 0))
 
     def move(self, namespace: int | None) -> None:
-        """The next epoch of a namespace, or of all (None). Raises `OSError` if it cannot be kept."""
+        """The next epoch of a namespace, or of all (None). Raises `SettingsError` if it cannot be kept."""
         if namespace is None:
             highest = max(self._stored.namespaces.values(), default=0)
             moved = _Stored(max(self._stored.everything, highest) + 1, {})
         else:
             moved = _Stored(self._stored.everything, {**self._stored.namespaces, namespace: self.of(namespace) + 1})
         if self._path is not None:
-            _replace(self._path, msgspec.json.encode(moved))
+            try:
+                _replace(self._path, msgspec.json.encode(moved))
+            except OSError as error:
+                raise SettingsError(
+                    f"the tiers are not cleared: their new epoch cannot be kept in {self._path}: {error.strerror}; "
+                    "let the server write there, or set state_dir to a directory where it may"
+                ) from error
         self._stored = moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from lmcache_core.limits import (
     TIER_BATCH_KEYS_MAX,
     TIER_CLOSE_S,
     TIER_LOOKUP_S,
+    TIER_WARNING_PAUSE_S,
 )
 from lmcache_core.policies.contracts import EvictionPolicy, TierView
 from lmcache_core.pool.layout import Layout
@@ -34,6 +36,8 @@ from lmcache_core.tiers.status import tier_status
 from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
 
 __all__ = ["Tier", "TierConfig", "adapter_context"]
+
+log = logging.getLogger(__name__)
 
 _LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing about the tier's health
 _PROBE_KEY = bytes(8)  # shorter than any tier key: it is never there
@@ -70,6 +74,7 @@ class Tier:
         self.draining = False
         self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
         self.last_error = ""
+        self._quiet_until = 0.0
         self._stop = threading.Event()
         self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
@@ -323,9 +328,16 @@ class Tier:
         self.counts["throttled"] += 1
         return TierReason.THROTTLED
 
+    def _trouble(self, error: str) -> None:
+        """Keep it for `status`, and log it, unless this tier has logged another a moment ago."""
+        self.last_error = error
+        if self._now >= self._quiet_until:
+            self._quiet_until = self._now + TIER_WARNING_PAUSE_S
+            log.warning("tier %s: %s", self.name, error)
+
     def _late(self, call: Call, breaker: Breaker, what: str) -> None:
         self.counts[f"{what}_late"] += 1
-        self.last_error = f"{what} not done by its deadline"
+        self._trouble(f"{what} not done by its deadline")
         if call.state is CallState.LATE and call.allowed_s >= _LATE_COUNTS_S:
             breaker.failed(self._now, self.last_error)
         elif breaker.state is BreakerState.HALF_OPEN:
@@ -338,7 +350,7 @@ class Tier:
 
     def _failed(self, breaker: Breaker, what: str, error: str) -> None:
         self.counts[f"{what}_failed"] += 1
-        self.last_error = error
+        self._trouble(error)
         breaker.failed(self._now, error)
 
     def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
@@ -364,7 +376,7 @@ class Tier:
             if result.reason in (TierReason.GONE, TierReason.DAMAGED):
                 self.accounting.remove(key)
             if result.reason is TierReason.DAMAGED:
-                self.last_error = result.error
+                self._trouble(result.error)
                 if not result.mismatched:
                     broken.append(key)
         self.reclaim.set_aside(broken)
@@ -380,7 +392,7 @@ class Tier:
                 if epoch < self._epochs.of(namespace):  # a clear came while it was stored
                     unreachable.append(key)
             elif outcome.error:
-                self.last_error = outcome.error
+                self._trouble(outcome.error)
         if any(outcome.result is Result.FULL for outcome in outcomes):
             self.reclaim.medium_is_full()
         self.reclaim.delete(unreachable)

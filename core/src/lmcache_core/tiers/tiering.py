@@ -138,12 +138,14 @@ class Tiering:
     def clear(self, namespace: int | None, now: float, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
         epoch moves, stores in flight are followed by a delete, and what the tiers hold is deleted in the
-        background. Call it after the kernel's own clear. Raises `OSError` if the new epoch cannot be kept.
+        background. Call it after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be kept.
         """
-        if tiers:
-            self._epochs.move(namespace)
-        self._stores.clear(namespace)
-        self._lookups.clear(namespace)
+        try:
+            if tiers:
+                self._epochs.move(namespace)
+        finally:  # the L1 is cleared already: its part of the fence stands, whatever becomes of the epoch
+            self._stores.clear(namespace)
+            self._lookups.clear(namespace)
         if tiers:
             for tier in self._tiers.values():
                 tier.tick(now)
