@@ -146,6 +146,23 @@ def conformance(session: nox.Session) -> None:
                 "plugins/lmcache-mock", *session.posargs)  # fmt: skip
 
 
+MATRIX = ["disk", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "s3-moto", "s3-radosgw"]
+
+
+@nox.session
+@nox.parametrize("backend", MATRIX, ids=MATRIX)
+def matrix(session: nox.Session, backend: str) -> None:
+    """End to end, and in trouble, over a real service; one that cannot start is a failure.
+
+    `nox -s "matrix(redis)" -- --endpoint redis://…` tests a service of your own.
+    """
+    tier = {"disk": "lmcache-fs", "redis": "lmcache-redis", "s3": "lmcache-s3"}[backend.partition("-")[0]]
+    second_doors = {"disk": [], "redis": ["redis>=5,<8"], "s3": ["moto[server]"]}[backend.partition("-")[0]]
+    install(session, PACKAGES[tier], extras="[cli,testing]", tools=(*TEST_TOOLS, *second_doors))
+    chosen = ["--timeout=300", "--backend", backend, *session.posargs]
+    session.run("python", "-m", "pytest", "-q", "tests/matrix", *chosen, env={"LMCACHE_CORE_MATRIX": "1"})
+
+
 @nox.session
 def outside(session: nox.Session) -> None:
     """As a stranger: core and template from their wheels, in a folder far from here, with no checkout on the path."""

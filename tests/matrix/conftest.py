@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--endpoint", help="a service of your own to test, with exactly one --backend")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "backends(*names): the test is about these backends only")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test of `service` runs once for each backend that was asked for."""
+    """Each test of `service` runs once for each backend that was asked for, and that it is about."""
     if "service" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--backend") or ["disk", "redis"]
+        for mark in metafunc.definition.iter_markers("backends"):
+            chosen = [name for name in chosen if name in mark.args]
         metafunc.parametrize("service", chosen, indirect=True, scope="session")
 
 
@@ -58,7 +65,9 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     name = request.param
     endpoint = request.config.getoption("--endpoint")
     if endpoint:
-        yield load_service(name).at(endpoint)
+        found = load_service(name).at(endpoint)
+        found.ours = False
+        yield found
         return
     service = load_service(name)()
     try:
@@ -72,3 +81,41 @@ def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield service
     finally:
         service.stop()
+
+
+@pytest.fixture
+def label(request: pytest.FixtureRequest) -> str:
+    """A name of this test's own, for keys and folders on a shared service."""
+    return f"{re.sub('[^a-z0-9]+', '-', request.node.name.lower())}-{os.urandom(4).hex()}"
+
+
+@pytest.fixture
+def world(node: Any, service: Any, label: str) -> Iterator[Callable[..., Any]]:
+    """Makes a server on the service, and a client; in the end nothing may be held."""
+    from matrix_world import TIER, TIER_DEADLINE_S, World
+
+    made: list[World] = []
+
+    def make(settings: dict[str, object] | None = None, nbytes: int | None = None) -> World:
+        options = service.tier_options(TIER, settings)
+        options += [f"--l2.{TIER}.deadline_s", str(TIER_DEADLINE_S)]
+        node.server = node.serve(*options)
+        made.append(World(node.client(), label, *(() if nbytes is None else (nbytes,))))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.account()
+
+
+@pytest.fixture
+def proxy(service: Any) -> Iterator[Any]:
+    """A proxy in front of the service that behaves, until it is told not to."""
+    from services.proxy import Proxy
+
+    target = service.proxied() if service.ours else None
+    if target is None:
+        pytest.skip(f"{service.name} has no single port of ours to stand in front of")
+    proxy = Proxy(*target)
+    yield proxy
+    proxy.stop()

@@ -54,6 +54,7 @@ class Service(ABC):
         raise NotImplementedError(f"{self.name} cannot be restarted")
 
     restartable: ClassVar[bool] = False
+    ours = True  # False: a service of the user's own, which tests must not stop, empty or configure
 
     def proxied(self) -> tuple[str, int] | None:
         """Host and port that a TCP proxy may stand in front of; None: there is no single one."""
