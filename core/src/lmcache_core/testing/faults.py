@@ -261,7 +261,7 @@ class FaultyAdapter(L2Adapter):
                     loaded = self.inner.load([LoadItem(other, item.buffers)], deadline)[0]
                     if loaded.result is Result.DONE:
                         return loaded
-            return outcome._replace(result=Result.MISS, nbytes=0)  # alone: its buffers may be spoilt by now
+            return self.inner.load([item], deadline)[0]  # it has none: the truth
         if not outcome.nbytes:
             return outcome
         if fault is Fault.SHORT_READ:
