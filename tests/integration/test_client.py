@@ -330,4 +330,4 @@ def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path:
         assert client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S).reasons[1] is Reason.NEVER_STORED
         with pytest.raises(UsageError, match="no_such_tier"):
             client.lookup(keys, namespace=node.namespace, hold=True, tiers=["no_such_tier"])
-        assert client.status()["l1"]["leases_by_kind"] == NO_LEASES
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 0  # the store to the disk may still read
