@@ -172,7 +172,7 @@ def test_the_machine_finds_a_fault_that_needs_a_story() -> None:
             return super().delete(keys, deadline)
 
     with pytest.raises(AssertionError):
-        run_machine(Resurrects(), runs=100, steps=30)
+        run_machine(Resurrects(), runs=100, steps=30, shortest=False)
 
 
 def test_the_machine_allows_a_medium_that_forgets_only_where_it_says_so() -> None:
@@ -188,7 +188,7 @@ def test_the_machine_allows_a_medium_that_forgets_only_where_it_says_so() -> Non
     says_nothing = Forgets()
     says_nothing.capabilities = Capabilities()  # type: ignore[misc]
     with pytest.raises(AssertionError):
-        run_machine(says_nothing)
+        run_machine(says_nothing, shortest=False)
 
 
 def test_the_machine_can_be_driven_by_hand() -> None:

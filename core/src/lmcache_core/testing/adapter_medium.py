@@ -72,6 +72,17 @@ class MediumTests(Contract):
                 assert list(other.exists([material.key(1)], material.soon())) == [False]
                 assert other.delete([material.key(1)], material.soon())[0].result is Result.DONE
 
+    def test_someone_leads_and_another_once_that_one_is_gone(self, adapter: L2Adapter, reopen: Any) -> None:
+        if not adapter.capabilities.shared:
+            assert adapter.try_to_lead() is True, "there is nobody else to lead"
+            return
+        with self._opened(adapter, reopen) as other:
+            assert adapter.try_to_lead() is True, "the first to ask"
+            assert isinstance(other.try_to_lead(), bool)
+            assert adapter.try_to_lead() is True, "who leads goes on leading"
+            adapter.close()
+            assert other.try_to_lead() is True, "nobody leads, although one asks"
+
     def test_what_expired_is_a_miss(self, adapter: L2Adapter, expire: Any) -> None:
         if expire is None:
             if adapter.capabilities.ttl:

@@ -60,6 +60,9 @@ class LatencyAdapter(L2Adapter):
         self._wait_or_raise(deadline)
         return self.inner.scan(cursor, deadline)
 
+    def try_to_lead(self) -> bool:
+        return self.inner.try_to_lead()
+
     def close(self) -> None:
         self._closing.set()
         self.inner.close()

@@ -57,6 +57,9 @@ class RecordingAdapter(L2Adapter):
         self._keep(Recorded("scan", (), tuple(page.entries)))
         return page
 
+    def try_to_lead(self) -> bool:
+        return self.inner.try_to_lead()
+
     def close(self) -> None:
         self._keep(Recorded("close", (), ()))
         self.inner.close()

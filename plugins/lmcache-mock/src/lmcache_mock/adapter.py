@@ -63,5 +63,8 @@ class MockAdapter(L2Adapter):
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         return self._way.scan(cursor, deadline)
 
+    def try_to_lead(self) -> bool:
+        return self._way.try_to_lead()
+
     def close(self) -> None:
         self._way.close()
