@@ -5,6 +5,8 @@ bytes, with neither. Loads come back into the pool and are verified; the floor i
 and the bare read stands beside it. Objects go in batches, as lanes send them; both sides take turns batch by batch,
 and medians are compared. What was stored is deleted before the medium begins to write it back: that would slow
 whoever happens to run at the time.
+
+With `--tier mock` it is measured instead what a tier that is slow, hung or busy costs everyone else.
 """
 
 from __future__ import annotations
@@ -64,7 +66,13 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """Record every size."""
+    """Record every size; of the mock tier, what it costs others."""
+    if options.tier == "mock":
+        from lmcache_core.cli.bench import trouble
+
+        trouble.check_installed("mock")
+        trouble.run(bench)
+        return
     folder = Path(tempfile.mkdtemp(prefix="lmcache-bench-", dir=options.dir))
     try:
         with _adapter(options, folder / "tier") as adapter:
