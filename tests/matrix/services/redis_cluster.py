@@ -29,7 +29,7 @@ class RedisCluster(RedisService):
                 folder / str(number),
                 *("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"),
                 *("--cluster-node-timeout", str(NODE_TIMEOUT_MS), "--cluster-port", str(free_port())),
-                *("--repl-diskless-sync-delay", "0"),
+                *("--repl-diskless-sync-delay", "0", "--repl-backlog-size", "64kb"),
             )
             server.launch()
             self._servers.append(server)

@@ -25,7 +25,7 @@ class RedisSentinel(RedisService):
         self._sentinels: list[RedisDaemon] = []
 
     def start(self, folder: Path) -> None:
-        primary = RedisDaemon(folder / "0")
+        primary = RedisDaemon(folder / "0", "--repl-diskless-sync-delay", "0", "--repl-backlog-size", "64kb")
         self._servers.append(primary)
         primary.start()
         replica = RedisDaemon(
@@ -69,10 +69,17 @@ class RedisSentinel(RedisService):
                     state = door.sentinel_master(SERVICE)
                     if state["num-other-sentinels"] != SENTINELS - 1 or state["num-slaves"] != 1 or state["is_sdown"]:
                         return False
-            with self._servers[1].door() as door:
-                return door.info("replication").get("master_link_status", "up") == "up"
+            roles = []
+            for server in self._servers:
+                with server.door() as door:
+                    about = door.info("replication")
+                    roles.append((about["role"], about.get("master_link_status", "up")))
+            return sorted(roles) == [("master", "up"), ("slave", "up")]
         except redis.exceptions.RedisError:
             return False
+
+    def primaries(self) -> list[RedisDaemon]:
+        return [self.primary()]
 
     def primary(self) -> RedisDaemon:
         with self._sentinels[0].door() as door:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import redis
 
+from lmcache_core.testing import Backdoor
 from services.service import Daemon, Service, ServiceError, find_binary, free_port, wait_healthy
 
+SMALL_BYTES = 3 << 20
 CURE = "Debian: apt-get install redis-server"
 
 
@@ -59,6 +63,27 @@ class RedisDaemon:
         self.daemon.kill()
 
 
+class RedisDoor(Backdoor):
+    """redis-py, on keys as the documentation names them."""
+
+    def __init__(self, open_door: Callable[[], Any], prefix: str) -> None:
+        self._open = open_door
+        self._prefix = prefix
+
+    def read(self, key: bytes) -> bytes | None:
+        with self._open() as door:
+            found: bytes | None = door.get(self._prefix + key.hex())
+            return found
+
+    def write(self, key: bytes, content: bytes) -> None:
+        with self._open() as door:
+            door.set(self._prefix + key.hex(), content)
+
+    def remove(self, key: bytes) -> None:
+        with self._open() as door:
+            assert door.delete(self._prefix + key.hex()) == 1
+
+
 class RedisService(Service):
     """What all Redis services share."""
 
@@ -88,6 +113,59 @@ class RedisService(Service):
 
     def daemons(self) -> Sequence[RedisDaemon]:
         return ()
+
+    def primaries(self) -> list[RedisDaemon]:
+        """Those that hold data and take writes."""
+        return list(self.daemons())
+
+    # --- for the conformance kit ----------------------------------------------------------------------------
+    def corner(self, label: str) -> dict[str, object]:
+        self.clear()
+        return {**self.adapter_settings(), "key_prefix": f"lmcache:{label}:", "ttl_s": 3600}
+
+    def backdoor(self, corner: dict[str, object]) -> Backdoor:
+        return RedisDoor(self.door, str(corner["key_prefix"]))
+
+    def expire(self, corner: dict[str, object]) -> Callable[[], None]:
+        def expire() -> None:
+            with self.door() as door:
+                for name in door.scan_iter(match=f"{corner['key_prefix']}*"):
+                    assert 0 < door.pttl(name) <= 3_600_000, "stored without its time to live"
+                    door.pexpire(name, -1)
+
+        return expire
+
+    @contextmanager
+    def small(self) -> Iterator[bool]:
+        if not self.ours:
+            yield False
+            return
+        servers = self.primaries()
+        try:
+            for server in servers:
+                with server.door() as door:
+                    room = SMALL_BYTES // len(servers) + int(door.info("memory")["used_memory"])
+                    door.config_set("maxmemory-policy", "allkeys-lru")
+                    door.config_set("maxmemory", room)
+            yield True
+        finally:
+            for server in servers:
+                with server.door() as door:
+                    door.config_set("maxmemory", 0)
+
+    def hang(self) -> AbstractContextManager[None] | None:
+        return self._stopped() if self.ours and self.name in ("redis", "redis-tls") else None
+
+    @contextmanager
+    def _stopped(self) -> Iterator[None]:
+        running = [server.daemon for server in self.daemons() if server.daemon is not None]
+        for daemon in running:
+            daemon.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for daemon in running:
+                daemon.signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for daemon in self.daemons():

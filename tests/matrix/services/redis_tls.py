@@ -14,7 +14,7 @@ USER = "cache"
 PASSWORD = "correct horse/battery@staple"  # with what a URL has to quote
 RIGHTS = (
     "~lmcache:* resetchannels -@all +get +set +touch +unlink +strlen +scan +object|idletime +dbsize +info +ping "
-    "+hello +select +client|setinfo"
+    "+hello +select"
 )
 
 

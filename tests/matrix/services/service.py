@@ -9,9 +9,10 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 START_S = 60.0  # a safety net: services answer within a second or twenty
 STOP_S = 20.0
@@ -63,6 +64,29 @@ class Service(ABC):
     def settings_through(self, port: int) -> dict[str, object]:
         """`adapter_settings` with the port of `proxied` replaced."""
         raise NotImplementedError(f"{self.name} has no single port")
+
+    # --- for the conformance kit ----------------------------------------------------------------------------
+    def corner(self, label: str) -> dict[str, object] | None:
+        """`adapter_settings` for a part of the service that is empty, and nobody else's. None: the kit is not
+        applied here."""
+        return None
+
+    def backdoor(self, corner: dict[str, object]) -> Any:
+        """The medium itself: a `lmcache_core.testing.Backdoor`."""
+        return None
+
+    def expire(self, corner: dict[str, object]) -> Callable[[], None] | None:
+        """Let all objects of the corner reach the end of their time to live."""
+        return None
+
+    @contextmanager
+    def small(self) -> Iterator[bool]:
+        """Within it the service holds between 1 and 4 MiB; False: it cannot be made small."""
+        yield False
+
+    def hang(self) -> AbstractContextManager[None] | None:
+        """Within it the service takes requests and answers none."""
+        return None
 
     def secrets(self) -> Sequence[str]:
         """Words that must never stand in a log, an error, a status or a repr."""

@@ -146,7 +146,7 @@ def broken_by(error: Exception) -> Broken:
     if isinstance(error, exceptions.AuthenticationError):
         return Broken(f"the server refused user and password ({error}): set username and password", retryable=False)
     if isinstance(error, exceptions.NoPermissionError):
-        return Broken(f"the user may not connect ({error}): give it +hello +select +client|setinfo", retryable=False)
+        return Broken(f"the user may not connect ({error}): give it +hello +select", retryable=False)
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
         return Broken("no answer in time", late=True)
     if isinstance(error, exceptions.ResponseError):
