@@ -44,6 +44,13 @@ def test_a_misspelt_name_is_an_error_with_what_was_meant(
     assert said in str(caught.value)
 
 
+def test_what_is_misspelt_in_a_codec_chain_is_not_mistaken_for_the_chain(registry: Registry, toml: Toml) -> None:
+    file = '[l2.cold]\ntype = "acme"\nbucket = "b"\nserde = [{ type = "identity", levl = 1 }]\n'
+    with pytest.raises(SettingsError, match=r"serde") as caught:
+        compose(registry, [], {}, toml(file))
+    assert "did you mean" not in str(caught.value)
+
+
 def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registry) -> None:
     composed = compose(
         registry, [], {"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"}

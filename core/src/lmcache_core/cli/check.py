@@ -57,7 +57,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     except CacheError as error:
         yield _failure("settings", error)
         return
-    yield Finding(True, "settings", f"valid: server {settings.name!r}, {len(settings.l2)} tiers")
+    yield Finding(True, "settings", f"valid: server {settings.name!r}, tiers: {', '.join(settings.l2) or 'none'}")
     yield from _components(registry, settings)
     yield from _surroundings(settings)
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}

@@ -82,4 +82,6 @@ def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str
     if not told:
         return ""
     nearest = flat[told.split("'")[1]]
+    if path[: len(nearest)] == nearest:  # it is there already, and what is misspelt stands below it
+        return ""
     return f": did you mean {spelled(nearest, origin)!r}?"
