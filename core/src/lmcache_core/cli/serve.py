@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import resource
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 
@@ -30,6 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
             logger.warning("plugin not in use: %s", refusal)
     from lmcache_core.server.server import Server
 
+    # A session takes two descriptors or three, and the usual soft limit of 1,024 is there for select(), not for us.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     server = Server(settings, arguments.registry)
     status: int = server.run(
         on_ready=lambda address: print(f"lmcache-core {settings.name} ready at {address}", flush=True)
