@@ -59,6 +59,20 @@ def test_a_killed_server_is_noticed_in_the_middle_of_a_lease(node: Node) -> None
     until(lambda: client.lookup([node.key("a")], namespace=node.namespace).statuses == [Status.MISS])
 
 
+def test_who_reads_in_place_is_told_that_the_server_died_meanwhile(node: Node) -> None:
+    server = node.serve()
+    client = node.client()
+    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+
+    def read() -> bytes:
+        with client.prepare_retrieve([node.key("a")], namespace=node.namespace) as lease:
+            server.kill()
+            return bytes(lease.view(0))
+
+    with pytest.raises(DisconnectedError):  # a successor may have emptied the slot under the reader
+        read()
+
+
 def test_a_lease_of_the_former_server_is_refused_by_the_next(node: Node) -> None:
     server = node.serve()
     worker = node.worker("""

@@ -242,8 +242,20 @@ class ReadLease(Lease):
         return len(self.statuses)
 
     def finish(self, positions: Sequence[int] | None = None) -> None:
-        """Release these positions (None: all that are left)."""
+        """Release these positions (None: all that are left).
+
+        Raises `DisconnectedError` or `LeaseExpiredError` where the server that kept these slots is gone: its
+        successor may have emptied them while they were read, so nothing read under the lease can be trusted.
+        """
         self._settle(m.FinishRead, positions)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish what is left. Raises as `finish` does, unless the block raised already."""
+        if not self._ended and error is None:
+            self.finish()
+        super().__exit__(kind, error, trace)
 
 
 def _settling(kind: type[m.Settle], lease_id: int, page: Sequence[int]) -> Callable[[int], m.Settle]:

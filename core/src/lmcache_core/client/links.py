@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from lmcache_core.client.link import Link, Target, open_link
-from lmcache_core.errors import DisconnectedError, UsageError
+from lmcache_core.errors import DisconnectedError, LimitError, UsageError
 from lmcache_core.protocol.messages import LeaseExpired
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Links:
             raise DisconnectedError(self._why_not)
         try:
             link = open_link(self._target, self._client_id, list(self.open_leases), previous, self._on_notice)
-        except DisconnectedError as error:
+        except (DisconnectedError, LimitError) as error:  # no server, or one that has no room for us now
             self._why_not = str(error)
             self._retry_at_s = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _RETRY_S_MAX)
-            raise
+            raise DisconnectedError(self._why_not) from error
         self._retry_s = _RETRY_S_MIN
         self._link = link
         return link
