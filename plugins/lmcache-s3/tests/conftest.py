@@ -24,7 +24,7 @@ from lmcache_s3.settings import S3Settings
 # A module beside this file; pytest's importlib mode puts no test folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from s3_front import Front  # noqa: E402
+from s3_front import Front
 
 ACCESS_KEY, SECRET_KEY = "TESTACCESSKEY0000001", "test-secret-that-nobody-may-see-0001"
 _SERVER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import threading
@@ -72,7 +73,7 @@ class Front:
             def do_any(self) -> None:
                 front._serve(self)
 
-            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any  # noqa: N815
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
@@ -108,9 +109,6 @@ class Front:
 
     # --- one request --------------------------------------------------------------------------------------
     def _serve(self, handler: BaseHTTPRequestHandler) -> None:
-        expects = handler.headers.get("Expect")
-        if expects:
-            pass  # http.server has said 100 already
         length = int(handler.headers.get("Content-Length") or 0)
         body = handler.rfile.read(length) if length else b""
         seen = Seen(handler.command, handler.path, {k.lower(): v for k, v in handler.headers.items()}, length)
@@ -171,7 +169,5 @@ class Front:
 
     def _drop(self, handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True
-        try:
+        with contextlib.suppress(OSError):  # the client was quicker
             handler.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the client was quicker

@@ -53,11 +53,11 @@ def check_tier(name: str, settings: S3Settings) -> list[Finding]:
     findings += _clock(subject, skew_s(answer.headers))
     try:
         with S3Adapter(settings, AdapterContext(tier=name)) as adapter:
-            error = _round_trip(adapter, deadline)
+            wrong = _round_trip(adapter, deadline)
     except TierError as failure:
-        error = str(failure)
-    if error:
-        return [*findings, Finding(False, subject, *_parted(error))]
+        wrong = str(failure)
+    if wrong:
+        return [*findings, Finding(False, subject, *_parted(wrong))]
     return [*findings, Finding(True, subject, "an object was stored, loaded and deleted")]
 
 

@@ -122,30 +122,41 @@ def _fill(
 ) -> tuple[int, bool]:
     """Bytes of the body, and whether it was read to its end. A body larger than the buffers is not read."""
     room, length = sum(view.nbytes for view in into), response.length
-    if length is not None and length > room:
+    if length is None:
+        return _fill_unknown(response, sock, into, deadline)
+    if length > room:
         return length, False
     got = 0
     for view in into:
+        piece = view[: length - got]
         at = 0
-        while at < view.nbytes and (length is None or got < length):
+        while at < piece.nbytes:
             sock.settimeout(_left_s(deadline))
-            piece = view[at : at + _ONE_RECEIVE_BYTES]
-            if length is None:
-                count = response.readinto(piece)  # chunked, or up to the end of the connection
-            else:
-                piece = piece[: length - got]
-                count = response.fp.readinto1(piece)  # one receive, straight into the buffer
+            count = response.fp.readinto1(piece[at:])  # one receive, straight into the buffer
             if not count:
-                break
+                raise LinkError(f"the connection ended after {got:,} of {length:,} bytes")
             at += count
             got += count
-    if length is None:
-        sock.settimeout(_left_s(deadline))
-        more = response.read(1)
-        return got + len(more), not more
-    if got < length:
-        raise LinkError(f"the connection ended after {got:,} of {length:,} bytes")
     return got, True
+
+
+def _fill_unknown(
+    response: http.client.HTTPResponse, sock: socket.socket, into: Sequence[memoryview], deadline: float
+) -> tuple[int, bool]:
+    """A body that does not say its length: chunked, or up to the end of the connection."""
+    got = 0
+    for view in into:
+        at = 0
+        while at < view.nbytes:
+            sock.settimeout(_left_s(deadline))
+            count = response.readinto(view[at : at + _ONE_RECEIVE_BYTES])
+            if not count:
+                return got, True
+            at += count
+            got += count
+    sock.settimeout(_left_s(deadline))
+    more = response.read(1)
+    return got + len(more), not more
 
 
 def _left_s(deadline: float) -> float:

@@ -19,6 +19,8 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from threading import Event
@@ -73,6 +75,9 @@ def run(options: Namespace, bench: Bench) -> None:
         trouble.check_installed("mock")
         trouble.run(bench)
         return
+    if (own := _bench_of_package(options.tier)) is not None:
+        own.run(options, bench)  # against the floor that its users know
+        return
     folder = Path(tempfile.mkdtemp(prefix="lmcache-bench-", dir=options.dir))
     try:
         with _adapter(options, folder / "tier") as adapter:
@@ -82,6 +87,17 @@ def run(options: Namespace, bench: Bench) -> None:
                 _record(bench, name, nbytes, _measure(adapter, folder, nbytes, bench.quick))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bench_of_package(adapter: str) -> Any:
+    """The module `bench` beside an adapter's factory, if there is one: `run(options, bench)`, options as here."""
+    from lmcache_core.plugins.components import Kind
+    from lmcache_core.plugins.loader import load_plugins
+
+    package = load_plugins().spec(Kind.L2_ADAPTER, adapter).factory.partition(":")[0].rpartition(".")[0]
+    if not package or find_spec(f"{package}.bench") is None:
+        return None
+    return import_module(f"{package}.bench")
 
 
 def _adapter(options: Namespace, folder: Path) -> L2Adapter:
