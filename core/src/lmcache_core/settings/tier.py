@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretBytes, SecretStr
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.registry import Registry
@@ -46,7 +46,8 @@ def tier_settings(
 
 
 def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:
-    """What was set, as one flat table again. `own`: with what belongs to the adapter. Secrets stay wrapped."""
+    """What was set, as one table again. `own`: with what belongs to the adapter. Secrets are in the open, as in the
+    sources of all settings: whoever words a refusal knows them by that, and leaves them out. Never show this."""
     values = {name: getattr(settings, name) for name in settings.model_fields_set if name != "adapter"}
     if "eviction" in values:
         values["eviction"] = "none" if settings.eviction is None else _component(settings.eviction)
@@ -72,4 +73,14 @@ def _component(component: Component) -> dict[str, Any]:
 
 
 def _set(model: BaseModel | None) -> dict[str, Any]:
-    return {} if model is None else {name: getattr(model, name) for name in model.model_fields_set}
+    return {} if model is None else {name: _open(getattr(model, name)) for name in model.model_fields_set}
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, SecretStr | SecretBytes):
+        return value.get_secret_value()
+    if isinstance(value, BaseModel):
+        return _set(value)
+    if isinstance(value, Mapping):
+        return {key: _open(each) for key, each in value.items()}
+    return [_open(each) for each in value] if isinstance(value, list | tuple) else value
