@@ -131,7 +131,7 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
     options: dict[str, Any] = {
         "username": settings.sentinel_username,
         "password": secret.get_secret_value() if secret is not None else None,
-        "protocol": settings.protocol,
+        "protocol": 2,  # redis-py 7 does not understand what Sentinels answer in RESP3
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,7 @@ IOV_MAX = 512  # parts in one sendmsg; the system allows 1,024
 JOIN_BYTES_MAX = 16 << 10  # smaller parts are joined where there is no sendmsg: one TLS record each otherwise
 LINE_BYTES_MAX = 64 << 10
 _TIME_MIN_S = 0.001
+_TIMEVAL = struct.Struct("@ll")
 
 
 class WireError(Exception):
@@ -164,10 +166,7 @@ class Replies:
                 part[:taken] = self._ahead[self._begin : self._begin + taken]
                 self._begin += taken
             elif self._scatter:
-                wanted = sum(each.nbytes for each in parts[at:])
-                got = self._receive([*parts[at:], self._ahead])
-                self._begin, self._end = 0, max(0, got - wanted)
-                at = _advance(parts, at, min(got, wanted))
+                at = _advance(parts, at, self._receive(parts[at:], whole=True))
                 continue
             else:
                 taken = self._receive([part])
@@ -182,13 +181,26 @@ class Replies:
         while nbytes:
             nbytes -= self._receive([scratch[: min(nbytes, len(scratch))]])
 
-    def _receive(self, parts: list[memoryview]) -> int:
-        self._sock.settimeout(left_s(self._deadline))
-        together = self._scatter and len(parts) > 1
-        got = self._sock.recvmsg_into(parts)[0] if together else self._sock.recv_into(parts[0])
+    def _receive(self, parts: list[memoryview], *, whole: bool = False) -> int:
+        left = left_s(self._deadline)
+        if whole and self._scatter:
+            got = self._receive_all(parts, left)
+        else:
+            self._sock.settimeout(left)
+            got = self._sock.recv_into(parts[0])
         if not got:
             raise ConnectionResetError("the server closed the connection")
         return got
+
+    def _receive_all(self, parts: list[memoryview], left: float) -> int:
+        """One call for all of them. The kernel keeps the time: a socket with a Python time-out does not block, and
+        would return with every piece that arrives."""
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+        try:
+            return self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            raise TimeoutError("the deadline has come") from None
 
 
 def _advance(parts: list[memoryview], at: int, nbytes: int) -> int:
