@@ -8,7 +8,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -54,7 +53,7 @@ def run(report: Path, *arguments: str, path: str = "") -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        cwd=HERE,
+        cwd=report.parent,
         env={**os.environ, "PYTHONPATH": path},
     )
 
@@ -105,25 +104,11 @@ def test_what_the_faults_are_changes_to_is_correct(tmp_path: Path) -> None:
 
 
 # --- packages ---------------------------------------------------------------------------------------------------
-def package(folder: Path, module: str, source: str, requires: str = "lmcache-core>=0.1,<0.2") -> None:
-    """A distribution on the path, as pip would have left it, and its contract test."""
-    (folder / f"{module}.py").write_text(dedent(source))
-    info = folder / f"{module}-1.0.dist-info"
-    info.mkdir()
-    about = f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n"
-    (info / "METADATA").write_text(about + (f"Requires-Dist: {requires}\n" if requires else ""))
-    (info / "entry_points.txt").write_text(f"[lmcache_core]\n{module} = {module}\n")
-    (folder / "test_it.py").write_text(
-        "from lmcache_core.testing import PluginPackageContract\n"
-        f"class TestIt(PluginPackageContract):\n    distribution = {module.replace('_', '-')!r}\n"
-    )
-
-
 SOUND = """
 from lmcache_core import ComponentSpec, Kind, hookimpl
 @hookimpl
 def lmcache_components():
-    return [ComponentSpec(Kind.SERDE, "odd", "odd_parts:OddSerde", settings="odd_parts:OddSettings", summary="odd")]
+    return [ComponentSpec(Kind.SERDE, "NAME", "NAME_parts:OddSerde", settings="NAME_parts:OddSettings", summary="odd")]
 """
 PARTS = """
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -133,7 +118,8 @@ class OddSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     token: SecretStr | None = Field(None, description="who we are")
 """
-FAULTS = {
+BOUNDED = "lmcache-core>=0.1,<0.2"
+FAULTS: dict[str, dict[str, str]] = {
     "test_its_entry_point_imports_nothing_heavy": {"source": "import pydantic\n" + SOUND},
     "test_every_hook_it_names_is_a_hook": {"source": SOUND + "\ndef lmcache_componets(): ...\n"},
     "test_the_loader_takes_it": {"source": SOUND.replace("@hookimpl\n", "")},
@@ -144,15 +130,43 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("catcher", [*FAULTS, ""])
-def test_the_kit_catches_a_careless_package(tmp_path: Path, catcher: str) -> None:
-    fault = FAULTS.get(catcher, {})
-    (tmp_path / "odd_parts.py").write_text(fault.get("parts", PARTS))
-    package(tmp_path, "odd_one", fault.get("source", SOUND), fault.get("requires", "lmcache-core>=0.1,<0.2"))
-    report = tmp_path / "report.xml"
-    done = run(report, str(tmp_path / "test_it.py"), path=str(tmp_path))
-    failed = {test for (_, test), found in outcomes(report).items() if "failure" in found}
-    assert (catcher in failed) if catcher else not failed, done.stdout
+def package(folder: Path, name: str, source: str = SOUND, parts: str = PARTS, requires: str = BOUNDED) -> str:
+    """Put a distribution on the path, as pip would have left it; its contract test."""
+    (folder / f"{name}.py").write_text(source.replace("NAME", name))
+    (folder / f"{name}_parts.py").write_text(parts)
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: {requires}\n")
+    (info / "entry_points.txt").write_text(f"[lmcache_core]\n{name} = {name}\n")
+    return f"class Test{name.title()}(PluginPackageContract):\n    distribution = {name!r}\n\n"
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The fault of each package → the contract tests that failed for it. "": no fault."""
+    folder = tmp_path_factory.mktemp("packages")
+    names = {catcher: f"odd{number}" for number, catcher in enumerate(["", *FAULTS])}
+    tests = [package(folder, name, **FAULTS.get(catcher, {})) for catcher, name in names.items()]
+    imports = "from lmcache_core.testing import PluginPackageContract\n\n"
+    (folder / "test_packages.py").write_text(imports + "".join(tests))
+    done = run(folder / "report.xml", str(folder / "test_packages.py"), path=str(folder))
+    found = outcomes(folder / "report.xml")
+    assert len(found) == len(names) * 7, done.stdout
+    return {
+        catcher: {
+            test for (cls, test), what in found.items() if cls.endswith(f".Test{name.title()}") and "failure" in what
+        }
+        for catcher, name in names.items()
+    }
+
+
+@pytest.mark.parametrize("catcher", FAULTS)
+def test_the_kit_catches_a_careless_package(careless: dict[str, set[str]], catcher: str) -> None:
+    assert catcher in careless[catcher]
+
+
+def test_a_careful_package_passes(careless: dict[str, set[str]]) -> None:
+    assert careless[""] == set()
 
 
 # --- overriding -------------------------------------------------------------------------------------------------
