@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from lmcache_core.testing import Backdoor
 from services.service import Daemon, Service, ServiceError, free_port, wait_healthy
 
 BUCKET = "lmcache-matrix"
@@ -34,6 +35,30 @@ make_server("127.0.0.1", int(sys.argv[1]), one_by_one, threaded=True, request_ha
 """
 
 
+class BucketDoor(Backdoor):
+    """The bucket, by plain boto3 calls."""
+
+    def __init__(self, boto: Any, prefix: str) -> None:
+        self._boto = boto
+        self._prefix = prefix
+
+    def read(self, key: bytes) -> bytes | None:
+        try:
+            found = self._boto.get_object(**self._place(key))
+        except self._boto.exceptions.NoSuchKey:
+            return None
+        return bytes(found["Body"].read())
+
+    def write(self, key: bytes, content: bytes) -> None:
+        self._boto.put_object(**self._place(key), Body=content)
+
+    def remove(self, key: bytes) -> None:
+        self._boto.delete_object(**self._place(key))
+
+    def _place(self, key: bytes) -> dict[str, str]:
+        return {"Bucket": BUCKET, "Key": f"{self._prefix}/{key.hex()}"}
+
+
 class S3Service(Service):
     """What all S3 services share: one bucket, one key, one port."""
 
@@ -43,6 +68,7 @@ class S3Service(Service):
 
     def __init__(self) -> None:
         self.endpoint = ""
+        self._boto: Any = None
 
     def adapter_settings(self) -> dict[str, object]:
         return {
@@ -62,11 +88,23 @@ class S3Service(Service):
     def settings_through(self, port: int) -> dict[str, object]:
         return {**self.adapter_settings(), "endpoint_url": f"http://127.0.0.1:{port}"}
 
+    # --- for the conformance kit ----------------------------------------------------------------------------
+    def corner(self, label: str) -> dict[str, object]:
+        return {**self.adapter_settings(), "prefix": f"kit/{label}"}
+
+    def backdoor(self, corner: dict[str, object]) -> Backdoor:
+        return BucketDoor(self.boto(), str(corner["prefix"]))
+
     def secrets(self) -> Sequence[str]:
         return (self.secret_key,)
 
-    def boto(self) -> object:
+    def boto(self) -> Any:
         """A boto3 client of the tests' own: the second door."""
+        if self._boto is None:
+            self._boto = self._make_boto()
+        return self._boto
+
+    def _make_boto(self) -> Any:
         import boto3
         from botocore.config import Config
 
@@ -80,7 +118,7 @@ class S3Service(Service):
         )
 
     def make_bucket(self) -> None:
-        self.boto().create_bucket(Bucket=BUCKET)  # type: ignore[attr-defined]  # boto3 has no types
+        self.boto().create_bucket(Bucket=BUCKET)
 
     def answers(self, path: str = "/") -> bool:
         parts = urlsplit(self.endpoint)

@@ -1,0 +1,163 @@
+"""What only S3 does: refused credentials, missing buckets, wrong clocks, requests to slow down."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matrix_world import KEYS, World, until
+
+from lmcache_core.plugins.components import Kind
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
+from lmcache_core.tiers.parallel import adapter_context
+
+Make = Callable[..., World]
+S3 = ("s3-moto", "s3-radosgw")
+_FRONT = Path(__file__).parents[2] / "plugins" / "lmcache-s3" / "tests" / "s3_front.py"
+
+
+@pytest.fixture(autouse=True)
+def _only_s3(service: Any) -> None:
+    if service.name not in S3 or not service.ours:
+        pytest.skip("these tests are for an S3 service of ours")
+
+
+@pytest.fixture
+def front_module() -> Any:
+    """The misbehaving HTTP front that the adapter's own tests use."""
+    spec = importlib.util.spec_from_file_location("s3_front", _FRONT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def front(service: Any, front_module: Any) -> Iterator[Any]:
+    front = front_module.Front(service.endpoint)
+    yield front
+    front.close()
+
+
+def build(service: Any, **more: object) -> L2Adapter:
+    settings = {**service.adapter_settings(), **more}
+    adapter = load_plugins().build(Kind.L2_ADAPTER, "s3", settings, adapter_context("cold", 4))
+    assert isinstance(adapter, L2Adapter)
+    return adapter
+
+
+def store(adapter: L2Adapter, key: bytes, content: bytes = b"content" * 1000) -> Outcome:
+    return adapter.store([StoreItem(key, [memoryview(content)])], time.monotonic() + 30)[0]
+
+
+def load(adapter: L2Adapter, key: bytes, nbytes: int) -> tuple[Outcome, bytes]:
+    into = bytearray(nbytes)
+    (outcome,) = adapter.load([LoadItem(key, [memoryview(into)])], time.monotonic() + 30)
+    return outcome, bytes(into)
+
+
+@pytest.mark.parametrize("transport", ["direct", "plain"])
+def test_a_missing_bucket_is_said_with_the_cure_and_used_once_it_is_there(
+    service: Any, label: str, transport: str
+) -> None:
+    bucket = f"late-{label[-8:]}-{transport}"
+    with build(service, bucket=bucket, transport=transport) as adapter:
+        refused = store(adapter, b"key")
+        assert refused.result is Result.FAILED
+        assert "NoSuchBucket" in refused.error
+        assert "make the bucket" in refused.error
+        with pytest.raises(Exception, match="make the bucket"):
+            adapter.exists([b"key"], time.monotonic() + 30)
+        service.boto().create_bucket(Bucket=bucket)
+        assert store(adapter, b"key").result is Result.DONE
+        assert load(adapter, b"key", 7000) == (Outcome(Result.DONE, 7000), b"content" * 1000)
+
+
+def test_a_wrong_secret_is_said_with_the_cure(service: Any) -> None:
+    if service.name != "s3-radosgw":
+        pytest.skip("moto checks no signature")
+    for transport in ("direct", "plain"):
+        wrong = "wrong-secret-that-nobody-may-see"
+        with build(service, secret_access_key=wrong, transport=transport) as adapter:
+            refused = store(adapter, b"key")
+            assert refused.result is Result.FAILED
+            assert "SignatureDoesNotMatch" in refused.error
+            assert "its secret is wrong" in refused.error
+            with pytest.raises(Exception, match="its secret is wrong"):
+                adapter.exists([b"key"], time.monotonic() + 30)
+            assert wrong not in refused.error + repr(adapter) + repr(vars(adapter))
+
+
+def test_credentials_that_are_mended_in_their_file_are_used_without_a_restart(
+    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str
+) -> None:
+    if service.name != "s3-radosgw":
+        pytest.skip("moto checks no signature")
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def write(secret: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id={service.access_key}\naws_secret_access_key={secret}\n")
+
+    write("a-wrong-one")
+    given = {key: value for key, value in service.adapter_settings().items() if "access_key" not in key}
+    adapter = load_plugins().build(Kind.L2_ADAPTER, "s3", given, adapter_context("cold", 4))
+    with adapter:
+        assert store(adapter, label.encode()[-40:]).result is Result.FAILED
+        write(service.secret_key)
+        until(lambda: store(adapter, label.encode()[-40:]).result is Result.DONE, "the new credentials")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cure"),
+    [
+        (400, "ExpiredToken", "renew them"),
+        (403, "RequestTimeTooSkewed", "mend the clock"),
+        (403, "AccessDenied", "allow s3:GetObject"),
+        (503, "SlowDown", "asks for a pause"),
+        (301, "PermanentRedirect", "set l2."),
+    ],
+)
+def test_a_service_that_refuses_is_said_with_the_cure_and_used_again(
+    world: Make, service: Any, front: Any, front_module: Any, status: int, code: str, cure: str
+) -> None:
+    here = world({**service.adapter_settings(), "endpoint_url": front.url})
+    numbers = here.stored_and_forgotten(0)
+    front.rule = lambda seen: front_module.Fault(status=status, code=code)
+    assert here.read(numbers, wait_s=2.0) == 0
+    here.store(KEYS)
+    told = until(lambda: json.dumps(here.tier) if cure in json.dumps(here.tier) else "", f"{cure!r} in the status")
+    assert code in told
+    front.rule = None
+    here.recover(2 * KEYS)
+    here.account()
+
+
+def test_a_clock_that_is_wrong_is_refused_by_the_gateway_and_said(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if service.name != "s3-radosgw":
+        pytest.skip("moto checks no signature")
+    import datetime
+
+    import botocore.auth
+
+    def an_hour_ago(remove_tzinfo: bool = True) -> datetime.datetime:
+        now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+        return now.replace(tzinfo=None) if remove_tzinfo else now
+
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", an_hour_ago)
+    with build(service, transport="direct") as adapter:
+        refused = store(adapter, b"key")
+        assert refused.result is Result.FAILED
+        assert "RequestTimeTooSkewed" in refused.error
+        assert "mend the clock" in refused.error
+        monkeypatch.undo()
+        assert store(adapter, b"key").result is Result.DONE
