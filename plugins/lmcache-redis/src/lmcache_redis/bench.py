@@ -229,6 +229,7 @@ def _record(bench: Bench, size: str, sides: _Sides, times: Times) -> None:
         bench.record(f"{what} {size}", ours, "GB/s", floor=bare, target=aimed(FLOOR_TARGET), **more)
         bench.record(f"{what} {size} beside plain calls", ours, "GB/s", floor=plain, target=aimed(PLAIN_TARGET), **more)
         bench.record(f"{what} {size} CPU", cpu(what), "s/GB", floor=cpu(f"plain_{what}"), target=aimed(CPU_TARGET))
+        bench.record(f"{what} {size} CPU of a bare socket", cpu(f"bare_{what}"), "s/GB")
 
 
 def _memory(nbytes: int) -> memoryview:
