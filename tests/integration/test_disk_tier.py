@@ -213,3 +213,29 @@ def test_status_is_plain_json(node: Node, disk: list[str]) -> None:
     node.serve(*disk)
     status = node.client().status()
     assert json.loads(json.dumps(status)) == status
+
+
+def test_a_server_with_another_key_misses_and_leaves_the_objects_to_who_has_theirs(
+    node: Node, tmp_path: Path, disk: list[str]
+) -> None:
+    pytest.importorskip("lmcache_crypto")
+    for name in ("ours", "another"):
+        (tmp_path / name).write_text(os.urandom(32).hex())
+
+    def sealed(name: str) -> list[str]:
+        return [*disk, "--l2.disk.serde", json.dumps([{"type": "aesgcm", "key_file": str(tmp_path / name)}])]
+
+    def read_by(name: str, expected: int) -> None:
+        server = node.serve(*sealed(name))
+        with server.client() as client:
+            assert read_back(node, client, keys) == expected
+        server.signal(signal.SIGTERM)
+        assert server.popen.wait(60) == 0
+
+    first = node.serve(*sealed("ours"))
+    with first.client() as client:
+        keys = fill(node, client, count=4)
+    first.signal(signal.SIGTERM)
+    assert first.popen.wait(60) == 0
+    read_by("another", 0)
+    read_by("ours", 4)

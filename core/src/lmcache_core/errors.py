@@ -127,6 +127,13 @@ class DamagedObjectError(CacheError):
     code = "DAMAGED"
 
 
+class MismatchedObjectError(DamagedObjectError):
+    """An intact object that this server cannot use: another layout, codec chain or key. Left where it is: whoever
+    stored it can read it, and so can this server under other settings."""
+
+    code = "MISMATCHED"
+
+
 def _tree(root: type[CacheError]) -> dict[str, type[CacheError]]:
     found = {root.code: root}
     for sub in root.__subclasses__():

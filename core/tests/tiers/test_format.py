@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_core.errors import DamagedObjectError, UsageError
+from lmcache_core.errors import DamagedObjectError, MismatchedObjectError, UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.tiers.format import (
     HEADER_BYTES,
     TIER_KEY_BYTES,
-    MismatchedObjectError,
     build_header,
     check_header,
     describe_header,

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 
-from lmcache_core.errors import DamagedObjectError, SettingsError
+from lmcache_core.errors import DamagedObjectError, MismatchedObjectError, SettingsError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.pool.layout import Layout
 from lmcache_crypto import serde as serde_module
@@ -125,7 +125,7 @@ def test_an_object_is_refused_under_another_key_or_layout() -> None:
 
 def test_a_key_that_is_not_here_is_named_by_its_id() -> None:
     sealed = encoded(SERDE, bytes(100))
-    with pytest.raises(DamagedObjectError) as caught:
+    with pytest.raises(MismatchedObjectError, match="left where it is") as caught:
         decoded(serde_of(OLDER), sealed, 100)
     assert key_id_of(SECRET).hex() in str(caught.value)
     assert key_id_of(OLDER).hex() in str(caught.value)

@@ -46,5 +46,6 @@ class Serde(ABC):
     def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         """Write the object of `layout` into `into`, all `into.nbytes` of it.
 
-        Raises `DamagedObjectError` where `src` is not what `encode` made for this key and layout.
+        Raises `DamagedObjectError` where `src` is not what `encode` made for this key and layout: it is set aside.
+        Raises `MismatchedObjectError` where it may well be, under settings that are not these: it is left alone.
         """

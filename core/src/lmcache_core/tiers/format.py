@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from lmcache_core.errors import DamagedObjectError, UsageError
+from lmcache_core.errors import DamagedObjectError, MismatchedObjectError, UsageError
 from lmcache_core.limits import CHAIN_SERDES_MAX, KEY_BYTES, PAGE_BYTES
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
@@ -45,12 +45,6 @@ _DESCRIPTION_AT = 160
 _SEAL_AT = HEADER_BYTES - 8
 _TIER_KEY = struct.Struct(f"<{KEY_BYTES}sQI")
 TIER_KEY_BYTES = _TIER_KEY.size
-
-
-class MismatchedObjectError(DamagedObjectError):
-    """An intact object that is not the one expected: other layout, codec chain or key. Not used, not deleted."""
-
-    code = "MISMATCHED"
 
 
 class ObjectHeader(NamedTuple):

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import NamedTuple
 
-from lmcache_core.errors import CacheError, DamagedObjectError
+from lmcache_core.errors import CacheError, DamagedObjectError, MismatchedObjectError
 from lmcache_core.limits import SCRATCH_BYTES_MAX
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 from lmcache_core.tiers.format import (
     HEADER_BYTES,
-    MismatchedObjectError,
     ObjectKind,
     build_header,
     check_header,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import NamedTuple
 
-from lmcache_core.errors import CacheError, DamagedObjectError, TierError
+from lmcache_core.errors import CacheError, DamagedObjectError, MismatchedObjectError, TierError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
@@ -18,7 +18,6 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, Sc
 from lmcache_core.tiers.format import (
     HEADER_BYTES,
     TIER_KEY_BYTES,
-    MismatchedObjectError,
     ObjectHeader,
     check_header,
     describe_header,

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from cryptography.exceptions import InvalidTag
 
-from lmcache_core.errors import DamagedObjectError
+from lmcache_core.errors import DamagedObjectError, MismatchedObjectError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Buffer, Serde
 from lmcache_crypto.keyring import KEY_ID_BYTES, keyring_of
@@ -75,7 +75,10 @@ class AesGcmSerde(Serde):
         cipher = self._keyring.cipher(key_id)
         if cipher is None:
             known = ", ".join(each.hex() for each in self._keyring.ids)
-            raise _damaged(key, f"it was encrypted with key {key_id.hex()}, and the keys here are {known}")
+            raise MismatchedObjectError(
+                f"aesgcm object {key.hex()} was encrypted with key {key_id.hex()}, and the keys here are {known}: "
+                "add that key to read it; it is left where it is"
+            )
         for number, start, at, size in _places(nbytes):
             nonce = bytes(src[at : at + NONCE_BYTES])
             sealed = src[at + NONCE_BYTES : at + NONCE_BYTES + size + TAG_BYTES]
