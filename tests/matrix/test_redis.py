@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import redis
 from matrix_world import KEYS, TIER, World, until
+
+redis = pytest.importorskip("redis")  # other backends have no need of it
 
 Make = Callable[..., World]
 ONE_PORT = ("redis", "redis-tls")
