@@ -134,7 +134,7 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.Lookup, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
         st.builds(m.Lookup, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
         st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
-        st.builds(registered, rid, wire_int, st.lists(st.integers(1, 3000), min_size=1, max_size=3)),
+        st.builds(registered, rid, wire_int, st.lists(st.integers(1, 1600), min_size=1, max_size=3)),
         st.builds(m.Pin, rid, namespace, keys, seconds),
         st.builds(m.Unpin, rid, namespace, keys),
         st.builds(m.RenewLease, rid, lease),
