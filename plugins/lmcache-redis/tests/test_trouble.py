@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import redis
 from pydantic import ValidationError
 
 from lmcache_core.errors import TierError
@@ -41,7 +40,11 @@ def test_a_full_server_is_full_and_never_asked_again(own_server: Any, tier: Make
     assert "allkeys-lru" in full.error
     assert not full.retryable
     with server.door() as door:
-        assert door.info("errorstats")["errorstat_OOM"]["count"] == sum(o.result is Result.FULL for o in outcomes)
+        refused = door.info("errorstats")["errorstat_OOM"]
+        count = (
+            refused["count"] if isinstance(refused, dict) else int(refused.partition("=")[2])
+        )  # as redis-py 5 has it
+        assert count == sum(outcome.result is Result.FULL for outcome in outcomes)
 
 
 def test_a_lookup_makes_an_object_recently_used(server: Any, tier: Make) -> None:
@@ -228,12 +231,16 @@ def test_a_server_that_is_killed_and_back_is_used_again_at_once(own_server: Any,
 
 def test_idle_connections_are_closed_with_the_adapter(server: Any, tier: Make) -> None:
     with server.door() as door:
-        before = len(door.client_list())
+
+        def connected() -> set[str]:
+            return {each["id"] for each in door.client_list()}
+
+        before = connected()
         adapter = tier(port=server.port)
         adapter.store(items(1), soon())
-        assert len(door.client_list()) == before + 1
+        ours = connected() - before
+        assert len(ours) == 1
         adapter.close()
         deadline = soon()
-        while len(door.client_list()) != before:
+        while ours & connected():
             assert time.monotonic() < deadline
-        assert isinstance(door, redis.Redis)
