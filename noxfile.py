@@ -23,7 +23,8 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-LONG = ["tests/crash", "tests/fuzz", "tests/matrix", "tests/soak"]  # sessions of their own
+# With sessions of their own: crash, fuzz, matrix(…), soak, and plugin(…) for those that need a server.
+LONG = ["tests/crash", "tests/fuzz", "tests/matrix", "tests/soak", "plugins/lmcache-redis", "plugins/lmcache-s3"]
 
 
 def install(session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = ()) -> None:
