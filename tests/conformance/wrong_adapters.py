@@ -43,7 +43,7 @@ class Door(Backdoor):
         self._objects = adapter.objects
 
     def read(self, key: bytes) -> bytes | None:
-        return self._objects[key][0] if key in self._objects else None
+        return bytes(self._objects[key][0]) if key in self._objects else None
 
     def write(self, key: bytes, content: bytes) -> None:
         self._objects[key] = (content, 0.0)

@@ -24,7 +24,7 @@ class Memory(Backdoor):
 
     def read(self, key: bytes) -> bytes | None:
         found = self._memory.objects.get(key)
-        return found[0] if found else None
+        return bytes(found[0]) if found else None
 
     def write(self, key: bytes, content: bytes) -> None:
         self._memory.objects[key] = (content, 0.0)
