@@ -13,11 +13,21 @@ LAYOUTS_MAX = 1024  # rows in the pool's layout table
 WORKERS_MAX = 1024  # rows (and life locks) in the pool's worker table
 POOL_NAME_BYTES_MAX = 64  # the field in the pool's header; file names have room for a prefix
 HUGE_PAGE_BYTES = 2 << 20  # data and mapping start on such a boundary: the kernel collapses aligned ranges only
+READY_WAIT_S = 1.0  # "ready" waits so long for the first slabs; on a slow machine the first stores answer WARMING
 POPULATE_STEP_BYTES = 64 << 20  # the room is asked again before each: an OOM kill comes without an errno
 ROOM_RESERVE_BYTES_MAX = 128 << 20  # left to everyone else on the machine and in each control group
 ROOM_RESERVE_FRACTION = 0.05  # of the machine or the control group, where that is less
 INDEX_ENTRY_BYTES = 128  # two cache lines: key, place, checksum, generation
+INDEX_ENTRIES_MAX = 1 << 28  # 32 GiB of index: twice the objects of 64 KiB that 8 TiB hold
 INDEX_OBJECT_BYTES = 64 << 10  # the index has one entry for each, twice over: planned at half load
+INDEX_SWEEP_S = 1.0  # what workers read without a call is told to the eviction policy within that time
+INDEX_SWEEP_KEYS_MAX = 1024  # told in one step: well below the loop's page of 2 ms
+INDEX_SWEEP_PAUSE_S = 0.005  # between two full steps: what workers read takes a tenth of the loop at most
+INDEX_SWEEP_ENTRIES_MIN = 1 << 16  # looked at in one step even if it is early: 128 KiB of marks, some 10 µs
+INDEX_TIDY_ENTRIES = 4096  # walked in one step against tombstones
+POPULATE_THREADS_MAX = 8  # a server's start may not take a large machine from everyone else
+COPY_THREADS_MAX = 64  # of one job, whatever is asked for
+COPY_THREADS_AUTO_MAX = 4  # of one job, if nothing is asked for: a few fill any memory bus
 
 # --- protocol ---------------------------------------------------------------------------------------------
 FRAME_BYTES_MAX = 64 << 10  # below SEQPACKET's default of 212,960 with room for several in flight
@@ -31,7 +41,14 @@ LEASE_KEYS_MAX = OPERATION_KEYS_MAX
 SETTLED_LEASES_REMEMBERED = 4096  # a repeated commit gets its first answer; enough for every reply in flight
 SEND_QUEUE_FRAMES_MAX = 256  # a peer that does not read is dropped once this many replies wait for it
 LOOKUPS_WAITING_MAX = 1024  # replies held back for a prefetch
-JOBS_REMEMBERED = 1024  # a lookup that has ended can be asked about for a while
+LOOKUPS_PER_SESSION_MAX = LOOKUPS_WAITING_MAX // 4  # of these: one scheduler in trouble must leave room for others
+EXPLAIN_KEYS_MAX = 128  # keys explained by one frame: each may have a word from every tier
+EXPLAIN_TIERS_MAX = 16
+EXPLAINS_UNDER_WAY_MAX = 64  # explanations that wait for tiers, of all sessions
+EXPLAINS_PER_SESSION_MAX = 8
+ERROR_EXCERPT_CHARS_MAX = 200  # of a tier's or a policy's words, where they are kept or sent beside keys
+JOBS_REMEMBERED = 1024  # a lookup that has ended can be asked about for a while …
+JOB_KEYS_REMEMBERED = 1 << 17  # … as long as those remembered have no more keys together: about 13 MB
 NAMESPACES_PER_SESSION_MAX = 1024
 SESSION_NAME_BYTES_MAX = 128
 
@@ -45,6 +62,8 @@ QUARANTINE_FRACTION_PER_UID_MAX = 0.125
 PINNED_FRACTION_MAX = 0.5  # pins that belong to the server
 
 # --- tiers ------------------------------------------------------------------------------------------------
+TIERING_STEP_S = 200e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it
+LANE_NICE = 5  # a third of the loop's share of the processor, where there is not enough of it
 LANE_QUEUE_MAX = 256  # batches waiting for a tier; beyond it the answer is THROTTLED
 TIER_BATCH_KEYS_MAX = 64  # keys an adapter sees in one call, unless it asks for fewer
 TIER_DEADLINE_S = 30.0
@@ -60,11 +79,12 @@ BREAKER_PAUSE_MAX_S = 30.0
 DIRTY_OBJECTS_MAX = 1 << 18  # objects waiting for one tier; beyond it the oldest is given up, and counted
 SCRATCH_BYTES_MAX = 64 << 20  # buffers of one lane thread for encoding and decoding, unless one object needs more
 CHAIN_SERDES_MAX = 8  # serdes in one codec chain: their lengths stand in the object's header
+TIER_LOSSES_REMEMBERED = 1 << 14  # why a tier does not have a key: some 3 MB a tier at most
 TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
 TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
 TIER_WARNING_PAUSE_S = 30.0  # a tier in trouble logs no more often than this; `status` counts all of it
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
-ACCOUNTING_STEP_ENTRIES = 512  # scanned entries taken over in one turn of the loop
+ACCOUNTING_STEP_ENTRIES = 128  # scanned entries taken over in one turn of the loop
 PREFETCH_IN_FLIGHT_MAX = 8
 DRAIN_S = 30.0
 CHUNK_TOKENS = 256
@@ -73,6 +93,7 @@ EVICT_RATIO = 0.2
 
 # --- time -------------------------------------------------------------------------------------------------
 SWITCH_INTERVAL_S = 1e-4  # measured: a round trip beside a busy lane thread falls from 5.2 ms to 0.24 ms
+LOOP_SLICE_S = 1e-4  # the least that Linux gives; noop p99 beside a busy tier fell from 3.8 to 2.2 ms with LANE_NICE
 HOUSEKEEPING_S = 0.25  # headroom in the pool, and the other things that wait well
 LIFE_CHECK_S_MIN = 0.002  # a lost session's life lock is looked at this soon, and ever less often up to …
 LIFE_CHECK_S_MAX = 0.5

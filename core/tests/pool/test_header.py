@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.errors import PoolMismatchError
-from lmcache_core.limits import PAGE_BYTES, POOL_BYTES_MAX, SLAB_BYTES_MIN
+from lmcache_core.errors import PoolMismatchError, UsageError
+from lmcache_core.limits import INDEX_ENTRY_BYTES, PAGE_BYTES, POOL_BYTES_MAX, SLAB_BYTES_MIN
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.header import Header, PoolInfo
@@ -22,11 +22,14 @@ from lmcache_core.pool.segment import Segment
 MIB = 1 << 20
 u64 = st.integers(0, 2**64 - 1)
 plans = st.builds(
-    lambda name, data_bytes, backing, boot_id: headers.plan(name, data_bytes, backing, boot_id=boot_id),
+    lambda name, data_bytes, backing, boot_id, entries: headers.plan(
+        name, data_bytes, backing, boot_id=boot_id, index_entries=entries
+    ),
     st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True),
     st.integers(SLAB_BYTES_MIN, POOL_BYTES_MAX),
     st.sampled_from(Backing),
     u64,
+    st.sampled_from([None, 0, 4096, 1 << 15, 1 << 21, 1 << 28]),
 )
 _NUMBERS = len(fields(Header)) - 1
 _BODY = struct.Struct(f"<8s{_NUMBERS}Q64s")
@@ -63,6 +66,10 @@ def test_the_regions_stand_in_order_and_do_not_overlap(header: Header) -> None:
     ]
     for (start, nbytes), (following, _) in itertools.pairwise(regions):
         assert start + nbytes <= following
+    marks_bytes = headers.round_up(2 * header.index_entries, PAGE_BYTES)
+    assert header.index_bytes == marks_bytes + INDEX_ENTRY_BYTES * header.index_entries
+    assert header.index_entries & (header.index_entries - 1) == 0
+    assert headers.HEADER_BYTES > headers.SERVING_OFFSET >= len(headers.encode(header))
     assert header.data_offset + header.data_bytes == header.segment_bytes
     assert header.slot_rows * PAGE_BYTES == header.data_bytes
     assert header.slab_rows * SLAB_BYTES_MIN >= header.data_bytes
@@ -106,6 +113,18 @@ def test_garbage_never_crashes_an_attach(garbage: bytes, with_magic: bool) -> No
     os.write(fd, garbage)
     with pytest.raises(PoolMismatchError):
         Segment.attach_fd(fd, PoolInfo("p", Backing.MEMFD, 4 * MIB, 2 * MIB, 1, 1))
+
+
+@pytest.mark.parametrize("entries", [1, 4095, 5000, 1 << 29, -4096])
+def test_an_index_that_cannot_be_made_is_refused(entries: int) -> None:
+    with pytest.raises(UsageError, match="power of two"):
+        headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1, index_entries=entries)
+
+
+def test_the_index_has_two_entries_for_each_object_of_64_kib_unless_told_otherwise() -> None:
+    assert headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1).index_entries == 4096
+    assert headers.plan("p", 64 << 30, Backing.SHM, boot_id=1).index_entries == 2 << 20
+    assert headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1, index_entries=1 << 16).index_entries == 1 << 16
 
 
 def test_a_segment_that_is_being_made_says_so() -> None:

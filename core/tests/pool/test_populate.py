@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from lmcache_core.errors import NotEnoughMemoryError
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.hugepages import huge_page_fraction
+from lmcache_core.pool.mapping import Mapping
 from lmcache_core.pool.populate import Populator, populate
 from lmcache_core.pool.room import LimitedBy, Room
 from lmcache_core.pool.segment import Segment
@@ -52,6 +54,72 @@ def test_all_memory_is_real_at_the_end_and_progress_says_how_far(make: Make, bac
     assert os.fstat(segment.fileno()).st_blocks * 512 >= segment.info.data_bytes
     assert told.threads
     assert threading.get_ident() not in told.threads
+
+
+def test_the_beginning_can_be_waited_for_before_the_end(make: Make) -> None:
+    segment = make(8 * MIB)
+    go_on = threading.Event()
+    populator = Populator(
+        segment, on_progress=lambda nbytes: go_on.wait(60) and None, on_error=lambda error: None, step_bytes=4 * MIB
+    )
+    populator.start()
+    assert not populator.wait_begun(0.01)  # it has told nobody yet
+    go_on.set()
+    assert populator.wait_begun(60)
+    assert populator.wait(60)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("backing", [Backing.SHM, Backing.MEMFD])
+def test_several_threads_leave_no_page_out_and_the_fraction_is_still_the_kernels(
+    make: Make, backing: Backing, threads: int
+) -> None:
+    segment = make(25 * MIB, backing=backing)  # the last step is no whole number of parts
+    told = Told()
+    populator = told.start(segment, step_bytes=10 * MIB, threads=threads)
+    assert populator.wait(60)
+    assert told.errors == []
+    assert told.progress == [10 * MIB, 20 * MIB, 25 * MIB]
+    assert os.fstat(segment.fileno()).st_blocks * 512 >= segment.info.data_bytes
+    header, mapped_kib, huge_kib, inside = segment.header, 0, 0, False
+    start = segment.mapping.address
+    assert resident_pages(start + header.data_offset, header.data_bytes) == header.data_bytes // 4096
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.partition(" ")[0].endswith(":"):
+            inside = int(line.partition("-")[0], 16) == start
+        elif inside and line.startswith("Rss:"):
+            mapped_kib += int(line.split()[1])
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            huge_kib += int(line.split()[1])
+    assert mapped_kib * 1024 >= header.data_bytes, "every page is mapped, not only allocated"
+    assert huge_page_fraction(segment) == pytest.approx(min(huge_kib * 1024 / segment.info.data_bytes, 1))
+
+
+def resident_pages(address: int, nbytes: int) -> int:
+    """What mincore(2) says."""
+    found = (ctypes.c_ubyte * -(-nbytes // 4096))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found) == 0
+    return sum(page & 1 for page in found)
+
+
+def test_an_error_of_one_thread_ends_the_population(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = make(16 * MIB, backing=Backing.MEMFD)
+    parts: list[tuple[int, int]] = []
+
+    def second_fails(mapping: Mapping, offset: int, nbytes: int) -> None:
+        parts.append((offset - segment.header.data_offset, nbytes))
+        if offset != segment.header.data_offset:
+            raise NotEnoughMemoryError("full")
+        populate(mapping, offset, nbytes)
+
+    monkeypatch.setattr("lmcache_core.pool.populate.populate", second_fails)
+    told = Told()
+    populator = told.start(segment, step_bytes=8 * MIB, threads=2)
+    assert populator.wait(60)
+    assert [str(error) for error in told.errors] == ["full"]
+    assert sorted(parts) == [(0, 4 * MIB), (4 * MIB, 4 * MIB)]
+    assert populator.populated_bytes == 0
 
 
 def test_memory_on_reserved_huge_pages_is_populated_and_counted(make: Make, huge_pages: int) -> None:

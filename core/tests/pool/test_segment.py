@@ -350,3 +350,26 @@ def test_a_killed_worker_leaves_the_pool_as_it_is(make: Make, spawn: Any) -> Non
     assert name_exists(segment)
     with Segment.attach_name(segment.info.name, segment.info):
         pass
+
+
+def test_the_serving_word_is_seen_through_every_mapping_and_changes_no_checksum(
+    runtime_dir: Path, pool_name: str
+) -> None:
+    with Segment.create(pool_name, 4 * MIB, Backing.MEMFD, runtime_dir=runtime_dir) as segment:
+        assert segment.serving == 0
+        segment.serve(0xABCDEF)
+        with Segment.attach_fd(segment.worker_fd(), segment.info) as worker:
+            assert worker.serving == 0xABCDEF
+            segment.serve(0)
+            assert worker.serving == 0
+        with pytest.raises(UsageError, match="24 bits"):
+            segment.serve(1 << 24)
+
+
+def test_the_whole_index_has_memory_from_the_start(runtime_dir: Path, pool_name: str) -> None:
+    with Segment.create(pool_name, 4 * MIB, Backing.SHM, runtime_dir=runtime_dir, index_entries=1 << 16) as segment:
+        header = segment.header
+        allocated = os.fstat(segment.fileno()).st_blocks * 512
+        assert allocated >= header.index_offset + header.index_bytes
+        assert segment.index_numbers["entries"] == 1 << 16
+        assert segment.index_numbers["index_offset"] == header.index_offset

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lmcache_core.errors import PoolBusyError, PoolError, UsageError
 from lmcache_core.pool.backing import FILE_PREFIX, SHM_DIR, check_name
+from lmcache_core.pool.header import KEPT_OFFSET
 from lmcache_core.pool.ownership import OwnerLock, give_back
 
 
@@ -20,6 +21,7 @@ class CleanState(StrEnum):
     REMOVED = "removed"
     WOULD_REMOVE = "would remove"
     OWNER_LIVES = "owner lives"
+    KEPT = "kept for the next server"  # its last server left it on purpose: removed only when it is named
     REFUSED = "refused"  # another user's, most often
 
 
@@ -42,7 +44,8 @@ def clean(
 ) -> list[Cleaned]:
     """Remove segments, lock files and sockets of dead servers.
 
-    `names` limits it to these pools. Lock files NAME.lock are looked for in `runtime_dir` and one level below;
+    `names` limits it to these pools, and takes those among them that were kept for the next server, too.
+    Lock files NAME.lock are looked for in `runtime_dir` and one level below;
     with one goes the socket NAME.sock beside it, or, in a directory called NAME, every socket there and
     the directory itself, once it is empty. Dead is whose lock is free.
     """
@@ -50,11 +53,11 @@ def clean(
     found: list[Cleaned] = []
     for path in _files(shm_dir, f"{FILE_PREFIX}*"):
         if _selected(path.name.removeprefix(FILE_PREFIX), wanted):
-            found += _clean(path, dry_run, segment=True)
+            found += _clean(path, dry_run, segment=True, kept_too=bool(wanted))
     if runtime_dir is not None:
         for path in [*_files(runtime_dir, "*.lock"), *_files(runtime_dir, "*/*.lock")]:
             if _selected(path.stem, wanted):
-                found += _clean(path, dry_run, segment=False)
+                found += _clean(path, dry_run, segment=False, kept_too=True)
     return found
 
 
@@ -68,7 +71,7 @@ def _selected(name: str, wanted: set[str]) -> bool:
     return False  # not a pool's name: someone else's file
 
 
-def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
+def _clean(path: Path, dry_run: bool, *, segment: bool, kept_too: bool) -> Iterator[Cleaned]:
     try:
         lock = OwnerLock.acquire_existing(path)
     except PoolBusyError:
@@ -81,6 +84,9 @@ def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
         return  # its owner went in an orderly way just now
     with contextlib.closing(lock):
         nbytes = os.fstat(lock.fileno()).st_blocks * 512 if segment else 0
+        if segment and not kept_too and _kept(lock.fileno()):
+            yield Cleaned(path, CleanState.KEPT, nbytes)
+            return
         if dry_run:
             yield Cleaned(path, CleanState.WOULD_REMOVE, nbytes)
             return
@@ -97,6 +103,10 @@ def _clean(path: Path, dry_run: bool, *, segment: bool) -> Iterator[Cleaned]:
             yield Cleaned(path, CleanState.REFUSED, reason=str(error))
             return
         yield Cleaned(path, CleanState.REMOVED, nbytes)
+
+
+def _kept(fd: int) -> bool:
+    return any(os.pread(fd, 8, KEPT_OFFSET))
 
 
 def _remove_sockets(lock_path: Path) -> None:

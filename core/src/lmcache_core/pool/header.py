@@ -5,17 +5,20 @@
                workers         WORKERS_MAX rows of 64 bytes; the first byte of a row is its life lock
                slabs           one u64 for each SLAB_BYTES_MIN of data
                slots           one u64 for each PAGE_BYTES of data
-               index           reserved: INDEX_ENTRY_BYTES for each entry, a power of two of entries, twice as
-                               many as there are INDEX_OBJECT_BYTES in the data. A hole until it is used: it
-                               costs addresses, not memory
+               index           marks: one u16 for each entry, in whole pages; then the entries, INDEX_ENTRY_BYTES
+                               each, a power of two of them: twice as many as there are INDEX_OBJECT_BYTES in
+                               the data, unless the setting says otherwise
     data_offset  data          2 MiB-aligned
 
 All numbers are little-endian. Offsets count from the start of the segment, and 0 is never an object's. The
-sizes follow from `data_bytes` and the backing alone, so a reader computes the plan again and compares: a
-header whose checksum fits but whose offsets do not is refused before one of them is used.
+sizes follow from `data_bytes`, `index_entries` and the backing alone, so a reader computes the plan again and
+compares: a header whose checksum fits but whose offsets do not is refused before one of them is used.
 
 The writer fills everything in and writes the magic last. A segment without magic is being made, or its maker
 died: nobody attaches to it.
+
+The serving word (u64 at SERVING_OFFSET, in the first page and outside of the checksum) is the lease epoch of the
+server that answers for the index now, 0 while there is none: who reads the index without a call looks at it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any
 from lmcache_core.errors import PoolMismatchError, UsageError
 from lmcache_core.limits import (
     HUGE_PAGE_BYTES,
+    INDEX_ENTRIES_MAX,
     INDEX_ENTRY_BYTES,
     INDEX_OBJECT_BYTES,
     LAYOUTS_MAX,
@@ -41,15 +45,18 @@ from lmcache_core.limits import (
 from lmcache_core.pool.backing import Backing, check_name
 
 MAGIC = b"LMCPOOL\0"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 HEADER_BYTES = PAGE_BYTES
 LAYOUT_ROW_BYTES = 32
 WORKER_ROW_BYTES = 64
+KEPT_OFFSET = 1088  # u64, not 0 where the last server left the pool on purpose; the low 24 bits: its epoch
+SERVING_OFFSET = 1024  # a cache line of its own: every reader looks at it, one server writes it
+INDEX_MARK_BYTES = 2
 _INDEX_ENTRIES_MIN = 4096
 _BACKING_CODES = {Backing.SHM: 1, Backing.MEMFD: 2, Backing.HUGETLB: 3}
 _BACKINGS = {code: backing for backing, code in _BACKING_CODES.items()}
 
-_FORM = struct.Struct("<8s 18Q 64s")
+_FORM = struct.Struct("<8s 19Q 64s")
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -96,6 +103,7 @@ class Header:
     slot_rows: int
     index_offset: int
     index_bytes: int
+    index_entries: int  # a power of two
     pid: int  # the maker's, for messages only: it means nothing in another pid namespace
     created_ns: int  # Unix time
     name: str
@@ -107,9 +115,23 @@ class Header:
             self.name, self.backing, self.segment_bytes, self.data_offset, self.boot_id, self.layout_version
         )
 
+    @property
+    def index_numbers(self) -> dict[str, int]:
+        """Where the index stands in the mapping: the keyword arguments of `_native.Index`."""
+        return {
+            "index_offset": self.index_offset,
+            "entries": self.index_entries,
+            "data_offset": self.data_offset,
+            "segment_bytes": self.segment_bytes,
+            "serving_offset": SERVING_OFFSET,
+        }
 
-def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int) -> Header:
-    """The header of a new segment with room for `data_bytes`, rounded up to the backing's pages."""
+
+def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_entries: int | None = None) -> Header:
+    """The header of a new segment with room for `data_bytes`, rounded up to the backing's pages.
+
+    `index_entries`: a power of two; None or 0 derives it from `data_bytes`.
+    """
     check_name(name)
     if data_bytes < SLAB_BYTES_MIN:
         raise UsageError(
@@ -125,8 +147,8 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int) -> Heade
     slots_offset = round_up(slabs_offset + slab_rows * 8, PAGE_BYTES)
     slot_rows = data_bytes // PAGE_BYTES
     index_offset = round_up(slots_offset + slot_rows * 8, PAGE_BYTES)
-    entries = max(_INDEX_ENTRIES_MIN, 2 * data_bytes // INDEX_OBJECT_BYTES)
-    index_bytes = (1 << (entries - 1).bit_length()) * INDEX_ENTRY_BYTES
+    entries = _index_entries(index_entries, data_bytes)
+    index_bytes = round_up(entries * INDEX_MARK_BYTES, PAGE_BYTES) + entries * INDEX_ENTRY_BYTES
     data_offset = round_up(index_offset + index_bytes, HUGE_PAGE_BYTES)
     return Header(
         layout_version=LAYOUT_VERSION,
@@ -145,10 +167,23 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int) -> Heade
         slot_rows=slot_rows,
         index_offset=index_offset,
         index_bytes=index_bytes,
+        index_entries=entries,
         pid=os.getpid(),
         created_ns=time.time_ns(),
         name=name,
     )
+
+
+def _index_entries(wanted: int | None, data_bytes: int) -> int:
+    if not wanted:
+        least = max(_INDEX_ENTRIES_MIN, 2 * data_bytes // INDEX_OBJECT_BYTES)
+        return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
+    if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= INDEX_ENTRIES_MAX:
+        raise UsageError(
+            f"an index of {wanted:,} entries cannot be made: give a power of two from {_INDEX_ENTRIES_MIN:,} to "
+            f"{INDEX_ENTRIES_MAX:,}, or 0 to have it follow from the pool's size"
+        )
+    return wanted
 
 
 def round_up(nbytes: int, unit: int) -> int:
@@ -192,7 +227,7 @@ def _checked(numbers: list[int], raw_name: bytes) -> Header:
         raise PoolMismatchError(f"the segment's header names backing {numbers[5]}, unknown to this library")
     try:
         name = check_name(raw_name.rstrip(b"\0").decode("ascii"))
-        expected = plan(name, numbers[4], backing, boot_id=numbers[1])
+        expected = plan(name, numbers[4], backing, boot_id=numbers[1], index_entries=numbers[16])
     except ValueError as error:  # UsageError and UnicodeDecodeError: input, not a broken program
         raise PoolMismatchError(f"the segment's header makes no sense: {error}") from error
     values: list[Any] = [*numbers[:5], backing, *numbers[6:], name]
@@ -204,6 +239,24 @@ def _checked(numbers: list[int], raw_name: bytes) -> Header:
         if want != have:
             raise PoolMismatchError(f"the segment's header says {field.name} = {have} where {want} belongs")
     return found
+
+
+def same_plan(found: Header, wanted: Header) -> None:
+    """Raise a PoolMismatchError that names both sides, unless a pool planned as `wanted` may go on as `found`."""
+    free = ("boot_id", "pid", "created_ns")
+    names = [f.name for f in fields(Header) if f.name not in free and getattr(found, f.name) != getattr(wanted, f.name)]
+    # One setting moves many offsets: only what a person has set is named.
+    said = [name for name in ("layout_version", "backing", "data_bytes", "index_entries", "name") if name in names]
+    if names:
+        differ = ", ".join(
+            f"{name} is {_text(getattr(found, name))} there and {_text(getattr(wanted, name))} in the settings"
+            for name in said or names
+        )
+        raise PoolMismatchError(f"it is not the pool that the settings ask for: {differ}")
+
+
+def _text(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def compare(found: PoolInfo, expected: PoolInfo) -> None:

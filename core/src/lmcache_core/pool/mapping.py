@@ -52,6 +52,7 @@ class Mapping:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self.address = _map_aligned(fd, nbytes)
+        self.pinned = False  # by pool/cuda.py
         # A class of its own, since plain ctypes arrays take no weak reference and so no finalizer.
         kind: Any = type("MappedArray", (ctypes.c_ubyte * nbytes,), {})
         self.array: Any = kind.from_address(self.address)

@@ -12,12 +12,15 @@ import fcntl
 import logging
 import os
 import stat
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from lmcache_core.errors import PoolBusyError, PoolError, PoolMismatchError
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.atfork import PrivateDescriptor
+from lmcache_core.pool.header import Header
 from lmcache_core.pool.mapping import punch_hole
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ _TRIES = 100  # each loss means that another process unlinked the file at that m
 class OnStale(StrEnum):
     """What a new server does with the named segment of a dead one."""
 
+    ADOPT = "adopt"  # go on with what is in it, where it is the same kind of pool; else begin cold
     RECREATE = "recreate"  # give its memory back and begin cold
     REFUSE = "refuse"  # stop, and leave it to `lmcache-core clean`
 
@@ -131,26 +135,55 @@ def own(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
     return lock
 
 
-def own_fresh(path: Path, name: str, on_stale: OnStale, undo: contextlib.ExitStack) -> tuple[OwnerLock, bool]:
-    """The lock on a new, empty segment file, and whether a dead server's had to go first."""
+@dataclass
+class Owned:
+    """The lock on a segment's file, and what became of the one that was found there."""
+
+    lock: OwnerLock
+    adopted: Header | None = None  # a dead server's, to be gone on with
+    recreated: bool = False  # a dead server's had to go first …
+    why_cold: str = ""  # … for this reason
+
+
+def own_segment(
+    path: Path,
+    name: str,
+    on_stale: OnStale,
+    adoptable: Callable[[int], Header],
+    undo: contextlib.ExitStack,
+    why_cold: str = "",
+) -> Owned:
+    """The lock on a segment file that is new and empty, or a dead server's that `adoptable(fd)` took.
+
+    `adoptable` raises PoolMismatchError with the reason where it does not take it. Should the creation fail later,
+    a new file is removed again; one that was adopted is not.
+    """
     with contextlib.ExitStack() as undo_stale:
         lock = own(path, name, undo_stale)
         if not lock.found_bytes:
             undo.push(undo_stale.pop_all())
-            return lock, False
+            return Owned(lock)
         undo_stale.pop_all()
-    with contextlib.closing(lock):
-        if on_stale is OnStale.REFUSE:
-            raise PoolError(
-                f"{path} is left over from a server that died: run lmcache-core clean, or set on_stale = "
-                f'"{OnStale.RECREATE}"'
-            )
-        give_back(lock)
-    log.warning("pool %r: recreated, since its former server died (%s)", name, path)
+    undo_lock = undo.enter_context(contextlib.ExitStack())
+    undo_lock.callback(lock.close)
+    why_cold = why_cold or 'l1.on_stale is "recreate"'
+    if on_stale is OnStale.REFUSE:
+        raise PoolError(
+            f"{path} is left over from a server that has ended: run lmcache-core clean {name}, or set l1.on_stale = "
+            f'"{OnStale.ADOPT}" or "{OnStale.RECREATE}"'
+        )
+    if on_stale is OnStale.ADOPT:
+        try:
+            return Owned(lock, adopted=adoptable(lock.fileno()))
+        except PoolMismatchError as error:
+            why_cold = str(error)
+    give_back(lock)
+    undo_lock.close()
+    log.warning("pool %r begins cold, and what a former server left in %s is given back: %s", name, path, why_cold)
     fresh = own(path, name, undo)
     if fresh.found_bytes:
         raise PoolBusyError(f"pool {name!r}: another server is making {path} at this moment")
-    return fresh, True
+    return Owned(fresh, recreated=True, why_cold=why_cold)
 
 
 def give_back(lock: OwnerLock) -> None:
@@ -158,11 +191,23 @@ def give_back(lock: OwnerLock) -> None:
     try:
         # Memory first, or it would stay with the workers that still map it. They read zeros from now on. (A page
         # that they touch costs memory again, and where the mount is full by then, a SIGBUS: a worker lets go
-        # of a pool as soon as its server is gone.)
-        punch_hole(lock.fileno(), 0, lock.found_bytes)
+        # of a pool as soon as its server is gone.) The index before the data: who copies an object without a
+        # call finds its entry changed once any of its bytes may be.
+        front = min(_front_bytes(lock.fileno()), lock.found_bytes)
+        punch_hole(lock.fileno(), 0, front)
+        if front < lock.found_bytes:
+            punch_hole(lock.fileno(), front, lock.found_bytes - front)
         lock.unlink()
     except OSError as error:
         raise PoolError(f"{lock.path} is stale and cannot be removed: {error.strerror}; remove it by hand") from error
+
+
+def _front_bytes(fd: int) -> int:
+    """What stands in front of the data; of a segment that makes no sense, its header: without it nobody reads."""
+    try:
+        return headers.decode(os.pread(fd, headers.HEADER_BYTES, 0)).data_offset
+    except PoolMismatchError:
+        return headers.HEADER_BYTES
 
 
 def _who(path: Path) -> str:

@@ -3,7 +3,8 @@
 Order within a step: ask for room, allocate, then collapse into huge pages or populate. `fallocate` answers a
 full mount with ENOSPC where populating would be a SIGBUS; nothing answers a full control group but the OOM
 killer, so that is asked first. Collapsing right after the allocation costs no more than populating does, and
-leaves nothing to populate; a worker then maps a GiB in 3 ms where small pages take it 0.4 s.
+leaves nothing to populate; a worker then maps a GiB in 3 ms where small pages take it 0.4 s. Allocating is the
+file system's, one call at a time; clearing pages, which is most of the work, is shared by several threads.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from collections.abc import Callable
 from functools import partial
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
-from lmcache_core.limits import POPULATE_STEP_BYTES
+from lmcache_core.limits import HUGE_PAGE_BYTES, POPULATE_STEP_BYTES, POPULATE_THREADS_MAX
 from lmcache_core.pool.atfork import PrivateDescriptor
 from lmcache_core.pool.backing import SHM_DIR, Backing
+from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.mapping import MADV_COLLAPSE, MADV_POPULATE_WRITE, Mapping, advise
 from lmcache_core.pool.room import Room, check_room, room
 from lmcache_core.pool.segment import Segment
@@ -52,6 +54,44 @@ def _touch(address: int, nbytes: int) -> None:
         ctypes.string_at(page, 1)
 
 
+def holes(fd: int, offset: int, nbytes: int) -> int:
+    """Bytes of the range that have no memory, or were never written to."""
+    end, missing_bytes = offset + nbytes, 0
+    while offset < end:
+        try:
+            data = min(end, os.lseek(fd, offset, os.SEEK_DATA))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nothing but a hole up to the file's end
+                raise
+            data = end
+        missing_bytes += data - offset
+        offset = data if data == end else min(end, os.lseek(fd, data, os.SEEK_HOLE))
+    return missing_bytes
+
+
+def _at_once(work: Callable[[int, int], None], offset: int, nbytes: int, threads: int) -> None:
+    """Call `work(offset, nbytes)` for parts of a range, whole huge pages each, on so many threads. Raises what one of
+    them raised, once all have ended."""
+    part_bytes = -(-nbytes // threads // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    errors: list[Exception] = []
+
+    def run(at: int) -> None:
+        try:
+            work(at, min(part_bytes, offset + nbytes - at))
+        except Exception as error:  # noqa: BLE001 - raised again, by the thread that waits for this one
+            errors.append(error)
+
+    starts = range(offset, offset + nbytes, part_bytes)
+    others = [threading.Thread(target=run, args=(at,), name="lmcache-populate", daemon=True) for at in starts[1:]]
+    for other in others:
+        other.start()
+    run(starts[0])
+    for other in others:
+        other.join()
+    if errors:
+        raise errors[0]
+
+
 class Populator:
     """A thread that makes a new segment's data real, from its start to its end.
 
@@ -68,8 +108,11 @@ class Populator:
         on_error: Callable[[Exception], None],
         ask_room: Callable[[], Room] | None = None,
         step_bytes: int = POPULATE_STEP_BYTES,
+        threads: int = 0,
     ) -> None:
+        """`threads` clear pages at once; 0: as many as there are processors, within reason."""
         self._header = segment.header
+        self._adopted = segment.adopted
         self._mapping = segment.mapping
         # A descriptor of its own: the segment's may be closed, and its number reused, during a step.
         self._fd = PrivateDescriptor(segment.worker_fd())
@@ -78,7 +121,9 @@ class Populator:
         self._on_progress = on_progress
         self._on_error = on_error
         self._step_bytes = step_bytes
+        self._threads = threads or min(POPULATE_THREADS_MAX, usable_cores())
         self._stop = threading.Event()
+        self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lmcache-populate", daemon=True)
         self.populated_bytes = 0
 
@@ -100,6 +145,10 @@ class Populator:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def wait_begun(self, timeout_s: float) -> bool:
+        """Wait for the first step, or the end of the work. True if one of them has come."""
+        return self._begun.wait(timeout_s)
+
     @property
     def done(self) -> bool:
         """True once every byte is populated."""
@@ -110,10 +159,12 @@ class Populator:
             while not self.done and not self._stop.is_set():
                 self._step()
                 self._on_progress(self.populated_bytes)
+                self._begun.set()
         except Exception as error:  # noqa: BLE001 - a thread has nobody else to tell
             log.error("pool %r: population ended early: %s", self._header.name, error)
             self._on_error(error)
         finally:
+            self._begun.set()
             self._fd.close()
 
     def _step(self) -> None:
@@ -122,8 +173,10 @@ class Populator:
         nbytes = min(self._step_bytes, header.data_bytes - self.populated_bytes)
         so_far = f"{self.populated_bytes >> 20:,} of {header.data_bytes >> 20:,} MiB are populated"
         what = f"the next step of pool {header.name!r} ({so_far})"
-        if header.backing is not Backing.HUGETLB:  # its mapping has reserved every page already
-            check_room(nbytes, self._ask_room(), what=what)
+        # Of an adopted pool the most is there: it needs no room, and what lies in it is in use and is not moved.
+        missing_bytes = holes(self._fd.fileno(), offset, nbytes) if self._adopted else nbytes
+        if missing_bytes and header.backing is not Backing.HUGETLB:  # its mapping has reserved every page already
+            check_room(missing_bytes, self._ask_room(), what=what)
         try:
             os.posix_fallocate(self._fd.fileno(), offset, nbytes)
         except OSError as error:
@@ -133,8 +186,12 @@ class Populator:
             raise NotEnoughMemoryError(
                 f"{what} found {os.strerror(error.errno).lower()}: make the pool smaller, or free memory"
             ) from error
-        if header.backing is not Backing.HUGETLB:
+        collapses = missing_bytes > 0 and header.backing is not Backing.HUGETLB
+        _at_once(partial(self._clear, collapses), offset, nbytes, self._threads)
+        self.populated_bytes += nbytes
+
+    def _clear(self, collapses: bool, offset: int, nbytes: int) -> None:
+        if collapses:
             # Refused by older kernels, and where no huge page is free: small pages serve as well, only slower.
             advise(self._mapping.address + offset, nbytes, MADV_COLLAPSE)
         populate(self._mapping, offset, nbytes)
-        self.populated_bytes += nbytes

@@ -109,7 +109,7 @@ def _reserve(of_bytes: int) -> int:
 def _meminfo(root: Path) -> dict[str, int]:
     """The numbers of /proc/meminfo: KiB, but for HugePages_*, which count pages."""
     found = {}
-    for line in _lines(root / "proc/meminfo"):
+    for line in read_lines(root / "proc/meminfo"):
         name, _, rest = line.partition(":")
         found[name] = int(rest.split()[0])
     return found
@@ -123,22 +123,29 @@ def control_groups(root: Path = Path("/")) -> Iterator[tuple[str, int, int]]:
 
     Usage leaves out inactive page cache: the kernel drops it before it kills.
     """
+    for version, directory in group_directories("memory", root):
+        figures = (_read_v2 if version == 2 else _read_v1)(root / directory.relative_to("/"))
+        if figures is not None and figures[0] < _UNLIMITED_BYTES:
+            yield (str(directory), *figures)
+
+
+def group_directories(controller: str, root: Path = Path("/")) -> Iterator[tuple[int, PurePosixPath]]:
+    """(version, directory) of this process's control groups for that controller and of their ancestors, innermost
+    first. Below a version 2 directory the controller may not be switched on: then its files are not there."""
     mounts = list(_mounts(root))
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in read_lines(root / "proc/self/cgroup"):
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0" and not controllers:
-            wanted, read = "cgroup2", _read_v2
-        elif "memory" in controllers.split(","):
-            wanted, read = "cgroup", _read_v1
+            wanted, version = "cgroup2", 2
+        elif controller in controllers.split(","):
+            wanted, version = "cgroup", 1
         else:
             continue
         for kind, mounted_root, mount_point, options in mounts:
-            if kind != wanted or (kind == "cgroup" and "memory" not in options):
+            if kind != wanted or (kind == "cgroup" and controller not in options):
                 continue
             for directory in _ancestors(PurePosixPath(path), mounted_root, mount_point):
-                figures = read(root / directory.relative_to("/"))
-                if figures is not None and figures[0] < _UNLIMITED_BYTES:
-                    yield (str(directory), *figures)
+                yield version, directory
             break
 
 
@@ -154,7 +161,7 @@ def _ancestors(path: PurePosixPath, mounted_root: PurePosixPath, mount_point: Pu
 
 def _mounts(root: Path) -> Iterator[tuple[str, PurePosixPath, PurePosixPath, list[str]]]:
     """(file system, mounted root, mount point, super options) of each control group mount."""
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in read_lines(root / "proc/self/mountinfo"):
         front, _, back = line.partition(" - ")
         before, after = front.split(), back.split()
         if len(before) < 5 or len(after) < 3 or not after[0].startswith("cgroup"):
@@ -166,7 +173,8 @@ def _unescaped(field_text: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), field_text))
 
 
-def _lines(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file of the kernel's; none where it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:
@@ -193,12 +201,12 @@ def _read_v1(directory: Path) -> tuple[int, int] | None:
 
 def _number(path: Path) -> int | None:
     """The number in a file. None for "max", for no file, and for what is no number."""
-    lines = _lines(path)
+    lines = read_lines(path)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
 
 def _inactive_file(directory: Path, name: str) -> int:
-    for line in _lines(directory / "memory.stat"):
+    for line in read_lines(directory / "memory.stat"):
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)

@@ -8,21 +8,19 @@ never remove anything.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-import stat
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from lmcache_core.errors import (
     LimitError,
-    NotEnoughMemoryError,
     PoolError,
-    PoolMismatchError,
     UsageError,
 )
 from lmcache_core.pool import backing as backings
@@ -31,8 +29,9 @@ from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.backing import SHM_DIR, Access, Backing
 from lmcache_core.pool.header import MAGIC, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
+from lmcache_core.pool.making import adoptable, read_header, size
 from lmcache_core.pool.mapping import Mapping
-from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_fresh, same_file
+from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_segment, same_file
 from lmcache_core.pool.room import check_room, room
 from lmcache_core.pool.tables import LayoutRow, Tables
 
@@ -49,10 +48,16 @@ class Segment:
         self.path = path  # None where the backing has no name, or this process does not know it
         self.header = header
         self.info = header.info
-        self.recreated = False  # a dead server's segment of this name was found, and given back
+        self.adopted = False  # it is a dead server's, with all that stands in it
+        self.recreated = False  # a dead server's segment of this name was found, and given back …
+        self.why_cold = ""  # … for this reason
+        self._former_epoch = 0
+        self.keeping = False  # `close` leaves it to the next server
         self._mapping: Mapping | None = Mapping(fd, header.segment_bytes)
         self._buffer = self._mapping.view()
         self._tables: Tables | None = Tables(self._buffer, header)
+        self._serving = self._buffer[headers.SERVING_OFFSET : headers.SERVING_OFFSET + 8].cast("Q")
+        self._kept = self._buffer[headers.KEPT_OFFSET : headers.KEPT_OFFSET + 8].cast("Q")
         # Bound once: this is called for every slot that is granted or settled.
         self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
         self._forked = False
@@ -74,34 +79,47 @@ class Segment:
         access: Access | str = Access.OWNER,
         gids: Sequence[int] = (),
         on_stale: OnStale | str = OnStale.RECREATE,
+        why_not_adopt: str = "",
+        index_entries: int | None = None,
         shm_dir: Path = SHM_DIR,
     ) -> Segment:
         """Make the pool, and own it until `close` or death.
 
-        `data_bytes` is what objects can have; the tables come on top. `runtime_dir` is made (0700) if it is not
-        there; a lock file NAME.lock in it holds the name. Raises PoolBusyError (a living owner),
-        NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError (all else); nothing is
-        left behind then.
+        `data_bytes` is what objects can have; tables and index come on top. `runtime_dir` is made (0700) if it is not
+        there; a lock file NAME.lock in it holds the name. What `on_stale` makes of a dead server's segment,
+        `adopted`, `recreated` and `why_cold` say (`why_not_adopt`: the caller's reason for RECREATE); one that was
+        adopted is `keeping` until its server serves, and its tables are still to be validated. Raises
+        PoolBusyError (a living owner), NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError
+        (all else); nothing new is left behind then.
         """
         backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
-        header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1)
+        header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1, index_entries=index_entries)
         runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
             locks = [own(runtime_dir / f"{name}.lock", name, undo)]
             locks[0].write_pid()
-            path, recreated = None, False
+            path, owned = None, None
             if backing is Backing.SHM:
                 path = backings.segment_path(name, shm_dir)
-                lock, recreated = own_fresh(path, name, on_stale, undo)
-                locks.insert(0, lock)
-            check_room(_needed_bytes(header), room(backing, mount=shm_dir), what=f"pool {name!r}")
+                owned = own_segment(path, name, on_stale, partial(adoptable, header, access, gids), undo, why_not_adopt)
+                locks.insert(0, owned.lock)
+            adopted = owned is not None and owned.adopted is not None
+            if not adopted:
+                check_room(header.segment_bytes, room(backing, mount=shm_dir), what=f"pool {name!r}")
             fd = backings.reopen(locks[0].fileno()) if path else backings.create_memfd(name, backing)
             undo.callback(lambda: segment.close() if segment else os.close(fd))
             segment: Segment | None = None
-            _size(fd, header, access, gids)
+            if owned is not None and owned.adopted is not None:
+                # The same boot: workers that map it go on with their mapping.
+                header = replace(header, boot_id=owned.adopted.boot_id, created_ns=owned.adopted.created_ns)
+            else:
+                size(fd, header, access, gids)
             segment = cls(fd, header, locks, path)
-            segment.recreated = recreated
+            segment.adopted = segment.keeping = adopted
+            if owned is not None:
+                segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
             segment._publish_header()
+            segment._former_epoch, segment._kept[0] = segment._kept[0], 0
             undo.pop_all()
         return segment
 
@@ -118,7 +136,7 @@ class Segment:
         closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`."""
         try:
             os.set_inheritable(fd, False)
-            header = _read_header(fd)
+            header = read_header(fd)
             headers.compare(header.info, expected)
             return cls(fd, header)
         except BaseException:
@@ -151,7 +169,7 @@ class Segment:
                 'access = "group" with one of your gids'
             ) from error
         try:
-            header = _read_header(fd)
+            header = read_header(fd)
             headers.compare(header.info, expected or header.info)
             return cls(fd, header, path=path)
         except BaseException:
@@ -197,6 +215,47 @@ class Segment:
     def worker_fd(self) -> int:
         """A second, independent open of the segment, to be sent to one worker. The caller closes it."""
         return backings.reopen(self.fileno())
+
+    # --- the index ----------------------------------------------------------------------------------------
+
+    @property
+    def index_numbers(self) -> dict[str, int]:
+        """Where the index stands: `_native.Index(segment.buffer, **segment.index_numbers)`."""
+        return self.header.index_numbers
+
+    def serve(self, epoch: int) -> None:
+        """Say that the server with this lease epoch answers for the index; 0: nobody does. The owner calls it."""
+        if not 0 <= epoch < 1 << 24:
+            raise UsageError(f"epoch {epoch} must have at most 24 bits")
+        self._former_epoch = self._serving[0] or self._former_epoch
+        self._serving[0] = epoch
+
+    @property
+    def former_epoch(self) -> int:
+        """The lease epoch of the server that had an adopted pool before, 0 if that is not known."""
+        return (self.serving or self._former_epoch) & 0xFFFFFF
+
+    @property
+    def serving(self) -> int:
+        """The lease epoch of the server that answers for the index, 0 for none. What stands there is input."""
+        return self._serving[0]
+
+    # --- former workers -----------------------------------------------------------------------------------
+
+    def living_rows(self) -> bytes:
+        """A byte for each worker row: 1 where somebody holds its life lock. Such rows are claimed, until `release_row`:
+        a new worker that got one, and its lock, would pass for the former. Rows of others are released: their workers
+        are dead, or never took the lock."""
+        tables = self.tables
+        living = bytearray(self.header.worker_rows)
+        for row in range(len(living)):
+            if not lock_is_free(self.fileno(), tables.life_offset(row)):
+                living[row] = 1
+                if not tables.row_claimed(row):  # a server that ended in good order released it
+                    tables.claim_row(0, row)
+            elif tables.row_claimed(row):
+                tables.release_row(row)
+        return bytes(living)
 
     # --- workers and layouts ------------------------------------------------------------------------------
 
@@ -249,12 +308,16 @@ class Segment:
         return self._mapping is None
 
     def close(self) -> None:
-        """Let go. The owner also removes name and lock file. Memory stays mapped while any view of it lives."""
+        """Let go. The owner also removes lock file and name, unless it is `keeping` the name for the next server.
+        Memory stays mapped while any view of it lives."""
         if self._mapping is None:
             return
         locks, self._locks = self._locks, ()
         for lock in locks:
-            lock.unlink()
+            if self.keeping and lock.path == self.path:
+                self._kept[0] = 1 << 32 | self.former_epoch
+            else:
+                lock.unlink()
         for lock in locks:
             lock.close()
         self._let_go()
@@ -262,6 +325,7 @@ class Segment:
     def _let_go(self) -> None:
         self._mapping = None
         self._buffer = memoryview(b"")
+        self._serving = self._kept = memoryview(bytearray(8)).cast("Q")  # nobody
         self._tables = None
         self.mark_slots = _no_slots
         self._fd = -1
@@ -299,47 +363,3 @@ def name_exists(segment: Segment) -> bool:
     A segment without a name (memfd, hugetlb) has none to lose.
     """
     return segment.path is None or same_file(segment.fileno(), segment.path)
-
-
-# --- the steps of create and attach -------------------------------------------------------------------------
-
-
-def _needed_bytes(header: Header) -> int:
-    # The index is a hole until it is used; only hugetlb reserves addresses and memory alike.
-    return header.segment_bytes if header.backing is Backing.HUGETLB else header.index_offset + header.data_bytes
-
-
-def _size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:
-    """Give an empty segment its size, its mode, its seals, and memory for the tables."""
-    backings.grant_access(fd, access, gids)
-    try:
-        os.ftruncate(fd, header.segment_bytes)
-        if header.backing is not Backing.SHM:
-            backings.seal(fd)
-        unit = header.backing.page_bytes
-        os.posix_fallocate(fd, 0, headers.round_up(header.index_offset, unit))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise NotEnoughMemoryError(
-                f"pool {header.name!r} got no memory for its tables ({header.index_offset:,} bytes): "
-                "make it smaller, or free memory"
-            ) from error
-        raise PoolError(f"pool {header.name!r} cannot be sized: {error.strerror}") from error
-
-
-def _read_header(fd: int) -> Header:
-    """The header of an open segment, checked against the file's size."""
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        raise PoolMismatchError("the descriptor is no memory segment")
-    try:
-        page = os.pread(fd, headers.HEADER_BYTES, 0)
-    except OSError as error:
-        raise PoolMismatchError(f"the segment's header cannot be read: {error.strerror}") from error
-    header = headers.decode(page)
-    if found.st_size != header.segment_bytes:
-        raise PoolMismatchError(
-            f"the segment has {found.st_size:,} bytes and its header says {header.segment_bytes:,}: "
-            "someone truncated it, or it is half made"
-        )
-    return header

@@ -6,7 +6,8 @@ next server, which validates them like any input. One writer: the server's loop 
     layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
     worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
                  u64 pid, u64 claimed at (Unix ns), 32 bytes reserved
-    slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN
+    slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN,
+                 rounded up
     slot word    bits 0-7 state, bits 8-23 the worker row that owns it; the word of the slot's first page
 """
 
@@ -88,13 +89,13 @@ class Tables:
 
     def mark_slab(self, offset: int, slab_bytes: int, object_bytes: int) -> None:
         """Say which size class a slab serves: objects of `object_bytes` (whole pages), 0 for none."""
-        if slab_bytes < 0 or slab_bytes % SLAB_BYTES_MIN or object_bytes % PAGE_BYTES:
+        if slab_bytes < 0 or slab_bytes % PAGE_BYTES or object_bytes % PAGE_BYTES:
             raise UsageError(
-                f"a slab of {slab_bytes} bytes for objects of {object_bytes}: slabs are whole multiples of "
-                f"{SLAB_BYTES_MIN}, objects of {PAGE_BYTES}"
+                f"a slab of {slab_bytes} bytes for objects of {object_bytes}: both are whole multiples of {PAGE_BYTES}"
             )
         index = self._index(offset, SLAB_BYTES_MIN)
-        self._slabs[index] = object_bytes // PAGE_BYTES | slab_bytes // SLAB_BYTES_MIN << 32
+        # The last slab of a pool may be shorter than whole rows of this table: the pool's end is its end.
+        self._slabs[index] = object_bytes // PAGE_BYTES | -(-slab_bytes // SLAB_BYTES_MIN) << 32
 
     def slab(self, offset: int) -> tuple[int, int]:
         """(slab_bytes, object_bytes) of the slab that starts at `offset`."""

@@ -10,6 +10,8 @@ import ctypes
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Set
+from functools import cache
+from struct import calcsize
 from typing import Any
 
 from lmcache_core.errors import UsageError
@@ -22,6 +24,12 @@ _WORD = "I"  # array's unsigned int: 4 bytes on every Linux
 _SIGNED = frozenset("ilqn")
 _INTEGERS = _SIGNED | frozenset("ILQN")  # 32 or 64 bits, as the item size says
 _NARROWED_AT_ONCE = 4096  # small enough that the temporaries are reused: large fresh ones cost more than the work
+
+_FORMATS = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q"}  # of tensors
+_READ_ONLY = 0x100  # PyBUF_READ
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 
 Tokens = Any  # list, tuple, range, array, buffer of 32- or 64-bit integers, numpy array, torch tensor
 
@@ -50,6 +58,33 @@ def token_words(tokens: Tokens) -> memoryview:
     return words.cast("B") if words.nbytes else memoryview(b"")
 
 
+def in_memory(tokens: Tokens) -> tuple[Any, Any]:
+    """The same ids as C walks them, and what must be kept for as long as it does.
+
+    A tensor becomes a view of its memory (it has no buffer protocol, and `.numpy()` would need numpy); one on
+    another device is copied to this one first. Everything else stays what it is.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(tokens, torch.Tensor):
+        return tokens, tokens
+    # As few calls as will do: out of the caches, each of torch's costs as much as hashing hundreds of tokens.
+    code = _tensor_formats(torch).get(tokens.dtype)
+    if code is None:
+        dtype = str(tokens.dtype).removeprefix("torch.")
+        raise UsageError(f"tokens are a tensor of {dtype}: give int32, uint32, int64 or uint64")
+    shape = tokens.shape
+    _check_dimensions(len(shape), tuple(shape))
+    if not shape[0]:
+        return memoryview(b"").cast("I"), tokens
+    local = tokens if tokens.is_cpu and tokens.is_contiguous() else tokens.detach().cpu().contiguous()
+    return _memory_at(local.data_ptr(), shape[0] * calcsize(code), _READ_ONLY).cast(code), local
+
+
+@cache
+def _tensor_formats(torch: Any) -> dict[Any, str]:
+    return {getattr(torch, name): code for name, code in _FORMATS.items() if hasattr(torch, name)}
+
+
 def _of_iterable(tokens: Any) -> memoryview:
     if isinstance(tokens, str | Mapping | Set) or not isinstance(tokens, Iterable):
         raise UsageError(f"tokens are a {type(tokens).__name__}: give a sequence, array or tensor of token ids")
@@ -68,18 +103,9 @@ def _of_iterable(tokens: Any) -> memoryview:
 
 
 def _of_tensor(tensor: Any) -> memoryview:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in ("int32", "uint32", "int64", "uint64"):
-        raise UsageError(f"tokens are a tensor of {dtype}: give int32, uint32, int64 or uint64")
-    _check_dimensions(tensor.dim(), tuple(tensor.shape))
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    local = tensor.detach().cpu().contiguous()
-    # By address: tensors have no buffer protocol, and `.numpy()` would need numpy. Copied here, while `local`
-    # keeps that memory alive.
-    raw = ctypes.string_at(local.data_ptr(), local.numel() * local.element_size())
-    signed = not dtype.startswith("u")
-    return _narrowed(raw, signed) if dtype.endswith("64") else _checked(memoryview(raw), signed)
+    view, _kept = in_memory(tensor)
+    # Copied here, while the tensor's memory is kept.
+    return _of_buffer(memoryview(view.tobytes()).cast(view.format) if view.nbytes else view)
 
 
 def _of_buffer(view: memoryview) -> memoryview:

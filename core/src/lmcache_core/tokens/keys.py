@@ -2,6 +2,9 @@
 
 A key stands for everything before it as well: two prompts share their first n keys exactly if they share a
 namespace and their first n chunks. Nothing depends on Python's `hash()`, on the process or on the machine.
+
+The C extension hashes a whole prompt in one call. What it does not take, it leaves to the way in Python, which gives
+the same keys, and raises what there is to raise.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Sequence
 
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import CHUNK_TOKENS, KEY_BYTES
-from lmcache_core.tokens.canonical import TOKEN_BYTES, Tokens, token_words
+from lmcache_core.native import native
+from lmcache_core.tokens.canonical import TOKEN_BYTES, Tokens, in_memory, token_words
 from lmcache_core.tokens.namespace import Namespace
 
 BLOCK_HASH_BYTES_MIN = 32  # 256 bits: below that a collision, which serves another prompt's KV, is within reach
@@ -45,8 +49,18 @@ def chunk_keys(
         key = bytes(previous)
     else:
         raise UsageError(f"previous has {len(previous)} bytes: give the key of the chunk before, of {KEY_BYTES}")
+    if native is not None:
+        held, _kept = in_memory(tokens)
+        keys = native.chunk_keys(key, held, chunk_tokens)
+        if keys is not None:
+            return keys
     words = token_words(tokens)
-    step = chunk_tokens * TOKEN_BYTES
+    if native is not None and (keys := native.chunk_keys(key, words.cast("I"), chunk_tokens)) is not None:
+        return keys
+    return _chained(key, words, chunk_tokens * TOKEN_BYTES)
+
+
+def _chained(key: bytes, words: memoryview, step: int) -> list[bytes]:
     sha256 = hashlib.sha256
     keys = []
     for start in range(0, words.nbytes - step + 1, step):
@@ -64,7 +78,12 @@ def keys_from_block_hashes(hashes: Sequence[bytes], namespace: Namespace) -> lis
     mixed in here. Where one object holds several of the engine's blocks, pass the hash of the last block of
     each: `hashes[n - 1 :: n]`. Raises `UsageError`, naming the position, for a hash that is shorter.
     """
-    root = hashlib.sha256(_BLOCK_TAG + namespace.digest)
+    prefix = _BLOCK_TAG + namespace.digest
+    if native is not None:
+        keys = native.block_hash_keys(prefix, hashes, BLOCK_HASH_BYTES_MIN)
+        if keys is not None:
+            return keys
+    root = hashlib.sha256(prefix)
     keys = []
     for position, block_hash in enumerate(hashes):
         if not isinstance(block_hash, bytes | bytearray | memoryview):

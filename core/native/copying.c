@@ -1,0 +1,217 @@
+/* Copies of whole batches, and checksums, for Python.
+ *
+ * Addresses are plain numbers here, as the client knows them: the caller holds whatever keeps the memory there, and
+ * vouches for its length. Checked is what can be: shapes, overflow, and that no address is 0 (which is what a tensor on
+ * a device has).
+ */
+#include "module.h"
+
+#include "copy.h"
+#include "team.h"
+
+/* A thread takes this many bytes at once: parts of a large object, or several small ones. */
+#define COPYING_PIECE_BYTES ((size_t)1 << 20)
+
+/* Less than this is done before another thread could have been given the interpreter. */
+#define COPYING_GIL_BYTES ((size_t)64 << 10)
+
+typedef struct {
+    const uint64_t *targets; /* NULL: only checksums are asked for */
+    const uint64_t *sources;
+    uint64_t *checksums; /* NULL: only copies are */
+    size_t count;
+    size_t nbytes;
+    size_t objects_per_item; /* 0: an item is a piece of one object */
+    size_t pieces;           /* of one object, if so */
+} copying_batch;
+
+static void copying_object(const copying_batch *batch, size_t i) {
+    const void *from = (const void *)(uintptr_t)batch->sources[i];
+    if (!batch->targets) {
+        batch->checksums[i] = xxh3_64(from, batch->nbytes);
+        return;
+    }
+    void *to = (void *)(uintptr_t)batch->targets[i];
+    size_t job_bytes = batch->count * batch->nbytes;
+    if (batch->checksums)
+        batch->checksums[i] = copy_checksum_of(to, from, batch->nbytes, job_bytes);
+    else
+        copy_bytes_of(to, from, batch->nbytes, job_bytes);
+}
+
+static void copying_item(void *ctx, size_t item) {
+    const copying_batch *batch = ctx;
+    if (batch->objects_per_item) {
+        size_t first = item * batch->objects_per_item, last = first + batch->objects_per_item;
+        for (size_t i = first; i < last && i < batch->count; i++)
+            copying_object(batch, i);
+        return;
+    }
+    size_t i = item / batch->pieces, at = item % batch->pieces * COPYING_PIECE_BYTES;
+    size_t n = batch->nbytes - at < COPYING_PIECE_BYTES ? batch->nbytes - at : COPYING_PIECE_BYTES;
+    copy_bytes_of((unsigned char *)(uintptr_t)batch->targets[i] + at,
+                  (const unsigned char *)(uintptr_t)batch->sources[i] + at, n, batch->count * batch->nbytes);
+}
+
+/* Without the interpreter's lock, where it is worth it. */
+static void copying_run(copying_batch *batch, unsigned threads) {
+    size_t bytes = batch->count * batch->nbytes, items;
+    if (!batch->checksums && batch->nbytes > COPYING_PIECE_BYTES) {
+        batch->pieces = (batch->nbytes + COPYING_PIECE_BYTES - 1) / COPYING_PIECE_BYTES;
+        items = batch->count * batch->pieces;
+    } else { /* a checksum goes through an object from its start to its end */
+        size_t fit = batch->nbytes ? COPYING_PIECE_BYTES / batch->nbytes : 1;
+        batch->objects_per_item = fit ? fit : 1;
+        items = (batch->count + batch->objects_per_item - 1) / batch->objects_per_item;
+    }
+    if (bytes < COPYING_GIL_BYTES) {
+        for (size_t item = 0; item < items; item++)
+            copying_item(batch, item);
+        return;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    team_run(items, team_size(bytes, threads), copying_item, batch);
+    Py_END_ALLOW_THREADS
+}
+
+/* --- arguments -------------------------------------------------------------------------------------------- */
+
+/* A buffer of addresses, each of `nbytes`. -1 with an exception; the caller releases the buffer otherwise. */
+static int copying_addresses(PyObject *given, Py_buffer *found, Py_ssize_t nbytes, const char *what) {
+    if (PyObject_GetBuffer(given, found, PyBUF_C_CONTIGUOUS) < 0)
+        return -1;
+    if (found->len % 8 || (found->len && (uintptr_t)found->buf % 8)) { /* an empty one lies anywhere */
+        PyErr_Format(PyExc_ValueError, "%s has %zd bytes at %p: give 8 aligned bytes for each address, as "
+                     "array('Q', ...) has", what, found->len, found->buf);
+        PyBuffer_Release(found);
+        return -1;
+    }
+    const uint64_t *addresses = found->buf;
+    for (Py_ssize_t i = 0; i < found->len / 8; i++)
+        if (addresses[i] == 0 || addresses[i] > UINT64_MAX - (uint64_t)nbytes) {
+            PyErr_Format(PyExc_ValueError, "%s[%zd] is the address %llu, and no object of %zd bytes lies there: give "
+                         "host memory", what, i, (unsigned long long)addresses[i], nbytes);
+            PyBuffer_Release(found);
+            return -1;
+        }
+    return 0;
+}
+
+static int copying_sizes(Py_ssize_t nbytes, int threads) {
+    if (nbytes < 0) {
+        PyErr_Format(PyExc_ValueError, "nbytes is %zd: it is the length of each object", nbytes);
+        return -1;
+    }
+    if (threads < 0) {
+        PyErr_Format(PyExc_ValueError, "threads is %d: give how many may copy at once", threads);
+        return -1;
+    }
+    return 0;
+}
+
+/* Checksums that Python gets as bytes; NULL with an exception where there is no room for them. */
+static PyObject *copying_checksums(size_t count) {
+    return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * 8));
+}
+
+static PyObject *copying_overflow(size_t count, Py_ssize_t nbytes) {
+    return PyErr_Format(PyExc_ValueError, "%zu objects of %zd bytes are more than the address space", count, nbytes);
+}
+
+/* --- functions -------------------------------------------------------------------------------------------- */
+
+PyDoc_STRVAR(copy_many_doc,
+             "copy_many(targets, sources, nbytes, threads=1, checksums=False)\n--\n\n"
+             "Copy objects of nbytes between addresses (buffers of u64), by at most so many threads, without the GIL.\n"
+             "The caller holds the memory. With checksums, returns the xxh3_64 of each as u64; else None.");
+
+static PyObject *copy_many(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"targets", "sources", "nbytes", "threads", "checksums", NULL};
+    PyObject *given_targets, *given_sources, *result = NULL;
+    Py_buffer targets, sources;
+    Py_ssize_t nbytes;
+    int threads = 1, checksums = 0;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOn|ip:copy_many", names, &given_targets, &given_sources, &nbytes,
+                                     &threads, &checksums) ||
+        copying_sizes(nbytes, threads) < 0)
+        return NULL;
+    if (copying_addresses(given_targets, &targets, nbytes, "targets") < 0)
+        return NULL;
+    if (copying_addresses(given_sources, &sources, nbytes, "sources") < 0) {
+        PyBuffer_Release(&targets);
+        return NULL;
+    }
+    size_t count = (size_t)sources.len / 8;
+    if (targets.len != sources.len)
+        PyErr_Format(PyExc_ValueError, "%zd targets for %zd sources: give one for each", targets.len / 8,
+                     sources.len / 8);
+    else if (nbytes && count > (size_t)PY_SSIZE_T_MAX / (size_t)nbytes)
+        copying_overflow(count, nbytes);
+    else if ((result = checksums ? copying_checksums(count) : Py_NewRef(Py_None)) != NULL) {
+        copying_batch batch = {
+            .targets = targets.buf, .sources = sources.buf, .count = count, .nbytes = (size_t)nbytes};
+        if (checksums)
+            batch.checksums = (uint64_t *)(void *)PyBytes_AS_STRING(result);
+        copying_run(&batch, (unsigned)threads);
+    }
+    PyBuffer_Release(&targets);
+    PyBuffer_Release(&sources);
+    return result;
+}
+
+PyDoc_STRVAR(checksum_many_doc,
+             "checksum_many(addresses, nbytes, threads=1)\n--\n\n"
+             "The xxh3_64 of each object of nbytes at these addresses (a buffer of u64), as u64, without the GIL.\n"
+             "The caller holds the memory.");
+
+static PyObject *checksum_many(PyObject *module, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"addresses", "nbytes", "threads", NULL};
+    PyObject *given, *result = NULL;
+    Py_buffer addresses;
+    Py_ssize_t nbytes;
+    int threads = 1;
+    (void)module;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "On|i:checksum_many", names, &given, &nbytes, &threads) ||
+        copying_sizes(nbytes, threads) < 0 || copying_addresses(given, &addresses, nbytes, "addresses") < 0)
+        return NULL;
+    size_t count = (size_t)addresses.len / 8;
+    if (nbytes && count > (size_t)PY_SSIZE_T_MAX / (size_t)nbytes)
+        copying_overflow(count, nbytes);
+    else if ((result = copying_checksums(count)) != NULL) {
+        copying_batch batch = {.sources = addresses.buf, .count = count, .nbytes = (size_t)nbytes};
+        batch.checksums = (uint64_t *)(void *)PyBytes_AS_STRING(result);
+        copying_run(&batch, (unsigned)threads);
+    }
+    PyBuffer_Release(&addresses);
+    return result;
+}
+
+PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(buffer, /)\n--\n\n"
+                          "The checksum of a buffer's bytes, as xxhash.xxh3_64_intdigest gives it.");
+
+static PyObject *xxh3_64_of(PyObject *module, PyObject *given) {
+    Py_buffer found;
+    uint64_t checksum;
+    (void)module;
+    if (PyObject_GetBuffer(given, &found, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if ((size_t)found.len < COPYING_GIL_BYTES)
+        checksum = xxh3_64(found.buf, (size_t)found.len);
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        checksum = xxh3_64(found.buf, (size_t)found.len);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&found);
+    return PyLong_FromUnsignedLongLong(checksum);
+}
+
+static PyMethodDef copying_functions[] = {
+    {"copy_many", (PyCFunction)(void (*)(void))copy_many, METH_VARARGS | METH_KEYWORDS, copy_many_doc},
+    {"checksum_many", (PyCFunction)(void (*)(void))checksum_many, METH_VARARGS | METH_KEYWORDS, checksum_many_doc},
+    {"xxh3_64", xxh3_64_of, METH_O, xxh3_64_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+int copying_add(PyObject *module) { return PyModule_AddFunctions(module, copying_functions); }

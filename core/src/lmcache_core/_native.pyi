@@ -1,0 +1,197 @@
+"""The C extension. One section a noun, in the order of its files."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, final
+
+from typing_extensions import Buffer  # of mypy's own: nothing imports this file
+
+# --- hashing.c ---
+
+SHA256_BY: str  # what the processor has for it, or "plain C"
+
+def chunk_keys(root: Buffer, tokens: object, chunk_tokens: int, /) -> list[bytes] | None: ...
+def block_hash_keys(prefix: Buffer, hashes: object, hash_bytes_min: int, /) -> list[bytes] | None: ...
+def _chain_floor(root: Buffer, words: Buffer, chunk_tokens: int, keys: Buffer, /) -> None: ...
+
+# --- copying.c ---
+
+def copy_many(targets: Buffer, sources: Buffer, nbytes: int, threads: int = 1, checksums: bool = False) -> bytes | None:
+    """Copy objects of `nbytes` between addresses (buffers of u64, `array("Q")`), without the GIL.
+
+    By at most `threads` threads, by fewer where that does not pay. With `checksums` returns the xxh3_64 of each, as
+    u64. The caller holds the memory at both ends and vouches for its length; raises ValueError for address 0, and for
+    targets and sources of different number.
+    """
+
+def checksum_many(addresses: Buffer, nbytes: int, threads: int = 1) -> bytes:
+    """The xxh3_64 of each object of `nbytes`, as u64, without the GIL. The caller holds the memory."""
+
+def xxh3_64(buffer: Buffer, /) -> int:
+    """The checksum of a buffer's bytes, as `xxhash.xxh3_64_intdigest` gives it."""
+
+# --- index.c ---
+
+class _Placed(Protocol):
+    """What the writer needs of an object: the kernel's `Incarnation` is one."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def namespace(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def layout_id(self) -> int: ...
+    # checksum: int | None, the xxh3_64 of the bytes; an object without it has an unknown one
+
+Keys = list[bytes] | tuple[bytes, ...] | Buffer  # each of 32 bytes, or all of them in a row
+
+@final
+class Index:
+    """The index of a mapped pool. `find` and `read` are for any process and thread; the rest is for the pool's owner,
+    on one thread. Raises ValueError for a geometry that does not fit the buffer, and after `close`."""
+
+    def __new__(
+        cls,
+        buffer: Buffer,  # the whole mapping, writable; held until `close`, or while the index is alive
+        *,
+        index_offset: int,
+        entries: int,
+        data_offset: int,
+        segment_bytes: int,
+        serving_offset: int,
+    ) -> Self: ...
+    @property
+    def entries(self) -> int:
+        """Entries in all: a power of two."""
+    @property
+    def ready(self) -> int:
+        """READY entries, by this writer's own count (`recount` takes over an earlier writer's)."""
+    @property
+    def gone(self) -> int:
+        """Tombstones, by this writer's own count."""
+    keeps_places: bool
+    """While true, this writer moves no entry: somebody knows entries by their places."""
+    def find(
+        self, epoch: int, namespace: int, layout: int, keys: Keys, prefix: bool, mark: bool = False
+    ) -> bytes | None:
+        """One byte a key, 1 for a hit; with `prefix` it ends at the first miss, so its length is the number of hits.
+
+        `mark` tells the eviction policy that the hits were used. None: the server of `epoch` does not serve this
+        pool (any more). `keys` are bytes of 32, or one buffer of n * 32 bytes; ValueError names the first wrong one.
+        """
+    def generations(self, namespace: int, layout: int, keys: Keys, offsets: Buffer) -> bytes:
+        """A u64 for each key: place and generation of its READY entry as one number, if that entry's slot is the one at
+        the u64 of `offsets`; else 0. Whoever reads in place asks before and after: where the number is the same, and
+        not 0, nothing that was read in between was changed."""
+    def read(
+        self,
+        epoch: int,
+        namespace: int,
+        layout: int,
+        nbytes: int,
+        keys: Keys,
+        targets: Buffer,
+        prefix: bool,
+        verify: int,
+        threads: int,
+    ) -> bytes | None:
+        """Copy objects of `nbytes` to the addresses in `targets` (8 bytes for each key), without the GIL.
+
+        One byte a key: 0 miss, 1 read, 2 changed too often while it was copied (ask the server), 3 damaged: its
+        checksum does not fit. With `prefix` the first that is not 1 is the last byte; targets behind it may have been
+        written to. `verify`: 0 never, 1 the first time this process reads this incarnation, 2 always. What was read
+        is marked as used. `threads` is how many may copy; it takes fewer for few bytes. None: as for `find`.
+
+        The caller guarantees that each target has room for `nbytes`. Nothing is promised about a target whose byte
+        is not 1.
+        """
+    def publish(self, objects: Sequence[_Placed], nbytes_by_layout: dict[int, int], now_s: int) -> int:
+        """Make objects visible whose slots are READY. Returns how many got an entry; one whose window is full does
+        not, and is served by RPC alone. `nbytes_by_layout`: the bytes of an object, which the slot may exceed."""
+    def remove(self, objects: Sequence[_Placed], reason: int, now_s: int) -> int:
+        """Take objects out, before their slots are granted again. Returns how many had an entry. An entry of the same
+        key in another slot stays. `reason` is the kernel's `Reason`, kept in the tombstone."""
+    def take_marks(self, entries_max: int, keys_max: int = ...) -> list[tuple[int, bytes]]:
+        """(namespace, key) of entries that readers used since the last look, and take their marks off. Looks at the
+        next `entries_max` entries, from where the last call ended, and takes at most `keys_max`. Ends of prompts come
+        first."""
+    def tidy(self, entries_max: int) -> int:
+        """Make EMPTY entries of tombstones, moving entries up that need them to be found. Looks at about
+        `entries_max` entries, from where the last call ended; returns how many became EMPTY. `remove` does it by
+        itself once an eighth of all entries are tombstones, so calling this is housekeeping, not a duty. Neither does
+        while `keeps_places` is true."""
+    def recount(self) -> tuple[int, int]:
+        """Count READY entries and tombstones anew: for a writer that takes over an earlier one's index."""
+    def entry(self, namespace: int, key: bytes) -> dict[str, Any] | None:
+        """What stands there for a key: state ("ready" or "gone"), generation, namespace, offset, layout, nbytes,
+        checksum (None: not known), stored_s, reason, gone_s, mark, place, home. For tests and tools."""
+    def close(self) -> None:
+        """Let the buffer go, at once or when the last call that uses it returns. Later calls raise ValueError."""
+    # For the bench: keys are rows of 32 bytes. (namespace, layout, nbytes, offset, now_s, keys) -> published
+    def _publish_row(
+        self, namespace: int, layout: int, nbytes: int, offset: int, now_s: int, keys: Buffer, /
+    ) -> int: ...
+    # (namespace, layout, keys a batch, keys) -> hits, seconds of the loop in C alone
+    def _find_row(self, namespace: int, layout: int, batch_keys: int, keys: Buffer, /) -> tuple[int, float]: ...
+
+# --- adoption.c ---
+
+class Adoption:
+    """The pool of a dead server, read whole, checked, and put right. Its objects are made on first touch.
+
+    Objects come as (key, namespace, offset, layout id, checksum or None), each of them once; one that has been
+    tampered with since as (None, 0, offset, 0, None): only its slot can be had back. `living` has a byte for each
+    worker row: whether its life lock is held.
+    """
+
+    def __new__(
+        cls,
+        buffer: Any,
+        living: bytes | bytearray,
+        *,
+        index_offset: int,
+        entries: int,
+        data_offset: int,
+        segment_bytes: int,
+        serving_offset: int,
+        layouts_offset: int,
+        layout_rows: int,
+        slabs_offset: int,
+        slab_rows: int,
+        slots_offset: int,
+        slot_rows: int,
+        unit_bytes: int,
+        slab_bytes_min: int,
+        object_bytes_max: int,
+    ) -> Self: ...
+    @property
+    def objects(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Of their slots."""
+    @property
+    def pending(self) -> int:
+        """Objects that nobody has taken yet."""
+    @property
+    def ready(self) -> int:
+        """Entries of the index that are READY."""
+    @property
+    def gone(self) -> int:
+        """Tombstones of the index."""
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How much was not kept, by cause."""
+    def touch(
+        self, namespace: int, keys: Sequence[bytes], /
+    ) -> list[tuple[bytes | None, int, int, int, int | None]]: ...
+    def take(self, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
+        """The oldest ones."""
+    def slab(self, offset: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
+        """All of the slab in which `offset` lies."""
+    def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
+        """(start, nbytes, slot bytes, slots used, objects in it, end of what is used, free slots before that)."""
+    def waiting(self) -> list[tuple[int, int, int]]:
+        """(offset, state, worker row) of slots that a former worker may still touch."""
+    def layouts(self) -> dict[int, tuple[int, int]]:
+        """(fingerprint, nbytes) by layout id."""

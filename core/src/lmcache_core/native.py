@@ -1,0 +1,31 @@
+"""The C extension, where there is one: `native` is the module or None, and `why_not` says what is missing.
+
+Everything that it does has a way without it, with the same results. LMCACHE_CORE_NATIVE decides, at run time as at
+build time: `auto` (the default) takes it where it was built, `off` does without, `require` refuses to start without.
+"""
+
+from __future__ import annotations
+
+import os
+
+from lmcache_core.errors import UsageError
+
+__all__ = ["BUILD_VARIABLES", "MODE_VARIABLE", "mode", "native", "why_not"]
+
+MODE_VARIABLE = "LMCACHE_CORE_NATIVE"
+BUILD_VARIABLES = (f"{MODE_VARIABLE}_SANITIZE", f"{MODE_VARIABLE}_DEFINES")  # read by setup.py alone
+_MODES = ("auto", "require", "off")
+
+why_not = ""
+mode = os.environ.get(MODE_VARIABLE, "auto")
+if mode not in _MODES:
+    raise UsageError(f"{MODE_VARIABLE} is {mode!r}: use {', '.join(_MODES)}")
+try:
+    if mode == "off":
+        raise ImportError(f"{MODE_VARIABLE} is off")
+    from lmcache_core import _native as native
+except ImportError as error:
+    if mode == "require":
+        raise
+    native = None  # type: ignore[assignment]
+    why_not = f"the C extension is not in use: {error}"

@@ -1,0 +1,81 @@
+"""The pool's mapping, registered with CUDA, so that a GPU reads and writes it directly.
+
+Without it the driver copies through a buffer of its own, and no copy is asynchronous. Registering locks every page,
+once for each process that maps the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, Protocol
+
+from lmcache_core.errors import PoolError, UsageError
+from lmcache_core.pool.mapping import Mapping
+
+_PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process, not only the current one
+
+
+class Runtime(Protocol):
+    """What is asked of CUDA. Both return 0, or the number of an error."""
+
+    def register(self, address: int, nbytes: int) -> int: ...
+
+    def unregister(self, address: int) -> int: ...
+
+    def words(self, error: int) -> str: ...
+
+
+def pin_for_cuda(mapping: Mapping, runtime: Runtime | None = None) -> bool:
+    """Register a mapping, until the last view of it is gone. False: it was registered already.
+
+    Raises `UsageError` where there is no torch or no GPU, and `PoolError` with CUDA's words where it refuses.
+    """
+    if mapping.pinned:
+        return False
+    cuda = _TorchRuntime() if runtime is None else runtime
+    if error := cuda.register(mapping.address, mapping.nbytes):
+        raise PoolError(
+            f"CUDA cannot register the {mapping.nbytes:,} bytes of the pool ({cuda.words(error)}): raise ulimit -l, "
+            "or go without pinning: copies work, and are slower"
+        )
+    mapping.pinned = True
+    # The newest finalizer of an object runs first, so this one runs before the one that unmaps. CUDA's own end comes
+    # with the process, and it may be gone before an atexit call.
+    weakref.finalize(mapping.array, _unregister, cuda, mapping.address, os.getpid()).atexit = False
+    return True
+
+
+def _unregister(cuda: Runtime, address: int, pid: int) -> None:
+    if os.getpid() == pid:  # CUDA does not survive a fork, and neither does the mapping
+        cuda.unregister(address)
+
+
+class _TorchRuntime:
+    """CUDA as torch has it loaded: the process has one runtime, and it is torch's."""
+
+    def __init__(self) -> None:
+        try:
+            import torch
+        except ImportError as error:
+            raise UsageError(
+                "pinning the pool for CUDA needs torch: pip install 'lmcache-core[torch]' with a CUDA build of it"
+            ) from error
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "pinning the pool for CUDA needs a GPU, and torch sees none here: look at nvidia-smi, at "
+                "CUDA_VISIBLE_DEVICES, and at torch.version.cuda (None: a build without CUDA); "
+                "without a GPU leave pinning out"
+            )
+        cuda: Any = torch.cuda
+        cuda.init()
+        self._cudart = cuda.cudart()
+
+    def register(self, address: int, nbytes: int) -> int:
+        return int(self._cudart.cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> int:
+        return int(self._cudart.cudaHostUnregister(address))
+
+    def words(self, error: int) -> str:
+        return str(self._cudart.cudaGetErrorString(self._cudart.cudaError(error)))

@@ -1,0 +1,69 @@
+"""The steps of making and attaching a segment, before it is mapped: its file's size, memory, mode, owner and header."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+from lmcache_core.errors import NotEnoughMemoryError, PoolError, PoolMismatchError
+from lmcache_core.pool import backing as backings
+from lmcache_core.pool import header as headers
+from lmcache_core.pool.backing import Access, Backing
+from lmcache_core.pool.header import Header
+
+
+def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> Header:
+    """The header of a segment that a dead server of the same settings left. PoolMismatchError says what differs."""
+    found = os.fstat(fd)
+    # /dev/shm is everybody's: what another user put there under our name is no cache of ours.
+    if found.st_uid != os.geteuid():
+        raise PoolMismatchError(f"it belongs to uid {found.st_uid} and this server runs as uid {os.geteuid()}")
+    header = read_header(fd)
+    headers.same_plan(header, wanted)
+    mode, group = stat.S_IMODE(found.st_mode), found.st_gid
+    open_to_group = access is Access.GROUP
+    if bool(mode & 0o060) != open_to_group or (open_to_group and group != gids[0]):
+        was = f"group {group}" if mode & 0o060 else "its owner"
+        now = f"group {gids[0]}" if open_to_group else "its owner"
+        raise PoolMismatchError(f"it is open to {was} and l1.access and l1.gids open it to {now}")
+    backings.grant_access(fd, access, gids)
+    return header
+
+
+def size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:
+    """Give an empty segment its size, its mode, its seals, and memory for the tables and the index."""
+    backings.grant_access(fd, access, gids)
+    front_bytes = header.index_offset + header.index_bytes
+    try:
+        os.ftruncate(fd, header.segment_bytes)
+        if header.backing is not Backing.SHM:
+            backings.seal(fd)
+        # The index too: readers touch any entry, and on a full host a hole would be their SIGBUS.
+        os.posix_fallocate(fd, 0, headers.round_up(front_bytes, header.backing.page_bytes))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise NotEnoughMemoryError(
+                f"pool {header.name!r} got no memory for its tables and index ({front_bytes:,} bytes): "
+                "make it smaller, set l1.index_entries, or free memory"
+            ) from error
+        raise PoolError(f"pool {header.name!r} cannot be sized: {error.strerror}") from error
+
+
+def read_header(fd: int) -> Header:
+    """The header of an open segment, checked against the file's size."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise PoolMismatchError("the descriptor is no memory segment")
+    try:
+        page = os.pread(fd, headers.HEADER_BYTES, 0)
+    except OSError as error:
+        raise PoolMismatchError(f"the segment's header cannot be read: {error.strerror}") from error
+    header = headers.decode(page)
+    if found.st_size != header.segment_bytes:
+        raise PoolMismatchError(
+            f"the segment has {found.st_size:,} bytes and its header says {header.segment_bytes:,}: "
+            "someone truncated it, or it is half made"
+        )
+    return header

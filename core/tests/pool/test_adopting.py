@@ -1,0 +1,134 @@
+"""Going on with the segment of a dead owner: the same plan and the same boot, or cold with a reason."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_core.pool.backing import Access, segment_path
+from lmcache_core.pool.header import HEADER_BYTES
+from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.ownership import OnStale
+from lmcache_core.pool.populate import holes
+from lmcache_core.pool.segment import Segment
+
+MIB = 1 << 20
+
+
+def left(name: str, runtime_dir: Path, **options: object) -> Segment:
+    """A segment whose owner has ended and kept it. It is closed; its file stands."""
+    segment = Segment.create(name, 4 * MIB, runtime_dir=runtime_dir, **options)  # type: ignore[arg-type]
+    segment.view(segment.info.data_offset, 5)[:] = b"hello"
+    segment.serve(0xABC)
+    segment.serve(0)
+    segment.keeping = True
+    segment.close()
+    return segment
+
+
+@pytest.fixture
+def gone(pool_name: str) -> Iterator[None]:
+    """Removes what a test leaves behind."""
+    yield
+    segment_path(pool_name).unlink(missing_ok=True)
+
+
+def adopt(name: str, runtime_dir: Path, data_bytes: int = 4 * MIB, **options: object) -> Segment:
+    return Segment.create(name, data_bytes, runtime_dir=runtime_dir, on_stale=OnStale.ADOPT, **options)  # type: ignore[arg-type]
+
+
+def test_the_same_plan_goes_on_with_the_same_boot_and_bytes(pool_name: str, runtime_dir: Path, gone: object) -> None:
+    before = left(pool_name, runtime_dir)
+    with adopt(pool_name, runtime_dir) as segment:
+        assert segment.adopted
+        assert segment.info == before.info
+        assert bytes(segment.view(segment.info.data_offset, 5)) == b"hello"
+        assert segment.former_epoch == 0xABC
+        assert segment.header.pid == os.getpid()
+    assert segment_path(pool_name).exists(), "who adopts and fails before it serves leaves the pool as it was"
+    with adopt(pool_name, runtime_dir) as segment:
+        assert segment.adopted
+        segment.keeping = False
+    assert not segment_path(pool_name).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"data_bytes": 8 * MIB}, "data_bytes is 4,194,304 there and 8,388,608 in the settings"),
+        ({"index_entries": 8192}, "index_entries is 4,096 there and 8,192 in the settings"),
+        ({"access": Access.GROUP, "gids": [os.getgid()]}, f"open to its owner .* group {os.getgid()}"),
+    ],
+)
+def test_another_plan_begins_cold_and_names_both_sides(
+    pool_name: str, runtime_dir: Path, gone: object, options: dict[str, object], words: str
+) -> None:
+    before = left(pool_name, runtime_dir)
+    with adopt(pool_name, runtime_dir, **options) as segment:
+        assert not segment.adopted
+        assert segment.recreated
+        assert segment.info.boot_id != before.info.boot_id
+        assert re.search(words, segment.why_cold), segment.why_cold
+        assert bytes(segment.view(segment.info.data_offset, 5)) == bytes(5)
+
+
+@pytest.mark.parametrize("damage", ["version", "checksum", "magic", "short", "empty page"])
+def test_a_damaged_header_begins_cold(pool_name: str, runtime_dir: Path, gone: object, damage: str) -> None:
+    left(pool_name, runtime_dir)
+    path = segment_path(pool_name)
+    with path.open("r+b") as file:
+        page = bytearray(file.read(HEADER_BYTES))
+        if damage == "version":
+            page[8] = 1
+        elif damage == "checksum":
+            page[40] ^= 1
+        elif damage == "magic":
+            page[0] ^= 1
+        elif damage == "empty page":
+            page[:] = bytes(HEADER_BYTES)
+        file.seek(0)
+        file.write(page)
+        if damage == "short":
+            file.truncate(2 * MIB)
+    with adopt(pool_name, runtime_dir) as segment:
+        assert segment.recreated
+        if damage == "version":
+            assert "version 1 and this library speaks 2" in segment.why_cold
+
+
+def test_rows_of_the_dead_are_released_and_those_of_the_living_are_not(
+    pool_name: str, runtime_dir: Path, gone: object
+) -> None:
+    segment = Segment.create(pool_name, 4 * MIB, runtime_dir=runtime_dir)
+    dead, _ = segment.claim_row()
+    living, _ = segment.claim_row()
+    with Segment.attach_fd(segment.worker_fd(), segment.info) as worker:
+        lock = LifeLock.acquire(worker, living)
+        segment.keeping = True
+        segment.close()
+        with adopt(pool_name, runtime_dir) as adopted:
+            assert [row for row, lives in enumerate(adopted.living_rows()) if lives] == [living]
+            assert not adopted.tables.row_claimed(dead)
+            assert adopted.tables.row_claimed(living)
+            assert adopted.claim_row()[0] != living
+            lock.close()
+            assert not any(adopted.living_rows())
+            adopted.keeping = False
+
+
+def test_holes_are_counted_and_data_is_not(tmp_path: Path) -> None:
+    fd = os.memfd_create("holes", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, 8 * MIB)
+        assert holes(fd, 0, 8 * MIB) == 8 * MIB
+        os.pwrite(fd, b"x" * MIB, 2 * MIB)
+        assert holes(fd, 0, 8 * MIB) == 7 * MIB
+        assert holes(fd, 2 * MIB, MIB) == 0
+        assert holes(fd, MIB, 2 * MIB) == MIB
+        assert holes(fd, 3 * MIB, MIB) == MIB
+    finally:
+        os.close(fd)
