@@ -254,19 +254,35 @@ class World(Paper):
         self.check()
 
     def clear(self, namespace: int | None) -> None:
+        """Begin one and take all the steps."""
+        self.begin_clear(namespace)
+        while self.kernel.clearing:
+            self.free_cleared()
+
+    def begin_clear(self, namespace: int | None) -> None:
         self.due()
-        cleared = self.kernel.clear(self.now, namespace)
-        self.drain()
         scope = [thing for where, thing in self.index.items() if namespace in (None, where[0])]
-        ready = [thing for thing in scope if thing.state is State.READY]
-        assert cleared.objects == len(ready)
-        assert cleared.nbytes == sum(thing.nbytes for thing in ready)
-        assert cleared.doomed == len(scope) - len(ready)
+        ready = {thing for thing in scope if thing.state is State.READY}
+        answer = self.kernel.begin_clear(self.now, namespace)
         for thing in scope:
-            if thing.state is State.READY:
-                self.take_out(thing)
+            if thing in ready:
+                del self.index[thing.where]
             else:
                 self.out_of_index(thing, State.QUARANTINED)
+        self.clears.append((answer, ready, len(ready), sum(thing.nbytes for thing in ready)))
+        assert answer.cleared.doomed == len(scope) - len(ready)
+        self.drain()
+        self.check()
+
+    def free_cleared(self) -> None:
+        """One step, of a few objects only: the next call comes in between."""
+        self.due()
+        before = len(self.cleared())
+        freed = self.kernel.free_cleared(self.now, 3)
+        self.drain()
+        assert freed <= 3
+        assert freed == before - len(self.cleared())
+        assert freed == 3 or not self.kernel.clearing, "a step does what it may"
         self.check()
 
     def drop(self, namespace: int, keys: list[int]) -> None:
@@ -276,6 +292,19 @@ class World(Paper):
         for number in keys:
             thing = self.index.get((namespace, key(number)))
             if thing is not None and thing.state is State.READY:
+                self.take_out(thing)
+        self.check()
+
+    def use(self, namespace: int, keys: list[int]) -> None:
+        """Read without a lease."""
+        self.due()
+        told = self.kernel.used([(namespace, key(number)) for number in keys], self.now)
+        self.drain()
+        found = [self.index.get((namespace, key(number))) for number in keys]
+        ready = [thing for thing in found if thing is not None and thing.state is State.READY]
+        assert told == len(ready)
+        for thing in dict.fromkeys(ready):
+            if thing.temporary and not thing.holds:
                 self.take_out(thing)
         self.check()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lmcache_core.kernel import Kernel, KernelConfig, LeaseKind, Settled, State
+from lmcache_core.kernel import Kernel, KernelConfig, LeaseKind, Reason, Settled, State
 from lmcache_core.kernel.effects import Evicted, LeaseExpired, Removed, SlotsMarked
 from lmcache_core.policies.lru import LruEviction
 
@@ -86,6 +86,7 @@ class Paper:
         self.marks: dict[int, tuple[State, int]] = {}  # SlotsMarked, replayed
         self.permits: dict[int, Permit] = {}
         self.pins: dict[Thing, float] = {}
+        self.clears: list[tuple[Any, set[Thing], int, int]] = []  # under way: answer, what is left, objects, bytes
         self.memory: dict[int, Any] = {}
         self.sessions: dict[int, str] = {0: "open"}
         self.expired_told: list[int] = []
@@ -167,7 +168,7 @@ class Paper:
             elif isinstance(effect, Evicted):
                 for item in effect.objects:
                     thing = self.index[item.namespace, item.key]
-                    assert thing.offset == item.offset
+                    assert thing.offset == item.offset, "what was cleared is not evicted as well"
                     assert thing.state is State.READY, "only what is ready is evicted"
                     assert not thing.holds, "nothing that is held is evicted"
                     self.out_of_index(thing, State.FREE)
@@ -176,7 +177,20 @@ class Paper:
                 self.expired_told.append(effect.lease_id)
             elif isinstance(effect, Removed):
                 assert len({(item.namespace, item.key) for item in effect.objects}) == len(effect.objects)
+                if effect.reason is Reason.CLEARED:
+                    for item in effect.objects:
+                        self.freed_by_clear(self.slots[item.offset])
         return evicted, effects
+
+    def freed_by_clear(self, thing: Thing) -> None:
+        """What a clear took out of the index leaves its slot now, or with its last hold."""
+        left = next(left for _, left, _, _ in self.clears if thing in left)
+        left.discard(thing)
+        self.take_out(thing)
+
+    def cleared(self) -> list[Thing]:
+        """Out of the index, still in their slots, and nobody's."""
+        return [thing for _, left, _, _ in self.clears for thing in left]
 
     def overdue(self) -> dict[int, int]:
         """Bytes in quarantine past their deadline, by session."""
@@ -242,6 +256,17 @@ class Paper:
         assert usage.quarantine_by_uid == by_uid
         assert sum(each.slots_used * each.slot_bytes for each in usage.classes) == usage.used_bytes
         assert 0.0 <= usage.fragmentation <= 1.0
+
+        while self.clears and self.clears[0][0].done:
+            answer, left, objects, nbytes = self.clears.pop(0)
+            assert not left, "done means that all of it is gone"
+            assert (answer.cleared.objects, answer.cleared.nbytes) == (objects, nbytes)
+        for thing in self.cleared():
+            there = self.index.get(thing.where)
+            assert there is not thing, "what was cleared is not found"
+            assert there is None, "the former incarnation of a key leaves before the next one comes"
+        assert kernel.clearing == bool(self.clears)
+        assert not any(answer.done for answer, _, _, _ in self.clears), "clears are done in their order"
 
         evictable = {thing.offset for thing in slots.values() if thing.state is State.READY and not thing.holds}
         named = [item.offset for item in kernel._residents.policy.victims(1 << 60)]

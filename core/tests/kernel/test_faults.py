@@ -10,6 +10,7 @@ from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, found, keys, load, name
 from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.kernel import Grant, Kernel, Reason, Settled
 from lmcache_core.kernel.contracts import Entry
+from lmcache_core.kernel.effects import PolicyFailed
 from lmcache_core.policies.lru import LruEviction
 
 
@@ -112,11 +113,45 @@ def test_one_exception_of_a_policy_does_not_end_eviction(make_kernel: Callable[.
     kernel = make_kernel(slots=2, policy=policy)
     store(kernel, 1, 2)
     policy.stumbles = True
-    with pytest.raises(ZeroDivisionError):
-        offer(kernel, 3)
     kernel.take_effects()
-    assert used(kernel) == 2
+    assert names(offer(kernel, 1, 3).statuses) == ["EXISTS", "FULL"]
+    assert [effect.method for effect in kernel.take_effects() if isinstance(effect, PolicyFailed)] == ["victims"]
+    assert kernel.usage().counters["policy_faults"] == 1
+    assert "ZeroDivisionError" in kernel.usage().policy_error
+    assert found(kernel, 1, 2) == [True, True]
     assert names(kernel.prepare_store(OTHER, NS, LAYOUT, keys(3), 0.0).statuses) == ["GRANTED"]
+
+
+@pytest.mark.parametrize("method", ["insert", "access", "remove", "held", "released", "victims"])
+def test_no_method_of_a_policy_can_end_a_call_of_a_worker(make_kernel: Callable[..., Kernel], method: str) -> None:
+    policy = LruEviction()
+    kernel = make_kernel(slots=2, policy=policy)
+
+    def fails(_: object) -> list[Entry]:
+        raise KeyError(method)
+
+    setattr(policy, method, fails)
+    store(kernel, 1, 2)
+    lease = read(kernel, 1, 2).lease_id
+    assert set(kernel.finish_read(WORKER, lease, 0.0)) == {Settled.FINISHED}
+    assert found(kernel, 1, 2) == [True, True]
+    statuses = names(offer(kernel, 3).statuses)
+    assert statuses in (["FULL"], ["GRANTED"])
+    assert f"{method}: KeyError" in kernel.usage().policy_error
+    kernel.clear(0.0)
+    kernel.end_session(WORKER, 0.0)
+    assert used(kernel) == 0, "what a policy forgot can still be cleared"
+
+
+def test_a_policy_that_names_what_is_no_object_costs_room_only(make_kernel: Callable[..., Kernel]) -> None:
+    class Nonsense(LruEviction):
+        def victims(self, nbytes: int) -> list[Entry]:
+            return [None, "a key", 7]  # type: ignore[list-item]
+
+    kernel = make_kernel(slots=1, policy=Nonsense())
+    store(kernel, 1)
+    assert names(offer(kernel, 2).statuses) == ["FULL"]
+    assert found(kernel, 1) == [True]
 
 
 def test_a_policy_that_names_the_wrong_victims_costs_room_but_frees_nobodys_memory(

@@ -21,11 +21,13 @@ PICK = st.integers(0, 1 << 16)
 class KernelMachine(RuleBasedStateMachine):
     """Every rule does one call in both worlds; the world checks all invariants after each."""
 
+    world_type: type[World] = World
+
     @initialize(caps=st.booleans())
     def begin(self, caps: bool) -> None:
         # With small caps the quotas bite; with large ones the machine gets into deeper trouble.
         small = {"quarantine_fraction_max": 0.3, "quarantine_fraction_per_uid_max": 0.15, "pinned_fraction_max": 0.2}
-        self.world = World(
+        self.world = self.world_type(
             **(small if caps else {"quarantine_fraction_max": 1.0, "quarantine_fraction_per_uid_max": 1.0})
         )
         self.world.join()
@@ -128,9 +130,22 @@ class KernelMachine(RuleBasedStateMachine):
     def clear(self, namespace: int | None) -> None:
         self.world.clear(namespace)
 
+    @rule(namespace=st.one_of(st.none(), NAMESPACES))
+    def begin_clear(self, namespace: int | None) -> None:
+        self.world.begin_clear(namespace)
+
+    @precondition(lambda self: self.world.kernel.clearing)
+    @rule()
+    def free_cleared(self) -> None:
+        self.world.free_cleared()
+
     @rule(namespace=NAMESPACES, keys=KEYS)
     def drop(self, namespace: int, keys: list[int]) -> None:
         self.world.drop(namespace, keys)
+
+    @rule(namespace=NAMESPACES, keys=KEYS)
+    def use(self, namespace: int, keys: list[int]) -> None:
+        self.world.use(namespace, keys)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 6.0, 12.0]))
     def pass_time(self, seconds: float) -> None:

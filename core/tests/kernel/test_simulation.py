@@ -77,7 +77,7 @@ def lane(world: World, chance: random.Random) -> Process:
 
 def operator(world: World, session: int, chance: random.Random) -> Process:
     while True:
-        what = chance.randrange(5)
+        what = chance.randrange(7)
         if what == 0:
             world.pin(session, 1, [1, 2], 9.0)
         elif what == 1:
@@ -86,6 +86,10 @@ def operator(world: World, session: int, chance: random.Random) -> Process:
             world.drop(2, [1, 2, 3])
         elif what == 3:
             world.trim()
+        elif what == 4:
+            world.begin_clear(chance.choice([None, 1, 2]))
+        elif what == 5:
+            world.free_cleared()
         else:
             world.pass_time(1.0)
         yield

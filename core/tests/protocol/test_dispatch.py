@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.kernel.answers import Grant, Reason, Settled
 from lmcache_core.limits import FRAME_BYTES_MAX, KEY_BYTES, LEASES_PER_SESSION_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
@@ -214,6 +215,49 @@ def test_one_namespace_with_two_layouts_of_the_same_size_never_serves_one_as_the
     assert (theirs.statuses, theirs.reasons) == (bytes([Grant.MISS]), bytes([Reason.OTHER_LAYOUT]))
     for peer in (writer, reader):
         desk.say(peer, m.EndSession(9, goodbye=True))
+
+
+def test_checksums_of_a_commit_come_back_to_who_verifies(desk: Desk) -> None:
+    peer = desk.peer(attached=True)
+    keys = b"".join(os.urandom(KEY_BYTES) for _ in range(3))
+    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))
+    checksums = struct.pack("<3Q", 11, 0, 2**64 - 1)
+    desk.say(peer, m.CommitStore(6, granted.lease, 0, 3, b"", checksums))
+    plain: Any = desk.say(peer, m.PrepareRetrieve(7, NAMESPACE, keys))
+    careful: Any = desk.say(peer, m.PrepareRetrieve(8, NAMESPACE, keys, verify=True))
+    assert (plain.checksums, careful.checksums) == (b"", checksums)
+    desk.say(peer, m.EndSession(9, goodbye=True))
+
+
+@pytest.mark.parametrize("checksums", [b"x", bytes(7), bytes(8), bytes(24)])
+def test_checksums_that_fit_no_positions_are_refused_and_the_lease_lives(desk: Desk, checksums: bytes) -> None:
+    peer = desk.peer(attached=True)
+    keys = b"".join(os.urandom(KEY_BYTES) for _ in range(2))
+    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, keys))
+    refused: Any = desk.say(peer, m.CommitStore(6, granted.lease, 0, 2, b"", checksums))
+    assert isinstance(refused, m.Error)
+    settled: Any = desk.say(peer, m.CommitStore(7, granted.lease, 0, 2))
+    assert settled.outcomes == bytes([Settled.COMMITTED] * 2)
+    desk.say(peer, m.EndSession(9, goodbye=True))
+
+
+def test_damage_is_reported_for_ones_own_namespaces_and_drops_what_is_ready(desk: Desk) -> None:
+    peer = desk.peer(attached=True)
+    key = os.urandom(KEY_BYTES)
+    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, key))
+    desk.say(peer, m.CommitStore(6, granted.lease, 0, 1))
+    foreign: Any = desk.say(peer, m.ReportDamaged(7, NAMESPACE + 1, key))
+    assert (type(foreign), foreign.code) == (m.Error, "USAGE")
+    crooked: Any = desk.say(peer, m.ReportDamaged(8, NAMESPACE, key[:-1]))
+    assert isinstance(crooked, m.Error)
+    unknown: Any = desk.say(peer, m.ReportDamaged(9, NAMESPACE, os.urandom(KEY_BYTES)))
+    assert isinstance(unknown, m.Done)
+    still: Any = desk.say(peer, m.Lookup(10, NAMESPACE, key))
+    assert still.hits == 1
+    assert isinstance(desk.say(peer, m.ReportDamaged(11, NAMESPACE, key)), m.Done)
+    gone: Any = desk.say(peer, m.Lookup(12, NAMESPACE, key))
+    assert gone.reasons == bytes([Reason.DAMAGED])
+    desk.say(peer, m.EndSession(13, goodbye=True))
 
 
 def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) -> None:

@@ -48,3 +48,18 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: py
     loop.close()
     os.close(reading)
     os.close(writing)
+
+
+def test_what_was_called_for_before_the_first_turn_runs_before_it() -> None:
+    order: list[str] = []
+
+    def tick(now: float) -> float | None:
+        order.append("tick")
+        loop.stop()
+        return None
+
+    loop = Loop(tick)
+    loop.call(lambda: order.append("call"))
+    loop.run()
+    loop.close()
+    assert order == ["call", "tick"]

@@ -214,7 +214,9 @@ def test_a_tier_may_have_any_name_that_matches(registry: Registry, name: str) ->
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--l1.watermark", "7"], r"l1\.watermark \(--l1\.watermark\): .*less than or equal to 1"),
+        (["--l1.watermark", "7"], r"l1\.watermark \(--l1\.watermark\): must be less than or equal to 1$"),
+        (["--drain_s", "minus"], r"drain_s \(--drain_s\): must be a valid number$"),
+        (["--l1.keep_pool", "maybe"], r"l1\.keep_pool .*: must be a valid boolean$"),
         (["--l1.size_bytes", "8 gigs"], r"l1\.size_bytes .*'8 gigs' is no size"),
         (["--l1.backing", "disk"], r"l1\.backing .*'shm', 'memfd' or 'hugetlb'"),
         (["--name", "No Good"], r"name .*lower-case letters"),

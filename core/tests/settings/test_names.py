@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.native import BUILD_VARIABLES, MODE_VARIABLE
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.compose import compose
 
@@ -51,6 +52,12 @@ def test_what_is_misspelt_in_a_codec_chain_is_not_mistaken_for_the_chain(registr
     assert "did you mean" not in str(caught.value)
 
 
+def test_variables_of_ours_that_are_no_settings_are_no_warning(registry: Registry) -> None:
+    ours = ("LMCACHE_CORE_PLUGINS", MODE_VARIABLE, *BUILD_VARIABLES)
+    assert compose(registry, [], dict.fromkeys(ours, "off")).warnings == []
+    assert compose(registry, [], {"LMCACHE_CORE_NATIV": "off"}).warnings
+
+
 def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registry) -> None:
     composed = compose(
         registry, [], {"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"}
@@ -59,10 +66,6 @@ def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registr
         "LMCACHE_CORE_FOO is no setting and is ignored",
         "LMCACHE_CORE_L1_SIZE_BYTES is no setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
     ]
-
-
-def test_variables_of_ours_that_are_no_settings_are_no_warning(registry: Registry) -> None:
-    assert compose(registry, [], {"LMCACHE_CORE_PLUGINS": "x"}).warnings == []
 
 
 @pytest.mark.parametrize("service", ["", "L1_", "L2_", "L2__X_", "ZMQ_", "METRICS_", "NAME_"])

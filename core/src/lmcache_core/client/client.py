@@ -10,17 +10,24 @@ from typing import Any, Self
 
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.channel import expect
-from lmcache_core.client.copying import copy_in, copy_out, spans
+from lmcache_core.client.copying import copy_in, spans, threads_to_copy
+from lmcache_core.client.explaining import KeyExplanation, explain_pages
+from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Target
 from lmcache_core.client.links import Links
-from lmcache_core.client.lookups import LookupHandle, LookupOptions, asking, lookup_pages, unreachable
+from lmcache_core.client.lookups import LookupHandle, LookupOptions, Lookups
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
+from lmcache_core.client.retrieving import Retriever, promise_of
 from lmcache_core.errors import DisconnectedError, LimitError, UsageError
 from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S, OPERATION_KEYS_MAX, PIN_TTL_S, STORE_PAGE_KEYS
+from lmcache_core.native import native
+from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
+from lmcache_core.tokens.canonical import Tokens
+from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
 
 
@@ -32,8 +39,13 @@ class Client:
     raise `DisconnectedError`.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, copy_threads: int = 0, verify: str = "never") -> None:
         self._links = Links(target)
+        self._copy_threads = threads_to_copy(copy_threads)
+        self._verify = verify_level(verify)
+        hits = Hits(self._links, self._copy_threads)
+        self._lookups = Lookups(self._links, hits)
+        self._retriever = Retriever(self._links, hits, self._copy_threads)
 
     @classmethod
     def connect(
@@ -45,14 +57,21 @@ class Client:
         curve: CurveKeys | None = None,
         client_name: str = "",
         maps_pool: bool = True,
+        copy_threads: int = 0,
+        use_index: bool = True,
+        verify: str = "never",
     ) -> Client:
         """A client of the server `name` on this node, or of the one at a ZMQ `address`.
 
         Returns at once, whether or not the server is there: until it is, lookups miss and stores are not stored.
-        `maps_pool=False` is for a scheduler that only looks up.
+        `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes
+        of one call; 0 takes half of the processors that are ours, 4 at most. Small batches take fewer.
+        `use_index=False` asks the server for every hit, which otherwise is found in the pool without a call, and
+        outlives a server that dies. `verify`: the default of `retrieve`.
         """
         root = Path(runtime_dir) if runtime_dir is not None else None
-        return cls(Target(name, root, address, curve, client_name, maps_pool))
+        target = Target(name, root, address, curve, client_name, maps_pool, use_index=use_index)
+        return cls(target, copy_threads, verify)
 
     # --- whole operations ---------------------------------------------------------------------------------
 
@@ -88,8 +107,11 @@ class Client:
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
                 if lease.granted:
                     mapping, slots = lease.slots(first)
-                    copy_in(mapping.address, slots, found, layout)
-                    lease.settle_quietly(m.CommitStore, first)
+                    # On the way they cost next to nothing; without the extension they would be a second pass.
+                    checksums = copy_in(
+                        mapping.address, slots, found, layout, threads=self._copy_threads, checksums=native is not None
+                    )
+                    lease.settle_quietly(m.CommitStore, first, checksums)
             return StoreResult(lease.statuses)
 
     def retrieve(
@@ -100,26 +122,21 @@ class Client:
         namespace: Namespace,
         prefix: bool = True,
         promises: Sequence[int] = (),
+        verify: str | None = None,
     ) -> RetrieveResult:
         """Copy objects out, each into its own tensor or buffer of the namespace's layout.
 
-        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. What was
-        not a hit is not written to. `promises` (from `lookup(hold=True)` of the same keys) are redeemed.
+        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. `promises`
+        (from `lookup(hold=True)` of the same keys) are redeemed. What was not there is not written to; an object
+        that left, or proved damaged, while it was copied is no hit, and leaves anything behind in its target.
+
+        `verify`: compare the bytes with the checksum that they were stored with: "never", "first" (each object once
+        in this process; without the index: always) or "always". A damaged one is a miss, and the server drops it.
         """
         _check_keys(keys)
-        layout = namespace.layout
-        found = spans(into, len(keys), layout, writable=True)
-        with ReadLease(self._links, namespace) as lease:
-            for first in range(0, len(keys), BATCH_KEYS_MAX):
-                lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
-                if lease.granted:
-                    mapping, slots = lease.slots(first)
-                    copy_out(mapping.address, slots, found, layout)
-                    lease.settle_quietly(m.FinishRead, first)
-                if prefix and lease.hits < len(lease.statuses):
-                    break
-            lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
-            return RetrieveResult(lease.statuses, lease.reasons)
+        found = spans(into, len(keys), namespace.layout, writable=True)
+        level = self._verify if verify is None else verify_level(verify)
+        return self._retriever.retrieve(keys, found, namespace, prefix, promises, level)
 
     def lookup(
         self,
@@ -145,10 +162,7 @@ class Client:
         """
         _check_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
-        try:
-            return lookup_pages(self._links.current(), keys, namespace, options)
-        except DisconnectedError:
-            return unreachable(len(keys))
+        return self._lookups.lookup(keys, namespace, options)
 
     def lookup_nowait(
         self,
@@ -170,13 +184,7 @@ class Client:
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
-        try:
-            link = self._links.current()
-            link.bind(namespace)
-            pending = link.channel.start(asking(namespace, join_keys(keys), options))
-        except DisconnectedError:
-            return LookupHandle(None, None, len(keys))
-        return LookupHandle(link, pending, len(keys))
+        return self._lookups.start(keys, namespace, options)
 
     # --- the two phases -----------------------------------------------------------------------------------
 
@@ -198,7 +206,8 @@ class Client:
         with ExitStack() as undo:
             lease = undo.enter_context(ReadLease(self._links, namespace))
             for first in range(0, len(keys), BATCH_KEYS_MAX):
-                lease.ask(keys[first : first + BATCH_KEYS_MAX], _promise(promises, first), prefix)
+                lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix)
+                lease.watch(keys[first : first + BATCH_KEYS_MAX])
                 if prefix and lease.hits < len(lease.statuses):
                     break
             undo.pop_all()  # it is the caller's now
@@ -211,6 +220,16 @@ class Client:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, list(promises))), m.Done).count
         except DisconnectedError:
             return 0
+
+    def pin_memory(self) -> bool:
+        """Register this process's mapping of the pool with CUDA: GPUs then read and write slots directly, and copies
+        with `non_blocking=True` are asynchronous. Lasts until the last view of the mapping is gone.
+
+        False: it was registered already, so calling this again costs nothing; after a reconnect to a new pool it is
+        needed again. Raises `UsageError` without torch or a GPU, `PoolError` where CUDA refuses, `NotAttachedError`
+        where this client does not map the pool, and `DisconnectedError`.
+        """
+        return pin_for_cuda(self._links.current().mapped().mapping)
 
     # --- everything else ----------------------------------------------------------------------------------
 
@@ -225,6 +244,32 @@ class Client:
         chosen = None if namespace is None else namespace.id
         return expect(self._ask(lambda rid: m.Clear(rid, chosen, tiers)), m.Cleared)
 
+    def explain(
+        self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None
+    ) -> list[KeyExplanation]:
+        """Where keys are, or why they are not there: in the pool and on every tier, which are asked for it.
+
+        Give `keys`, or `tokens`, from which they are derived with the server's chunk size. Raises `UsageError` for a
+        namespace that this client has not registered, by `register_layout` or by using it.
+        """
+        if (keys is None) == (tokens is None):
+            raise UsageError("explain takes either keys or tokens: give one of them")
+        link = self._links.current()
+        if tokens is not None:
+            keys = chunk_keys(tokens, namespace, link.chunk_tokens)
+        assert keys is not None
+        _check_keys(keys)
+        if namespace.id in link.registered:  # perhaps in a session that is gone
+            link.bind(namespace)
+        return explain_pages(link, keys, namespace.id)
+
+    def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
+        """The same for tools that know an id and a layout and no more; it is registered by that."""
+        _check_keys(keys)
+        link = self._links.current()
+        link.bind_id(namespace_id, layout)
+        return explain_pages(link, keys, namespace_id)
+
     def pin(self, keys: Sequence[bytes], *, namespace: Namespace, ttl_s: float = PIN_TTL_S) -> list[Status]:
         """Keep objects from being evicted for `ttl_s`. Pins belong to the server and outlive this client."""
         return self._pages(keys, namespace, lambda rid, blob: m.Pin(rid, namespace.id, blob, ttl_s))
@@ -235,11 +280,11 @@ class Client:
 
     def query_prefetch_status(self, job: int) -> m.Found:
         """How far the loads of a lookup are; `done` when they have ended."""
-        return expect(self._ask(lambda rid: m.QueryPrefetchStatus(rid, job)), m.Found)
+        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryPrefetchStatus(rid, job)), m.Found))
 
     def query_lookup_hits(self, job: int) -> m.Found:
         """What will be a hit, as soon as the tiers have answered and before the loads end."""
-        return expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.Found)
+        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.Found))
 
     def lease_status(self, lease_id: int) -> m.LeaseState:
         """What the server knows of a lease of this client."""
@@ -347,8 +392,3 @@ def _check_keys(keys: Sequence[bytes]) -> None:
         raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
     if len(keys) > STORE_PAGE_KEYS:
         join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent
-
-
-def _promise(promises: Sequence[int], first: int) -> int:
-    page = first // BATCH_KEYS_MAX
-    return promises[page] if page < len(promises) else 0

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
+import xxhash
+
 from lmcache_core.client.channel import expect
 from lmcache_core.client.copying import tensor_of
 from lmcache_core.client.link import Link
@@ -22,6 +24,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys, pack_positions, unpack_u64
 from lmcache_core.tokens.namespace import Namespace
 
+_ZERO = array("Q", [0])
 _LOST: dict[type[CacheError], Status] = {
     DisconnectedError: Status.UNREACHABLE,
     LeaseExpiredError: Status.EXPIRED,
@@ -46,6 +49,7 @@ class Lease(ABC):
         self.reasons: list[Reason] = []
         self.expired = False  # the server said so; it waits for our answer, which is the next settling call
         self._offsets: array[int] = array("Q")
+        self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
         self._unsettled: dict[int, None] = {}  # an ordered set of positions
         self._views: list[memoryview] = []
         self._tensors: list[Any] = []
@@ -63,26 +67,34 @@ class Lease(ABC):
                 self._link = self._links.current()
             self._link.bind(self._namespace)
             self._link.mapped()
+            self._link.lease_opens(self)
             reply = expect(self._link.channel.call(lambda rid: make(rid, self.id)), m.Granted)
+            if reply.lease:
+                self.id = reply.lease
+                if not self._link.lease_granted(self, self._links.open_leases):
+                    raise DisconnectedError("the link was lost while this was granted")
         except DisconnectedError:
             self.add_ungranted(Status.UNREACHABLE, count)
+            if self._link is not None and not self._unsettled:
+                self._link.lease_ended(self)
             return
         first = len(self.statuses)
         self.statuses += grant_statuses(reply.statuses)
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
+        self._checksums.extend(unpack_u64(reply.checksums) if reply.checksums else _ZERO * count)
         for position in range(first, first + count):
             if self.statuses[position] is Status.GRANTED:
                 self._unsettled[position] = None
-        if reply.lease:
-            self.id = reply.lease
-            self._links.open_leases[self.id] = self
+        if not self._unsettled:
+            self._link.lease_ended(self)
 
     def add_ungranted(self, status: Status, count: int) -> None:
         """Positions that nobody was asked for, or that nobody answered."""
         self.statuses += [status] * count
         self.reasons += [Reason.NONE] * count
-        self._offsets.extend([0] * count)
+        self._offsets.extend(_ZERO * count)
+        self._checksums.extend(_ZERO * count)
 
     def slots(self, first: int) -> tuple[Mapping, list[tuple[int, int]]]:
         """The mapping (hold it while its address is used), and (position, offset) of every slot from `first` on."""
@@ -125,13 +137,16 @@ class Lease(ABC):
             raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
         return link
 
-    def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None) -> None:
-        """Tell the server what became of positions (None: of all), and note what it answers."""
+    def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None, checksums: bytes = b"") -> None:
+        """Tell the server what became of positions (None: of all), and note what it answers. `checksums`: a u64 for
+        each, where they are known."""
         chosen = list(self._unsettled) if positions is None else self._checked(positions)
         try:
             for first in range(0, len(chosen), BATCH_KEYS_MAX):
                 page = chosen[first : first + BATCH_KEYS_MAX]
-                reply = self._link_now().channel.call(_settling(kind, self.id, page))
+                reply = self._link_now().channel.call(
+                    _settling(kind, self.id, page, checksums[8 * first : 8 * (first + len(page))])
+                )
                 for position, status in zip(
                     page, settled_statuses(expect(reply, m.SettledReply).outcomes), strict=True
                 ):
@@ -143,10 +158,10 @@ class Lease(ABC):
         if not self._unsettled:
             self.end()
 
-    def settle_quietly(self, kind: type[m.Settle], first: int = 0) -> None:
+    def settle_quietly(self, kind: type[m.Settle], first: int = 0, checksums: bytes = b"") -> None:
         """Settle what is left from `first` on. What came between becomes the positions' status."""
         with contextlib.suppress(CacheError):  # the positions are ours, so nothing here is the caller's mistake
-            self._settle(kind, [position for position in self._unsettled if position >= first])
+            self._settle(kind, [position for position in self._unsettled if position >= first], checksums)
 
     def _checked(self, positions: Iterable[int]) -> list[int]:
         chosen = list(dict.fromkeys(positions))
@@ -166,6 +181,8 @@ class Lease(ABC):
         """Nothing of it is ours any more: views and tensors die."""
         self._ended = True
         self._links.open_leases.pop(self.id, None)
+        if self._link is not None:
+            self._link.lease_ended(self)
         for tensor in self._tensors:
             tensor.set_()
         self._tensors.clear()
@@ -221,10 +238,49 @@ class ReadLease(Lease):
 
     _let_go = m.FinishRead
 
-    def ask(self, keys: Sequence[bytes], promise: int = 0, prefix: bool = True) -> None:
-        """Ask to read these keys: the next positions. At most one frame of them."""
+    def __init__(self, links: Links, namespace: Namespace) -> None:
+        super().__init__(links, namespace)
+        self._keys: list[bytes] = []
+        self._generations: array[int] = array("Q")  # of each key as it was granted, 0 where that cannot be told
+
+    def ask(self, keys: Sequence[bytes], promise: int = 0, prefix: bool = True, verify: bool = False) -> None:
+        """Ask to read these keys: the next positions. At most one frame of them. `verify`: for `damaged`."""
         blob, namespace = join_keys(keys), self._namespace.id
-        self.extend(lambda rid, lease: m.PrepareRetrieve(rid, namespace, blob, lease, promise, prefix), len(keys))
+        self.extend(
+            lambda rid, lease: m.PrepareRetrieve(rid, namespace, blob, lease, promise, prefix, verify), len(keys)
+        )
+
+    def watch(self, keys: Sequence[bytes]) -> None:
+        """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""
+        self._keys += keys
+        self._generations.extend(self._generations_of(keys, self._offsets[-len(keys) :]) if keys else ())
+
+    def _generations_of(self, keys: Sequence[bytes], offsets: array[int]) -> array[int]:
+        index = None if self._link is None else self._link.index
+        layout = None if self._link is None else self._link.layout_of(self._namespace)
+        if index is None or layout is None:
+            return _ZERO * len(keys)
+        return array("Q", index.generations(self._namespace.id, layout, list(keys), offsets))
+
+    def _untouched(self, positions: Sequence[int]) -> bool:
+        """Whether the slots at these positions hold what they held when they were granted, and did all the while."""
+        if not all(position < len(self._generations) and self._generations[position] for position in positions):
+            return False
+        offsets = array("Q", [self._offsets[position] for position in positions])
+        now = self._generations_of([self._keys[position] for position in positions], offsets)
+        return now == array("Q", [self._generations[position] for position in positions])
+
+    def damaged(self, first: int = 0) -> list[int]:
+        """Positions from `first` on whose bytes do not have the checksum that they were stored with. Only what was
+        asked for with `verify`, and stored with one, can be told."""
+        wanted = self._checksums
+        return [
+            position
+            for position in self._unsettled
+            if position >= first
+            and wanted[position]
+            and xxhash.xxh3_64_intdigest(self._slot(position)) != wanted[position]
+        ]
 
     def view(self, position: int) -> memoryview:
         """Read-only bytes of the slot."""
@@ -244,10 +300,18 @@ class ReadLease(Lease):
     def finish(self, positions: Sequence[int] | None = None) -> None:
         """Release these positions (None: all that are left).
 
-        Raises `DisconnectedError` or `LeaseExpiredError` where the server that kept these slots is gone: its
-        successor may have emptied them while they were read, so nothing read under the lease can be trusted.
+        Raises `DisconnectedError` or `LeaseExpiredError` where the server that kept these slots is gone and it cannot
+        be shown that they still hold what they held: its successor may have emptied them while they were read, so
+        nothing read under the lease can be trusted. Where the index shows it, what was read is right.
         """
-        self._settle(m.FinishRead, positions)
+        chosen = list(self._unsettled) if positions is None else self._checked(positions)
+        try:
+            self._settle(m.FinishRead, chosen)
+        except (DisconnectedError, LeaseExpiredError):
+            if not self._untouched(chosen):
+                raise
+            for position in chosen:
+                self.statuses[position] = Status.HIT
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -258,9 +322,10 @@ class ReadLease(Lease):
         super().__exit__(kind, error, trace)
 
 
-def _settling(kind: type[m.Settle], lease_id: int, page: Sequence[int]) -> Callable[[int], m.Settle]:
+def _settling(kind: type[m.Settle], lease_id: int, page: Sequence[int], checksums: bytes) -> Callable[[int], m.Settle]:
     """A run of positions is said as a range: eight bytes for any number of them."""
+    more = (checksums,) if checksums else ()
     if page and page[-1] - page[0] == len(page) - 1:
-        return lambda rid: kind(rid, lease_id, page[0], len(page))
+        return lambda rid: kind(rid, lease_id, page[0], len(page), b"", *more)
     blob = pack_positions(page)
-    return lambda rid: kind(rid, lease_id, 0, 0, blob)
+    return lambda rid: kind(rid, lease_id, 0, 0, blob, *more)

@@ -1,17 +1,22 @@
-"""Lookups: paged ones that wait, and handles for callers that must not."""
+"""Lookups: by the index as far as that goes, paged ones that wait, and handles for callers that must not."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from lmcache_core.client.channel import Pending, expect
+from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
+from lmcache_core.client.links import Links
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
 from lmcache_core.errors import DisconnectedError, UsageError
-from lmcache_core.kernel.answers import Reason
-from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S
+from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S, JOBS_REMEMBERED
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
@@ -109,24 +114,133 @@ def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> Looku
         if prefix and page.hits < len(page.statuses):
             break
     rest = count - len(statuses)
+    held = any(page.promises for page in pages)
     return LookupResult(
         statuses + [Status.MISS] * rest,
         reasons + [Reason.NONE] * rest,
         hits,
         all(page.done for page in pages),
-        tuple(promise for page in pages for promise in page.promises or (0,)),
+        tuple(promise for page in pages for promise in page.promises or (0,)) if held else (),
         pages[-1].job if pages else 0,
     )
+
+
+class _Part(NamedTuple):
+    """A lookup of which the server was asked for a part: the keys at `rest`; the index had the others."""
+
+    keys: Sequence[bytes]
+    rest: Sequence[int]
+    namespace: Namespace
+    prefix: bool
+
+
+class Lookups:
+    """Lookups of one client. Thread-safe."""
+
+    def __init__(self, links: Links, hits: Hits) -> None:
+        self._links = links
+        self._hits = hits
+        self._parts: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # by the server's epoch and the job
+
+    def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+        """The index first; the server is asked for what is not there and may be elsewhere."""
+        found = self._find(keys, namespace, options)
+        if not found:
+            return self._ask(keys, namespace, options)
+        count, hits = len(keys), len(found) if options.prefix else found.count(1)  # a prefix ends with its last hit
+        if not hits:
+            return self._ask(keys, namespace, options)
+        if hits == count:
+            return _all_there(count)
+        if options.prefix:
+            rest: Sequence[int] = range(hits, count)
+        else:
+            rest = [at for at, byte in enumerate(found) if not byte]
+        asked = self._ask([keys[at] for at in rest], namespace, options)
+        statuses, reasons = [Status.GRANTED] * count, [Reason.NONE] * count
+        for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
+            statuses[at], reasons[at] = status, reason
+        if asked.job and count <= BATCH_KEYS_MAX:
+            self._remember(asked.job, _Part(keys, rest, namespace, options.prefix))
+        return LookupResult(statuses, reasons, hits + asked.hits, asked.done, asked.promises, asked.job)
+
+    def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
+        """A handle, with its result where all is in the index. One frame of keys at most."""
+        count, found = len(keys), self._find(keys, namespace, options)
+        if found is not None and found.count(1) == count:
+            return LookupHandle(None, None, count, _all_there(count))
+        try:
+            link = self._links.current()
+            link.bind(namespace)
+            pending = link.channel.start(asking(namespace, join_keys(keys), options))
+        except DisconnectedError:
+            return LookupHandle(None, None, count)
+        return LookupHandle(link, pending, count)
+
+    def whole(self, found: m.Found) -> m.Found:
+        """What the server says of a job, with the keys that it was not asked for."""
+        link = self._links.current()
+        part = self._parts.get((link.epoch, found.job))
+        if part is None:
+            return found
+        count, rest = len(part.keys), set(part.rest)
+        had = [at for at in range(count) if at not in rest]
+        options = LookupOptions(prefix=part.prefix, tiers=[])
+        # Looked up again, as the server does: they may have been evicted since.
+        still = expect(
+            link.channel.call(asking(part.namespace, join_keys([part.keys[at] for at in had]), options)), m.Found
+        )
+        statuses, reasons = bytearray([Grant.MISS]) * count, bytearray(count)
+        _scatter(still, had, statuses, reasons)
+        hits = still.hits
+        if not part.prefix or still.hits == len(had):
+            _scatter(found, part.rest, statuses, reasons)
+            hits += found.hits
+        return msgspec.structs.replace(found, statuses=bytes(statuses), reasons=bytes(reasons), hits=hits)
+
+    def _find(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> bytes | None:
+        """What the index says, where it may answer: promises and pins are given by the server alone, and it alone
+        knows policies, and what makes no sense."""
+        if options.hold or options.window or options.policy or options.pin_s != 0:
+            return None
+        if not (options.wait_s >= 0 and options.deadline_s >= 0):
+            return None
+        return self._hits.find(keys, namespace, options.prefix)
+
+    def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+        try:
+            return lookup_pages(self._links.current(), keys, namespace, options)
+        except DisconnectedError:
+            return unreachable(len(keys))
+
+    def _remember(self, job: int, part: _Part) -> None:
+        with contextlib.suppress(DisconnectedError):
+            self._parts[self._links.current().epoch, job] = part
+            while len(self._parts) > JOBS_REMEMBERED:
+                self._parts.popitem(last=False)
+
+
+def _all_there(count: int) -> LookupResult:
+    return LookupResult([Status.GRANTED] * count, [Reason.NONE] * count, count)
+
+
+def _scatter(found: m.Found, positions: Sequence[int], statuses: bytearray, reasons: bytearray) -> None:
+    for at, status in zip(positions, found.statuses, strict=True):
+        statuses[at] = status
+    for at, reason in zip(positions, found.reasons, strict=False):  # none where nothing missed
+        reasons[at] = reason
 
 
 class LookupHandle:
     """A lookup under way. `done` and `result` never wait; `result` is None until it is done."""
 
-    def __init__(self, link: Link | None, pending: Pending | None, count: int) -> None:
+    def __init__(
+        self, link: Link | None, pending: Pending | None, count: int, result: LookupResult | None = None
+    ) -> None:
         self._link = link
         self._pending = pending
         self._count = count
-        self._result: LookupResult | None = unreachable(count) if link is None else None
+        self._result = unreachable(count) if link is None and result is None else result
 
     @property
     def done(self) -> bool:

@@ -7,7 +7,7 @@ slot and touch no memory of the pool. An empty slab stays with its class until a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.objects import Incarnation
@@ -64,7 +64,7 @@ class Slab:
 
     __slots__ = (
         "end", "first_unit", "free", "fresh", "nbytes", "residents", "size_class", "slot_bytes", "slots", "start",
-        "units", "used",
+        "units", "unmade", "used",
     )  # fmt: skip
 
     def __init__(self, size_class: SizeClass, first_unit: int, units: int, start: int, nbytes: int) -> None:
@@ -77,6 +77,7 @@ class Slab:
         self.slots = nbytes // self.slot_bytes
         self.end = start + self.slots * self.slot_bytes
         self.used = 0
+        self.unmade = 0  # of these, adopted objects that have no incarnation yet
         self.fresh = start  # slots from here to `end` were never taken: not even a list entry stands for them
         self.free: list[int] = []  # offsets that came back; the last one goes out first, its page is the warmest
         # Slot → its incarnation, to empty a slab without searching. A freed slot keeps its last one, in state
@@ -123,6 +124,7 @@ class Allocator:
         self._owners: list[Slab | None] = [None] * units
         self._populated_units = 0
         self._empty: dict[Slab, None] = {}
+        self.reveal: Callable[[Slab], None] | None = None  # makes what was adopted in a slab; None: all is made
         self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since the last look
 
     # --- memory ---------------------------------------------------------------------------------------------
@@ -133,7 +135,8 @@ class Allocator:
         whole = self.populated_bytes == self.pool_bytes
         units = len(self._units) if whole else self.populated_bytes // self.unit_bytes
         for unit in range(self._populated_units, units):
-            self._units[unit] = FREE
+            if self._owners[unit] is None:  # else it was adopted
+                self._units[unit] = FREE
         self._populated_units = max(units, self._populated_units)
 
     @property
@@ -217,6 +220,35 @@ class Allocator:
                 slab.fresh = slab.start
         self.used_bytes -= nbytes
 
+    # --- adoption -------------------------------------------------------------------------------------------
+
+    def adopt(
+        self, start: int, nbytes: int, slot_bytes: int, used: int, unmade: int, fresh: int, free: list[int]
+    ) -> None:
+        """Take over a slab of a former server: `used` slots, `unmade` of them with objects to be made later. Slots
+        from `fresh` on are free, and those in `free`. The caller has checked that they are slots of whole units that
+        no other slab has, and hands over the list."""
+        size_class = self.size_class(slot_bytes)
+        first_unit, units = (start - self.data_offset) // self.unit_bytes, -(-nbytes // self.unit_bytes)
+        slab = Slab(size_class, first_unit, units, start, nbytes)
+        slab.used, slab.unmade, slab.fresh, slab.free = used, unmade, fresh, free
+        for unit in range(first_unit, first_unit + units):
+            assert self._owners[unit] is None, f"unit {unit} would be in two slabs"
+            self._units[unit] = TAKEN
+            self._owners[unit] = slab
+        if used < slab.slots:
+            size_class.open[slab] = None
+        size_class.slabs += 1
+        size_class.slots += slab.slots
+        size_class.slots_used += used
+        self.used_bytes += used * slot_bytes
+
+    def slab_at(self, offset: int) -> Slab:
+        """The slab that a slot stands in."""
+        slab = self._owners[(offset - self.data_offset) // self.unit_bytes]
+        assert slab is not None, f"no slab at {offset:#x}"
+        return slab
+
     # --- slabs ----------------------------------------------------------------------------------------------
 
     def slabs_to_empty(self, size_class: SizeClass, around: Slab, known_busy: set[Slab]) -> list[Slab] | None:
@@ -232,6 +264,9 @@ class Allocator:
             slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
             if known_busy.intersection(slabs):
                 continue
+            for slab in slabs:
+                if slab.unmade and self.reveal is not None:
+                    self.reveal(slab)
             busy = [slab for slab in slabs if not slab.evictable()]
             if not busy:
                 return slabs

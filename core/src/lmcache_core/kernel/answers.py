@@ -72,6 +72,7 @@ class Grants:
     statuses: bytearray
     reasons: bytearray
     offsets: array[int]
+    checksums: array[int] | None = None  # of a read, where they were asked for; 0 where one is not known
 
 
 @dataclass(slots=True)
@@ -133,5 +134,6 @@ class Usage:
     pinned_objects: int
     fragmentation: float  # share of the free populated bytes that only their own size class can use
     slabs_free: int  # units that belong to no class
+    policy_error: str  # the last thing that the eviction policy raised
     classes: list[ClassUsage] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)

@@ -77,4 +77,12 @@ class LoadDoomed:
     lease_id: int
 
 
-Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | LoadDoomed
+@dataclass(slots=True)
+class PolicyFailed:
+    """The eviction policy raised in `method`. Nothing is to be done, but somebody should hear of it."""
+
+    method: str
+    error: Exception
+
+
+Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | LoadDoomed | PolicyFailed

@@ -18,10 +18,10 @@ def make_room(residents: Residents, size_class: SizeClass, slots: int) -> None:
     takes a whole slab: the one that holds the coldest object of another class and nothing that is held.
     """
     allocator = residents.allocator
-    evicted_max = residents.evictions + EVICTED_OBJECTS_MAX
+    made_way_max = residents.made_way + EVICTED_OBJECTS_MAX
     known_busy: set[Slab] = set()
     reach = 1
-    while (missing := slots - size_class.slots_free) > 0 and residents.evictions < evicted_max:
+    while (missing := slots - size_class.slots_free) > 0 and residents.made_way < made_way_max:
         nbytes = missing * size_class.slot_bytes * reach
         coldest = residents.victims(nbytes)
         own = [item for item in coldest if item.slab.size_class is size_class][:missing]
@@ -74,6 +74,8 @@ class Trimmer:
     def step(self) -> int:
         """One step; the objects it evicted. 0: nothing to do, or nothing that may go."""
         residents = self._residents
+        if residents.clearings:  # they give more room than any eviction, and nobody misses it
+            return 0
         used = residents.allocator.used_bytes
         if self._goal_bytes is None:
             if used <= self._above_bytes:

@@ -10,19 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lmcache_core.errors import UsageError
+from lmcache_core.kernel.adoption import Adoption
 from lmcache_core.kernel.allocator import Allocator, slab_bytes_for
 from lmcache_core.kernel.answers import Cleared, Grants, LeaseKind, LeaseStatus, Lookup, Reason, Usage
+from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
-from lmcache_core.kernel.effects import Effect, SlotsMarked
+from lmcache_core.kernel.effects import Effect
+from lmcache_core.kernel.endings import Endings
 from lmcache_core.kernel.eviction import Trimmer
+from lmcache_core.kernel.explain import Explanation, explain
+from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
 from lmcache_core.kernel.leases import LeaseBook
 from lmcache_core.kernel.objects import check_keys
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
 from lmcache_core.kernel.residents import Residents
-from lmcache_core.kernel.sessions import SERVER_SESSION, Session, SessionBook
+from lmcache_core.kernel.sessions import SERVER_SESSION, SessionBook
 from lmcache_core.kernel.states import NO_ROW, State
 from lmcache_core.kernel.usage import usage_of
 from lmcache_core.kernel.writing import Writing, check_batch
@@ -35,6 +40,7 @@ class Kernel:
         """`epoch`: 24 bits that no earlier server of this pool had; lease ids start with it."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
+        self.epoch = epoch
         unit_bytes = config.slab_bytes or slab_bytes_for(config.pool_bytes)
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
@@ -46,9 +52,14 @@ class Kernel:
             int(config.quarantine_fraction_per_uid_max * config.pool_bytes),
         )
         self._pins = Pins(self._residents, int(config.pinned_fraction_max * config.pool_bytes))
-        self._writing = Writing(config, self._residents, self._leases, self._quarantine)
+        self._fence = Fence(self._residents, self._pins)
+        self._writing = Writing(config, self._residents, self._fence, self._leases, self._quarantine)
         self._reading = Reading(config, self._residents, self._leases)
+        self._endings = Endings(
+            self._residents, self._sessions, self._leases, self._quarantine, self._writing, self._reading
+        )
         self._trimmer = Trimmer(self._residents, config.watermark, config.evict_ratio)
+        self.adoption = Adoption(self._residents)  # of a dead server's pool
 
     @property
     def effects(self) -> list[Effect]:
@@ -101,7 +112,8 @@ class Kernel:
         `lease_id` adds a page to that lease: its positions continue, its deadline is renewed. `loading`: a lane
         fills them from a tier. The lease of a page that granted nothing has nothing to settle.
         """
-        self._expire_due(now)
+        self._expire_due(now, session_id)
+        self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
         return self._writing.prepare(session, namespace, layout_id, keys, now, lease_id, loading, ttl_s)
 
@@ -113,14 +125,16 @@ class Kernel:
         positions: Sequence[int] | None = None,
         *,
         retain: bool = True,
+        checksums: Sequence[int | None] | None = None,
     ) -> bytearray:
         """Make positions (None: all of the lease) visible; the `Settled` of each position asked for.
 
-        The caller has written every byte of them. Without `retain` they go with their first reader. A lease that
+        The caller has written every byte of them; `checksums`, positional, are the xxh3_64 of these bytes, as far as
+        they are known. Without `retain` they go with their first reader. A lease that
         has expired raises `LeaseExpiredError`, nothing becomes visible, and the slots are free.
         """
         self._expire_due(now)
-        return self._writing.commit(self._sessions.get(session_id), lease_id, positions, retain)
+        return self._writing.commit(self._sessions.get(session_id), lease_id, positions, retain, checksums)
 
     def abort_store(
         self,
@@ -152,15 +166,19 @@ class Kernel:
         prefix: bool = False,
         layout_id: int = 0,
         ttl_s: float | None = None,
+        verify: bool = False,
     ) -> Grants:
         """Pin what is ready of the keys. `prefix`: only up to the first that is not; nothing is held behind it.
 
         `promise_id` redeems a promise for these keys; one that is gone changes nothing but its count.
-        `layout_id` (0: any): objects of another layout are a MISS.
+        `layout_id` (0: any): objects of another layout are a MISS. `verify`: say their checksums, too.
         """
         self._expire_due(now)
+        self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
-        return self._reading.prepare(session, namespace, keys, now, promise_id, lease_id, prefix, layout_id, ttl_s)
+        return self._reading.prepare(
+            session, namespace, keys, now, promise_id, lease_id, prefix, layout_id, ttl_s, verify
+        )
 
     def finish_read(
         self, session_id: int, lease_id: int, now: float, positions: Sequence[int] | None = None
@@ -181,12 +199,35 @@ class Kernel:
     ) -> Lookup:
         """What is ready. `hold`: a promise keeps what was found until it is redeemed, freed, or too old."""
         self._expire_due(now)
+        self.adoption.touch(namespace, keys)
         return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix)
+
+    def explain(
+        self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], now: float
+    ) -> Explanation:
+        """Where the keys are, or how they were lost, as far as that is remembered."""
+        self._expire_due(now)
+        self.adoption.touch(namespace, keys)
+        self._sessions.get(session_id)
+        check_batch(keys, None)
+        return explain(self._residents, namespace, layout_id, keys)
 
     def free_lookup_locks(self, session_id: int, promise_ids: Sequence[int], now: float) -> int:
         """End the session's promises; how many were still open."""
         self._expire_due(now)
         return self._reading.free_promises(self._sessions.get(session_id), promise_ids)
+
+    def used(self, keys: Sequence[tuple[int, bytes]], now: float) -> int:
+        """Workers have read these, (namespace, key), without a call; how many are still there.
+
+        In the order of use, as the policy takes it: the end of a prompt before its beginning. Temporary ones go
+        with this reader, unless somebody holds them.
+        """
+        self._expire_due(now)
+        if self._residents.untouched is not None:
+            for namespace, key in keys:
+                self.adoption.touch(namespace, [key])
+        return self._reading.used(keys)
 
     # --- any lease ------------------------------------------------------------------------------------------
 
@@ -210,6 +251,7 @@ class Kernel:
     def pin(self, session_id: int, namespace: int, keys: Sequence[bytes], ttl_s: float, now: float) -> bytearray:
         """Keep ready objects from eviction for `ttl_s`: GRANTED, MISS or QUOTA. The pin is the server's."""
         self._expire_due(now)
+        self.adoption.touch(namespace, keys)
         self._sessions.get(session_id)
         check_batch(keys, None)
         if not ttl_s > 0:
@@ -219,33 +261,45 @@ class Kernel:
     def unpin(self, session_id: int, namespace: int, keys: Sequence[bytes], now: float) -> bytearray:
         """End pins: GRANTED where there was one, else MISS."""
         self._expire_due(now)
+        self.adoption.touch(namespace, keys)
         self._sessions.get(session_id)
         check_batch(keys, None)
         return self._pins.unpin(namespace, keys)
 
     def clear(self, now: float, namespace: int | None = None) -> Cleared:
-        """Empty a namespace, or all. What is being written or loaded will not appear; held objects leave the
-        index at once and their memory with the last hold. Costs what it removes."""
+        """`begin_clear` and all its steps in one call, which costs what it removes: for who has nobody waiting."""
+        clearing = self.begin_clear(now, namespace)
+        while not clearing.done:
+            self.free_cleared(now)
+        return clearing.cleared
+
+    def begin_clear(self, now: float, namespace: int | None = None, *, session_id: int = SERVER_SESSION) -> Clearing:
+        """Empty a namespace, or all: nothing of it is found from now on, and what is being written will not appear.
+        `free_cleared` frees the slots, a step at a time, with an effect for each; held ones follow with the last
+        hold. The answer is whole once it is `done`; no clear is done before those that began before it."""
         self._expire_due(now)
         doomed = 0
         for lease in list(self._leases.all()):
             if lease.kind is LeaseKind.WRITE and namespace in (None, lease.namespace):
-                doomed += self._writing.doom(lease)
-        table = self._residents.table
-        cleared = Cleared(0, 0, doomed)
-        for scope in list(table.namespaces) if namespace is None else [namespace]:
-            ready = list(table.of(scope))
-            table.drop(scope)
-            if ready:
-                self._residents.forget(ready, Reason.CLEARED)
-                self._pins.let_go(ready)
-                cleared.objects += len(ready)
-                cleared.nbytes += sum(item.nbytes for item in ready)
-        return cleared
+                doomed += self._writing.doom(lease, session_id)
+        clearing = self._fence.begin(namespace, doomed, now, session_id)
+        self.adoption.cleared(namespace, clearing)
+        return clearing
+
+    def free_cleared(self, now: float, objects_max: int = STEP_OBJECTS) -> int:
+        """One bounded step of the clears under way; how many objects it freed."""
+        self._expire_due(now)
+        return self._fence.step(objects_max)
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear has something left to free."""
+        return bool(self._residents.clearings)
 
     def drop(self, namespace: int, keys: Sequence[bytes], now: float, reason: Reason) -> None:
         """Delete those of the keys that are ready; slots that are held follow with the last hold."""
         self._expire_due(now)
+        self.adoption.touch(namespace, keys)
         check_keys(keys)
         table = self._residents.table.of(namespace)
         found = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
@@ -258,78 +312,41 @@ class Kernel:
     def end_session(self, session_id: int, now: float) -> None:
         """Settle all that the session holds, as it says itself; the session stays open."""
         self._expire_due(now)
-        self._settle_all(self._sessions.get(session_id), Reason.ABORTED)
+        self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED)
 
     def session_closed(self, session_id: int, now: float) -> None:
         """An orderly goodbye: it has answered for everything. An unknown session is no error."""
-        self._end(session_id, now, Reason.ABORTED)
+        self._expire_due(now)
+        self._endings.end(session_id, Reason.ABORTED)
 
     def session_dead(self, session_id: int, now: float) -> None:
         """Its death is proven: nobody touches what it held. An unknown session is no error."""
-        self._end(session_id, now, Reason.WRITER_DIED)
+        self._expire_due(now)
+        self._endings.end(session_id, Reason.WRITER_DIED)
 
     def session_lost(self, session_id: int, now: float) -> None:
         """Its connection ended and nothing is proven: leases go on to their deadlines, write slots then wait in
         quarantine, pins stay, until `session_dead` or `reclaim`."""
         self._expire_due(now)
-        session = self._sessions.by_id.get(session_id)
-        if session is not None and not session.lost and session_id != SERVER_SESSION:
-            self._quarantine.lost(session)
-            self._forget_if_done(session)
+        self._endings.lost(session_id)
 
     def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int], now: float) -> list[int]:
         """The same client instance is back: these leases of its old session move to the new one, all others are
         settled, for it has said that it does not hold them. The ids that moved, also of settled leases."""
         self._expire_due(now)
-        new = self._sessions.get(new_session_id)
-        old = self._sessions.by_id.get(old_session_id)
-        if old is None or old is new or old_session_id == SERVER_SESSION:
-            return []
-        if old.uid != new.uid:
-            raise UsageError(f"session {new_session_id} is of uid {new.uid} and cannot take over one of uid {old.uid}")
-        moved = [lease_id for lease_id in lease_ids if self._move(lease_id, old, new)]
-        self._end(old_session_id, now, Reason.ABORTED)
-        return moved
-
-    def _move(self, lease_id: int, old: Session, new: Session) -> bool:
-        lease = self._leases.of_session(old, lease_id)
-        if lease is None:
-            return False
-        self._quarantine.move(lease, new)
-        if old.leases.pop(lease_id, None) is not None:
-            new.leases[lease_id] = lease
-        if lease.kind is LeaseKind.WRITE:
-            held = lease.held()
-            for state in (lease.live, State.QUARANTINED):
-                offsets = [item.offset for item in held if item.state is state]
-                if offsets:
-                    self.effects.append(SlotsMarked(offsets, state, new.row))
-        return True
-
-    def _end(self, session_id: int, now: float, reason: Reason) -> None:
-        self._expire_due(now)
-        session = self._sessions.by_id.get(session_id)
-        if session is not None and session_id != SERVER_SESSION:
-            self._settle_all(session, reason)
-            del self._sessions.by_id[session_id]
-
-    def _settle_all(self, session: Session, reason: Reason) -> None:
-        for lease in list(session.leases.values()):
-            if lease.kind is LeaseKind.WRITE:
-                self._writing.give_up(lease, reason)
-            else:
-                self._reading.let_go(lease)
+        return self._endings.reclaim(old_session_id, new_session_id, lease_ids)
 
     # --- time and room --------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
         """End what is due. Every other call does so too, so a late timer changes nothing that anyone sees."""
+        self._residents.reasons.now = now
         for lease in self._leases.due(now):
             if lease.kind is LeaseKind.WRITE:
                 self._writing.expire(lease)
             else:
                 self._reading.expire(lease)
-                self._forget_if_done(lease.session)
+                self._sessions.forget_if_done(lease.session)
         self._pins.expire(now)
 
     def next_deadline(self) -> float | None:
@@ -344,14 +361,17 @@ class Kernel:
         self._expire_due(now)
         return self._trimmer.step()
 
-    def _expire_due(self, now: float) -> None:
+    def may_evict(self, layout_id: int, keys: int) -> bool:
+        """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""
+        return self._writing.may_evict(layout_id, keys)
+
+    def _expire_due(self, now: float, session_id: int = SERVER_SESSION) -> None:
+        """What every call begins with. `session_id`: who is to be named for what this call pushes out."""
+        reasons = self._residents.reasons
+        reasons.now, reasons.session_id = now, session_id
         leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
         if (leases is not None and leases <= now) or (pins is not None and pins <= now):
             self.expire(now)
-
-    def _forget_if_done(self, session: Session) -> None:
-        if session.lost and not session.leases:
-            self._sessions.by_id.pop(session.id, None)
 
     # --- telling --------------------------------------------------------------------------------------------
 

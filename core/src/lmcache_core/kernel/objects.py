@@ -24,6 +24,7 @@ class Incarnation:
     """
 
     __slots__ = (
+        "checksum",
         "generation",
         "holds",
         "key",
@@ -52,6 +53,7 @@ class Incarnation:
     state: State
     slab: Slab
     temporary: bool  # loaded for one reader, dropped with it
+    checksum: int | None  # xxh3_64 of its bytes, where whoever wrote them has told
 
     def __repr__(self) -> str:
         return (
@@ -90,6 +92,9 @@ class NamespaceTable:
 
     def get(self, key: bytes) -> Incarnation | None:
         return self.shards[(key[0] ^ key[31]) & self.mask].get(key)
+
+    def remove(self, key: bytes) -> None:
+        del self.shards[(key[0] ^ key[31]) & self.mask][key]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -131,9 +136,13 @@ class ObjectTable:
             del shards[(key[0] ^ key[31]) & mask][key]
         self._forget_if_empty(namespace)
 
-    def drop(self, namespace: int) -> None:
-        """Take out a whole namespace."""
-        self.namespaces.pop(namespace, None)
+    def detach(self, namespace: int | None) -> dict[int, NamespaceTable]:
+        """Take out a whole namespace, or all (None), without looking at what stands there."""
+        if namespace is None:
+            detached, self.namespaces = self.namespaces, {}
+            return detached
+        table = self.namespaces.pop(namespace, None)
+        return {} if table is None else {namespace: table}
 
     def _forget_if_empty(self, namespace: int) -> None:
         # `any` stops at the first shard that holds something, which is nearly always the first one.

@@ -78,7 +78,8 @@ class Reading:
         prefix: bool,
     ) -> tuple[bytearray, bytearray]:
         """Statuses, and the reason for each miss; behind the end of a prefix a miss has none."""
-        table, remembered = self._residents.table.of(namespace), self._residents.reasons
+        residents = self._residents
+        table = residents.table.of(namespace)
         statuses, reasons = bytearray(len(keys)), bytearray(len(keys))
         for at, item in enumerate(entries):
             if item is not None:
@@ -86,7 +87,8 @@ class Reading:
             other = table.get(keys[at])
             statuses[at] = _MISS
             if other is None:
-                reasons[at] = remembered.of(namespace, keys[at])
+                loss = residents.lost(namespace, keys[at])
+                reasons[at] = Reason.NEVER_STORED if loss is None else loss.reason
             elif other.state is State.LOADING:
                 statuses[at] = Grant.LOADING
             elif other.state is State.WRITING:
@@ -111,6 +113,7 @@ class Reading:
         prefix: bool,
         layout_id: int,
         ttl_s: float | None,
+        verify: bool,
     ) -> Grants:
         lease = None
         if lease_id:
@@ -138,7 +141,10 @@ class Reading:
         else:
             self._leases.renew(lease, now)
             self._leases.extend(lease, entries, len(found))
-        return Grants(lease.id, lease.deadline, statuses, reasons, offsets)
+        checksums = None
+        if verify:
+            checksums = array("Q", [0 if item is None else item.checksum or 0 for item in entries])
+        return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums)
 
     def _new(
         self,
@@ -184,6 +190,21 @@ class Reading:
             self._residents.release(let_go, read=read)
             if read:
                 self._residents.effects.append(Read(let_go))
+
+    def used(self, keys: Sequence[tuple[int, bytes]]) -> int:
+        """Read in place, without a lease: as `finish`, without what a lease would have held."""
+        residents = self._residents
+        found: list[Incarnation] = []
+        for namespace, key in keys:
+            item = residents.table.of(namespace).get(key)
+            if item is not None and item.state is READY:
+                found.append(item)
+        if found:
+            residents.policy.access(found)
+            spent = [item for item in dict.fromkeys(found) if item.temporary and not item.holds]
+            residents.remove(spent, Reason.DROPPED)
+            residents.effects.append(Read(found))
+        return len(found)
 
     # --- lookup and promises --------------------------------------------------------------------------------
 

@@ -6,16 +6,23 @@ disagree. All methods take whole batches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING
 
 from lmcache_core.kernel.allocator import Allocator
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.contracts import EvictionPolicy
-from lmcache_core.kernel.effects import Effect, Evicted, Removed, SlabAssigned, SlotsMarked
+from lmcache_core.kernel.effects import Effect, Evicted, PolicyFailed, Removed, SlabAssigned, SlotsMarked
+from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.objects import Incarnation, ObjectTable
-from lmcache_core.kernel.reasons import MissReasons
+from lmcache_core.kernel.reasons import Loss, MissReasons
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
+from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.adoption import Untouched
 
 READY = State.READY
 
@@ -25,13 +32,18 @@ class Residents:
 
     def __init__(self, allocator: Allocator, policy: EvictionPolicy, remembered_max: int) -> None:
         self.allocator = allocator
-        self.policy = policy
+        self.policy: EvictionPolicy = GuardedPolicy(policy, self._policy_failed)
+        self.untouched: Untouched | None = None  # what was adopted and is not made yet
         self.table = ObjectTable()
         self.reasons = MissReasons(remembered_max)
+        self.clearings: deque[Clearing] = deque()  # what clears took out of the table and steps have yet to free
         self.effects: list[Effect] = []
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
         self.evictions = 0
+        self.made_way = 0  # evicted, or cleared before its step, because somebody needed the room
+        self.policy_faults = 0
+        self.policy_error = ""  # the last one
 
     # --- one step of the transition table -------------------------------------------------------------------
 
@@ -77,18 +89,26 @@ class Residents:
         self.count(live, len(objects), nbytes)
         self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
 
+    def change_owner(self, objects: Sequence[Incarnation], state: State, row: int) -> None:
+        """The worker of another row holds them now; they are in `state`, and stay in it."""
+        if objects:
+            self.effects.append(SlotsMarked([item.offset for item in objects], state, row))
+
     def publish(self, objects: Sequence[Incarnation], live: State) -> None:
         """Make written objects visible, in one step."""
         self.move(objects, live, Event.COMMIT)
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
-    def unwrite(self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int) -> None:
-        """Take what was being written out of the index: ABORT frees slots, EXPIRE and CLEAR quarantine."""
+    def unwrite(
+        self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int, session_id: int
+    ) -> None:
+        """Take what was being written out of the index: ABORT frees slots, EXPIRE and CLEAR quarantine. `session_id`
+        is who is to blame."""
         if objects:
             self.table.remove(objects)
             self.move(objects, live, event, row)
             if reason is not Reason.NONE:
-                self.reasons.note(objects, reason)
+                self.reasons.note(objects, reason, session_id=session_id)
 
     # --- what is ready --------------------------------------------------------------------------------------
 
@@ -125,34 +145,71 @@ class Residents:
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
         """Take ready objects out of the index; slots that someone holds follow with the last hold."""
+        objects = self._standing(objects)
         if objects:
             self.table.remove(objects)
             self.forget(objects, reason)
 
-    def forget(self, objects: Sequence[Incarnation], reason: Reason) -> None:
-        """As `remove`, for objects that the table has lost already."""
+    def forget(
+        self,
+        objects: Sequence[Incarnation],
+        reason: Reason,
+        *,
+        session_id: int | None = None,
+        at_s: float | None = None,
+    ) -> None:
+        """As `remove`, for objects that the table has lost already, at `at_s` by `session_id`."""
         self.policy.remove(objects)
         loose = [item for item in objects if not item.holds]
         if loose:
             self.move(loose, READY, Event.REMOVE)
         if len(loose) < len(objects):
             self.move([item for item in objects if item.holds], READY, Event.REMOVE_HELD)
-        self.reasons.note(objects, reason)
+        self.reasons.note(objects, reason, session_id=session_id, at_s=at_s)
         self.effects.append(Removed(list(objects), reason))
 
     def victims(self, nbytes: int) -> list[Incarnation]:
         """The coldest by the policy, without any that may not go: a policy is a plugin, and may err."""
-        named = cast(list[Incarnation], self.policy.victims(nbytes))
-        return [item for item in dict.fromkeys(named) if item.state is READY and not item.holds]
+        named = self.policy.victims(nbytes)
+        return [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
 
-    def evict(self, victims: list[Incarnation]) -> None:
+    def evict(self, victims: Sequence[Incarnation]) -> None:
         """Make room: the victims are ready, and nobody holds them."""
+        self.made_way += len(victims)
+        victims = self._standing(victims)
+        if not victims:
+            return
         self.policy.remove(victims)
         self.table.remove(victims)
         self.move(victims, READY, Event.REMOVE)
         self.reasons.note(victims, Reason.EVICTED)
-        self.effects.append(Evicted(victims))
+        self.effects.append(Evicted(list(victims)))
         self.evictions += len(victims)
+
+    def _standing(self, objects: Sequence[Incarnation]) -> Sequence[Incarnation]:
+        """Those that the table has. The others, which nobody holds, were cleared: they do not wait for their step."""
+        if not self.clearings:
+            return objects
+        for clearing in self.clearings:
+            cleared = clearing.take(objects)
+            if cleared:
+                self.forget(cleared, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
+                objects = [item for item in objects if item.state is READY]
+        return objects
+
+    # --- telling --------------------------------------------------------------------------------------------
+
+    def lost(self, namespace: int, key: bytes) -> Loss | None:
+        """How a key that is not in the table was lost, if that is remembered."""
+        for clearing in reversed(self.clearings):
+            if clearing.find(namespace, key) is not None:
+                return Loss(namespace, Reason.CLEARED, clearing.at_s, clearing.session_id)
+        return self.reasons.find(namespace, key)
+
+    def _policy_failed(self, method: str, error: Exception) -> None:
+        self.policy_faults += 1
+        self.policy_error = f"{method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX]
+        self.effects.append(PolicyFailed(method, error))
 
     def objects(self) -> int:
         """Incarnations in slots, of all states."""

@@ -69,3 +69,8 @@ class SessionBook:
                 f"session {session_id} has not shown that it maps the pool: attach it, or use lookup only"
             )
         return session
+
+    def forget_if_done(self, session: Session) -> None:
+        """Nothing is left to wait for of a session that was lost."""
+        if session.lost and not session.leases:
+            self.by_id.pop(session.id, None)

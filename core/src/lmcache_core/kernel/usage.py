@@ -40,11 +40,13 @@ def usage_of(
         pinned_objects=len(pins),
         fragmentation=1 - allocator.empty_bytes / free_bytes if free_bytes > 0 else 0.0,
         slabs_free=allocator.units_free,
+        policy_error=residents.policy_error,
         classes=[
             ClassUsage(each.slot_bytes, each.slabs, each.slots, each.slots_used) for each in allocator.classes.values()
         ],
         counters={
             "evictions": residents.evictions,
+            "policy_faults": residents.policy_faults,
             "expiries": expiries,
             "stale_leases": leases.stale,
         },

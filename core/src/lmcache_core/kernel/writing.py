@@ -11,6 +11,7 @@ from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Reason, Settle
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import Committed, LeaseExpired, LoadDoomed
 from lmcache_core.kernel.eviction import make_room
+from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.leases import Lease, LeaseBook
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
 from lmcache_core.kernel.quota import Quarantine
@@ -35,8 +36,11 @@ def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
 class Writing:
     """Leases to write, of workers and of lanes."""
 
-    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook, quarantine: Quarantine) -> None:
+    def __init__(
+        self, config: KernelConfig, residents: Residents, fence: Fence, leases: LeaseBook, quarantine: Quarantine
+    ) -> None:
         self._residents = residents
+        self._fence = fence
         self._leases = leases
         self._quarantine = quarantine
         self._ttl_s = config.write_ttl_s
@@ -56,6 +60,14 @@ class Writing:
                 "register another id"
             )
         self._layouts[layout_id] = self._residents.allocator.size_class(nbytes)
+
+    def may_evict(self, layout_id: int, keys: int) -> bool:
+        size_class = self._layouts.get(layout_id)
+        if size_class is None:
+            return False
+        allocator = self._residents.allocator
+        missing = keys - size_class.slots_free
+        return missing > 0 and missing * size_class.slot_bytes > allocator.units_free * allocator.unit_bytes
 
     # --- prepare --------------------------------------------------------------------------------------------
 
@@ -80,6 +92,8 @@ class Writing:
             session.may_lease()
 
         residents = self._residents
+        if residents.clearings:
+            self._fence.make_way(namespace, keys)
         table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
         statuses = bytearray(len(keys))
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
@@ -142,6 +156,7 @@ class Writing:
                 item.generation = generation
                 item.state = live
                 item.temporary = False
+                item.checksum = None
                 entries.append(item)
                 created.append(item)
             else:
@@ -172,6 +187,8 @@ class Writing:
             # What this call says exists must not be what is evicted for the rest of its own prefix.
             self._residents.hold(existing)
             try:
+                if self._residents.clearings:
+                    self._fence.make_room(size_class, len(created) - placed)
                 make_room(self._residents, size_class, len(created) - placed)
             finally:
                 self._residents.release(existing)
@@ -219,7 +236,14 @@ class Writing:
 
     # --- commit and abort -----------------------------------------------------------------------------------
 
-    def commit(self, session: Session, lease_id: int, positions: Sequence[int] | None, retain: bool) -> bytearray:
+    def commit(
+        self,
+        session: Session,
+        lease_id: int,
+        positions: Sequence[int] | None,
+        retain: bool,
+        checksums: Sequence[int | None] | None,
+    ) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
         if lease.expired:
             # The owner has answered, so the slots are free; what it wrote is nobody's.
@@ -227,10 +251,14 @@ class Writing:
             raise self._leases.refusal(
                 f"write lease {lease_id:#x} expired before its commit; its keys were not stored: store them again"
             )
+        if checksums is not None and len(checksums) != len(lease.answers if positions is None else positions):
+            raise UsageError(f"{len(checksums)} checksums in a commit: give one for each position, or none")
         residents = self._residents
         written, where = lease.settle(positions, Settled.COMMITTED)
         if written:
             live = lease.live
+            if checksums is not None:
+                _note_checksums(written, where, positions, checksums)
             doomed = [at for at, item in zip(where, written, strict=True) if item.state is not live]
             if doomed:
                 for at in doomed:
@@ -263,7 +291,7 @@ class Writing:
         live = [item for item in let_go if item.state is lease.live]
         waiting = [item for item in let_go if item.state is QUARANTINED]
         if live:
-            self._residents.unwrite(live, lease.live, Event.ABORT, reason, lease.session.row)
+            self._residents.unwrite(live, lease.live, Event.ABORT, reason, lease.session.row, lease.session.id)
         if waiting:
             self._residents.move(waiting, QUARANTINED, Event.ANSWER)
             if lease.expired:
@@ -278,19 +306,33 @@ class Writing:
         self.expiries += 1
         held = lease.held()
         live = [item for item in held if item.state is lease.live]
-        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row)
+        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id)
         self._quarantine.charge(lease, sum(item.nbytes for item in held))
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         self._say_doomed(lease)
 
-    def doom(self, lease: Lease) -> int:
-        """A clear takes all of it out of the index; how many objects."""
+    def doom(self, lease: Lease, session_id: int) -> int:
+        """A clear by `session_id` takes all of it out of the index; how many objects."""
         live = [item for item in lease.held() if item.state is lease.live]
         if live:
-            self._residents.unwrite(live, lease.live, Event.CLEAR, Reason.CLEARED, lease.session.row)
+            self._residents.unwrite(live, lease.live, Event.CLEAR, Reason.CLEARED, lease.session.row, session_id)
             self._say_doomed(lease)
         return len(live)
 
     def _say_doomed(self, lease: Lease) -> None:
         if lease.session.id == SERVER_SESSION:
             self._residents.effects.append(LoadDoomed(lease.id))
+
+
+def _note_checksums(
+    written: Sequence[Incarnation],
+    where: Sequence[int],
+    positions: Sequence[int] | None,
+    checksums: Sequence[int | None],
+) -> None:
+    """`written` stood at `where` in the lease, `checksums` belong to `positions`: some of these were settled before."""
+    if len(where) < len(checksums):
+        of_position = dict(zip(range(len(checksums)) if positions is None else positions, checksums, strict=True))
+        checksums = [of_position[at] for at in where]
+    for item, checksum in zip(written, checksums, strict=True):
+        item.checksum = checksum or None  # 0 says on the wire that it is not known

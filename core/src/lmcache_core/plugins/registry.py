@@ -20,7 +20,7 @@ from lmcache_core.plugins.suggest import suggestion
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 # A tier is one table: its adapter's settings stand beside ours, so these names are taken.
 TIER_FIELDS = frozenset(
@@ -218,7 +218,7 @@ class Registry:
     def _record_fault(self, record: PluginRecord, hook: str, error: BaseException) -> None:
         fault = Fault(record, hook, f"{type(error).__name__}: {error}")
         self.faults.append(fault)
-        logger.warning("%s", fault)
+        log.warning("%s", fault)
 
     def call(self, hook: str, plugins: Collection[str] | None = None, **arguments: Any) -> list[Any]:
         """Call a hook of each plugin by itself, in order; of all plugins, or of those named. What a plugin

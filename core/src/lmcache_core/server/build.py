@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from lmcache_core.errors import PluginError, UsageError
 from lmcache_core.kernel.allocator import slab_bytes_for
@@ -11,9 +12,12 @@ from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.sessions import SERVER_SESSION
+from lmcache_core.native import why_not as native_missing
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.policies.contracts import PrefetchPolicy
+from lmcache_core.pool.backing import Access
+from lmcache_core.pool.ownership import OnStale
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
@@ -22,6 +26,26 @@ from lmcache_core.tiers.tier import Tier, TierConfig, adapter_context
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
 EPOCH_BITS = 24  # of a lease id; the rest counts
+
+
+def open_pool(settings: Settings, directory: Path) -> Segment:
+    """The pool: a new one, or that of a dead server to be adopted. The log says why one that was there is not."""
+    l1 = settings.l1
+    on_stale, why_not = OnStale(l1.on_stale), ""
+    if on_stale is OnStale.ADOPT and native_missing:
+        on_stale = OnStale.RECREATE
+        why_not = f"adoption needs the C extension, and {native_missing}"
+    return Segment.create(
+        settings.name,
+        l1.size_bytes,
+        l1.backing,
+        runtime_dir=directory,
+        access=Access(l1.access),
+        gids=l1.gids,
+        on_stale=on_stale,
+        why_not_adopt=why_not,
+        index_entries=l1.index_entries or None,
+    )
 
 
 def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Kernel:
@@ -38,7 +62,9 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
         quarantine_fraction_max=settings.quarantine.fraction_max,
         quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
     )
-    epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
+    epoch = former = segment.former_epoch
+    while epoch == former:  # or leases of the former server would seem to be ours
+        epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
     kernel = Kernel(config, build_eviction(registry, settings.l1.eviction), epoch)
     kernel.attach_session(SERVER_SESSION, NO_ROW)  # slots that lanes write belong to no worker
     return kernel

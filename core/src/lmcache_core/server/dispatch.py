@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import CacheError, LimitError, PoolMismatchError, ProtocolError, UsageError, VersionError
 from lmcache_core.kernel.answers import Reason, Settled
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import BATCH_KEYS_MAX, LAYOUTS_MAX, NAMESPACES_PER_SESSION_MAX, SESSION_NAME_BYTES_MAX
+from lmcache_core.limits import BATCH_KEYS_MAX, NAMESPACES_PER_SESSION_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import (
@@ -24,11 +24,14 @@ from lmcache_core.protocol.codec import (
     rid_of,
     split_keys,
     unpack_positions,
+    unpack_u64,
 )
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Peer, Session
 
 if TYPE_CHECKING:
+    from lmcache_core.server.clears import Clears
+    from lmcache_core.server.explains import Explains
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.sessions import Sessions
     from lmcache_core.server.tier_changes import TierChanges
@@ -47,6 +50,8 @@ class Dispatch:
         l1: L1,
         sessions: Sessions,
         lookups: Lookups,
+        clears: Clears,
+        explains: Explains,
         tier_changes: TierChanges,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
@@ -67,14 +72,16 @@ class Dispatch:
             m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
             m.FreeLookupLocks: self._free_lookup_locks,
             m.PrepareStore: self._prepare_store,
-            m.CommitStore: self._settle(kernel.commit_store),
+            m.CommitStore: self._commit_store,
             m.AbortStore: self._settle(partial(kernel.abort_store, reason=Reason.ABORTED)),
             m.FinishRead: self._settle(kernel.finish_read),
             m.PrepareRetrieve: self._prepare_retrieve,
+            m.ReportDamaged: self._report_damaged,
             m.RenewLease: self._renew_lease,
             m.LeaseStatusOf: self._lease_status,
             m.EndSession: self._end_session,
-            m.Clear: self._clear,
+            m.Clear: clears.clear,
+            m.Explain: explains.explain,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),
@@ -139,7 +146,7 @@ class Dispatch:
             min(request.version_max, m.PROTOCOL_VERSION_MAX),
             session.id,
             settings.name,
-            segment.info.boot_id,
+            self._kernel.epoch,
             pool_info_to_wire(segment.info),
             session.row,
             settings.chunk_tokens,
@@ -168,15 +175,9 @@ class Dispatch:
             )
         if len(session.namespaces) >= NAMESPACES_PER_SESSION_MAX and request.namespace not in session.namespaces:
             raise LimitError(f"a session has at most {NAMESPACES_PER_SESSION_MAX} namespaces: open another")
-        layouts = self._l1.layouts
-        layout_id = next((known for known, each in layouts.items() if each == layout), 0)
-        if not layout_id:
-            if len(layouts) >= LAYOUTS_MAX - 1:
-                raise LimitError(f"{LAYOUTS_MAX - 1} layouts are registered: restart the server to forget old ones")
-            layout_id = len(layouts) + 1
-            self._kernel.register_layout(layout_id, layout.nbytes)
-            self._l1.segment.add_layout(layout_id, layout.fingerprint, layout.nbytes)
-            layouts[layout_id] = layout
+        layout_id = self._l1.layout_id(layout)
+        if layout_id not in self._l1.layouts:
+            self._l1.add_layout(layout_id, layout)
         session.namespaces[request.namespace] = layout_id
         return m.LayoutRegistered(request.rid, layout_id, layout.nbytes)
 
@@ -210,10 +211,9 @@ class Dispatch:
 
     def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)
-        now = self._l1.now
-        grants = self._kernel.prepare_store(
-            session.id, request.namespace, layout_id, split_keys(request.keys), now, lease_id=request.lease
-        )
+        now, keys = self._l1.now, split_keys(request.keys)
+        self._l1.before_store(layout_id, len(keys))
+        grants = self._kernel.prepare_store(session.id, request.namespace, layout_id, keys, now, lease_id=request.lease)
         return self._granted(request.rid, grants, now)
 
     def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
@@ -228,6 +228,7 @@ class Dispatch:
             lease_id=request.lease,
             prefix=request.prefix,
             layout_id=layout_id,
+            verify=request.verify,
         )
         return self._granted(request.rid, grants, now)
 
@@ -240,20 +241,30 @@ class Dispatch:
             bytes(grants.statuses),
             bytes(grants.reasons),
             pack_u64(grants.offsets),
+            b"" if grants.checksums is None else pack_u64(grants.checksums),
         )
 
     def _settle(self, settle: Callable[..., bytearray]) -> Callable[[Session, m.Settle], m.Message]:
         def handle(session: Session, request: m.Settle) -> m.Message:
-            if request.count > BATCH_KEYS_MAX or request.first < 0:
-                raise LimitError(f"{request.count} positions in one frame, and the limit is {BATCH_KEYS_MAX}")
-            if request.count:
-                positions: Any = range(request.first, request.first + request.count)
-            else:
-                positions = unpack_positions(request.positions)
-            outcomes = settle(session.id, request.lease, self._l1.now, positions)
+            outcomes = settle(session.id, request.lease, self._l1.now, _positions_of(request))
             return m.SettledReply(request.rid, bytes(outcomes))
 
         return handle
+
+    def _commit_store(self, session: Session, request: m.CommitStore) -> m.Message:
+        checksums = unpack_u64(request.checksums) if request.checksums else None
+        outcomes = self._kernel.commit_store(
+            session.id, request.lease, self._l1.now, _positions_of(request), checksums=checksums
+        )
+        return m.SettledReply(request.rid, bytes(outcomes))
+
+    def _report_damaged(self, session: Session, request: m.ReportDamaged) -> m.Message:
+        """A worker is trusted with the bytes of the pool, and so with this: it could have changed them itself."""
+        self._layout_of(session, request.namespace)
+        keys = split_keys(request.keys)
+        self._kernel.drop(request.namespace, keys, self._l1.now, Reason.DAMAGED)
+        self.counters["reported_damaged"] += len(keys)
+        return m.Done(request.rid, len(keys))
 
     def _renew_lease(self, session: Session, request: m.RenewLease) -> m.Message:
         now = self._l1.now
@@ -273,12 +284,6 @@ class Dispatch:
 
     # --- the rest -----------------------------------------------------------------------------------------
 
-    def _clear(self, session: Session, request: m.Clear) -> m.Message:
-        cleared = self._kernel.clear(self._l1.now, request.namespace)
-        if self._l1.tiering is not None:
-            self._l1.tiering.clear(request.namespace, self._l1.now, tiers=request.tiers)
-        return m.Cleared(request.rid, cleared.objects, cleared.nbytes, cleared.doomed)
-
     def _pin(self, session: Session, request: m.Pin) -> m.Message:
         self._layout_of(session, request.namespace)
         statuses = self._kernel.pin(
@@ -290,3 +295,11 @@ class Dispatch:
         self._layout_of(session, request.namespace)
         statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.now)
         return m.Pinned(request.rid, bytes(statuses))
+
+
+def _positions_of(request: m.Settle) -> Sequence[int]:
+    if request.count > BATCH_KEYS_MAX or request.first < 0:
+        raise LimitError(f"{request.count} positions in one frame, and the limit is {BATCH_KEYS_MAX}")
+    if request.count:
+        return range(request.first, request.first + request.count)
+    return unpack_positions(request.positions)

@@ -7,17 +7,21 @@ before anyone hears that it was granted.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
-from lmcache_core.errors import ClearedError, LeaseExpiredError
+from lmcache_core.errors import ClearedError, LeaseExpiredError, LimitError
 from lmcache_core.kernel.answers import Grant, Reason, Settled
 from lmcache_core.kernel.effects import (
     Committed,
+    Effect,
     Evicted,
     LeaseExpired,
     LoadDoomed,
+    PolicyFailed,
     Read,
     Removed,
     SlabAssigned,
@@ -26,13 +30,17 @@ from lmcache_core.kernel.effects import (
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.sessions import SERVER_SESSION
+from lmcache_core.limits import INDEX_SWEEP_KEYS_MAX, LAYOUTS_MAX, TIER_WARNING_PAUSE_S
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
+from lmcache_core.server.publishing import open_publisher
 from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, Pinned, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.tiers.tiering import Tiering
+
+log = logging.getLogger(__name__)
 
 REASONS = {
     TierReason.NOWHERE: Reason.NONE,  # the kernel knows better why it is not in the L1 any more
@@ -63,45 +71,126 @@ class L1:
         self.kernel = kernel
         self.segment = segment
         self.layouts: dict[int, Layout] = {}
+        self.former_layouts: dict[int, tuple[int, int]] = {}  # id → (fingerprint, nbytes), of what was adopted
+        self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # set once, when there are tiers
         self.wants_reuse = False
         self.now = 0.0  # monotonic seconds, moved by the loop once a turn
         self.counters: Counter[str] = Counter()
         self._notify = notify
+        self._policy_quiet_until_s = 0.0
+
+    def layout_id(self, layout: Layout) -> int:
+        """The id of a layout, that which it had with a former server if objects of it were adopted; of a new one
+        an id that nothing else has had. Raises `LimitError` where there is none left."""
+        for known, each in self.layouts.items():
+            if each == layout:
+                return known
+        former = (layout.fingerprint, layout.nbytes)
+        for known, each_former in self.former_layouts.items():
+            if each_former == former and known not in self.layouts:
+                return known
+        taken = self.layouts.keys() | self.former_layouts.keys()
+        if len(taken) >= LAYOUTS_MAX - 1:
+            raise LimitError(f"{LAYOUTS_MAX - 1} layouts are registered: restart the server to forget old ones")
+        return next(free for free in count(1) if free not in taken)
+
+    def add_layout(self, layout_id: int, layout: Layout) -> None:
+        """Objects of this layout may come. Raises `UsageError` where the pool cannot have them."""
+        self.kernel.register_layout(layout_id, layout.nbytes)
+        self.segment.add_layout(layout_id, layout.fingerprint, layout.nbytes)
+        if self.index is not None:
+            self.index.add_layout(layout_id, layout.nbytes)
+        self.layouts[layout_id] = layout
+
+    # --- what the kernel decided --------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Carry out what the kernel decided since the last time."""
+        """Carry out what the kernel decided since the last time.
+
+        In its order: what is evicted leaves the index before its slot is marked as another's, and what is
+        committed enters it once its slot is marked ready.
+        """
         if not self.kernel.effects:
             return
-        for effect in self.kernel.take_effects():
-            match effect:
-                case SlotsMarked():
-                    self.segment.mark_slots(effect.offsets, effect.state, effect.row)
-                case Committed():
-                    self.counters["committed"] += len(effect.objects)
-                    if self.tiering is not None and not effect.loaded:
-                        self._to_tiers(effect.objects, reused=False)
-                case Read():
-                    self.counters["read"] += len(effect.objects)
-                    if self.wants_reuse:
-                        self._to_tiers(effect.objects, reused=True)
-                case Evicted():
-                    self.counters["evicted"] += len(effect.objects)
-                case Removed():
-                    self.counters[f"removed_{effect.reason.name.lower()}"] += len(effect.objects)
-                case LeaseExpired():
-                    self._notify(effect)
-                case SlabAssigned():
-                    self.segment.tables.mark_slab(effect.offset, effect.nbytes, effect.slot_bytes)
-                case LoadDoomed():
-                    pass  # tiering hears of a clear by itself, and of a deadline by its own clock
+        effects = iter(self.kernel.take_effects())
+        try:
+            for effect in effects:
+                self._carry_out(effect)
+        except BaseException:
+            # The rest is owed all the same, before anything newer and before any other reply: an object whose removal
+            # got lost here would be found in a slot that is another's by then.
+            self.kernel.effects[:0] = effects
+            raise
+
+    def _carry_out(self, effect: Effect) -> None:
+        index = self.index
+        match effect:
+            case SlotsMarked():
+                self.segment.mark_slots(effect.offsets, effect.state, effect.row)
+            case Committed():
+                if index is not None:
+                    index.publish(effect.objects)
+                self.counters["committed"] += len(effect.objects)
+                if self.tiering is not None and not effect.loaded:
+                    self._to_tiers(effect.objects, reused=False)
+            case Read():
+                self.counters["read"] += len(effect.objects)
+                if self.wants_reuse:
+                    self._to_tiers(effect.objects, reused=True)
+            case Evicted():
+                if index is not None:
+                    index.remove(effect.objects, Reason.EVICTED)
+                self.counters["evicted"] += len(effect.objects)
+            case Removed():
+                if index is not None:
+                    index.remove(effect.objects, effect.reason)
+                self.counters[f"removed_{effect.reason.name.lower()}"] += len(effect.objects)
+            case LeaseExpired():
+                self._notify(effect)
+            case SlabAssigned():
+                self.segment.tables.mark_slab(effect.offset, effect.nbytes, effect.slot_bytes)
+            case PolicyFailed():
+                self._policy_failed(effect)
+            case LoadDoomed():
+                pass  # tiering hears of a clear by itself, and of a deadline by its own clock
+
+    def _policy_failed(self, effect: PolicyFailed) -> None:
+        """`status` counts every fault; the log gets the trace of one now and then."""
+        if self.now >= self._policy_quiet_until_s:
+            self._policy_quiet_until_s = self.now + TIER_WARNING_PAUSE_S
+            log.error(
+                "the eviction policy failed in %s: stores may be answered FULL", effect.method, exc_info=effect.error
+            )
 
     def _to_tiers(self, objects: Sequence[Incarnation], *, reused: bool) -> None:
         assert self.tiering is not None
         layouts = self.layouts
+        if self.former_layouts:  # of adopted objects whose layout no session has registered, the tiers know nothing
+            objects = [item for item in objects if item.layout_id in layouts]
         self.tiering.on_committed(
-            [contract.Committed(o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, reused) for o in objects]
+            [
+                contract.Committed(o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, reused, o.checksum)
+                for o in objects
+            ]
         )
+
+    # --- what workers read without a call -----------------------------------------------------------------
+
+    def note_uses(self) -> bool:
+        """Tell the eviction policy what workers have read, one bounded step. True: there is more."""
+        if self.index is None:
+            return False
+        marked = self.index.take_marks(self.now)
+        if marked:
+            self.kernel.used(marked, self.now)
+        return len(marked) == INDEX_SWEEP_KEYS_MAX
+
+    def before_store(self, layout_id: int, keys: int) -> None:
+        """So many objects of this layout are asked for. Where that may cost evictions, uses are noted first: what a
+        worker has just read must not be the coldest that there is."""
+        if self.index is not None and self.kernel.may_evict(layout_id, keys):
+            self.note_uses()
 
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
 
@@ -117,6 +206,7 @@ class L1:
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         ttl_s = max(0.0, deadline - self.now)
+        self.before_store(layout_id, len(keys))
         grants = self.kernel.prepare_store(
             SERVER_SESSION, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s
         )
@@ -124,9 +214,13 @@ class L1:
         answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
         return Loading(grants.lease_id, answers, grants.offsets)
 
-    def commit_load(self, lease: int, positions: Sequence[int], retain: bool) -> Sequence[int]:
+    def commit_load(
+        self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
+    ) -> Sequence[int]:
         try:
-            outcomes = self.kernel.commit_store(SERVER_SESSION, lease, self.now, positions, retain=retain)
+            outcomes = self.kernel.commit_store(
+                SERVER_SESSION, lease, self.now, positions, retain=retain, checksums=checksums
+            )
         except (LeaseExpiredError, ClearedError):  # too late, or cleared: the kernel has taken the slots back
             return []
         ready = [at for at, outcome in zip(positions, outcomes, strict=True) if outcome == Settled.COMMITTED]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +11,9 @@ from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import (
     BATCH_KEYS_MAX,
+    JOB_KEYS_REMEMBERED,
     JOBS_REMEMBERED,
+    LOOKUPS_PER_SESSION_MAX,
     LOOKUPS_WAITING_MAX,
     SEND_QUEUE_FRAMES_MAX,
     TIER_DEADLINE_S,
@@ -51,7 +53,11 @@ class Lookups:
         self._policy_named = policy_named
         self._timed: dict[Wait, None] = {}  # replies that go out before their loads may have ended
         self._waits: OrderedDict[int, Wait] = OrderedDict()  # by job id: under way, and the last that ended
+        self._asking: dict[Wait, None] = {}  # those with queries to be answered once the hits are known
+        self._keys_remembered = 0  # of all of them
         self._under_way = 0
+        self._by_session: Counter[int] = Counter()  # of those under way
+        self.throttled = 0
 
     def lookup(self, session: Session, request: Lookup, keys: Sequence[bytes]) -> Found | None:
         """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
@@ -65,7 +71,7 @@ class Lookups:
         tiering = self._l1.tiering
         served = not missing or (request.window > 0 and missing[-1] < len(keys) - request.window)
         served = served or tiering is None or request.tiers == []
-        if not served and self._under_way >= LOOKUPS_WAITING_MAX:
+        if not served and self._throttles(session):
             served = True  # with what the L1 has; the rest is a miss for now
             for at in missing:
                 found.reasons[at] = Reason.LATE
@@ -98,6 +104,7 @@ class Lookups:
                 self._kernel.free_lookup_locks(session.id, [wait.promise], now)
             raise
         self._under_way += 1
+        self._by_session[session.id] += 1
         self._remember(job.id, wait)
         if wait.holds_reply:
             if request.wait_s < allowed_s:
@@ -121,6 +128,7 @@ class Lookups:
         if len(wait.hits_rids) >= SEND_QUEUE_FRAMES_MAX:
             raise LimitError(f"{SEND_QUEUE_FRAMES_MAX} queries wait for the hits of job {job_id} already: wait for one")
         wait.hits_rids += (rid,)
+        self._asking[wait] = None
         return None
 
     def cancel(self, session: Session, rid: int) -> int:
@@ -138,8 +146,8 @@ class Lookups:
         now = self._l1.now
         for wait in [wait for wait in self._timed if wait.reply_at_s <= now]:
             self._reply(wait)
-        for wait in self._open():
-            if wait.hits_rids and wait.job is not None and wait.job.hits is not None:
+        if self._asking:
+            for wait in [wait for wait in self._asking if wait.job is not None and wait.job.hits is not None]:
                 self._answer_hits(wait)
 
     @property
@@ -151,6 +159,13 @@ class Lookups:
     def under_way(self) -> int:
         """Lookups that the tiers are working on."""
         return self._under_way
+
+    def _throttles(self, session: Session) -> bool:
+        """Whether so many lookups wait already, of this session or of all, that no tier is asked for one more."""
+        mine = self._by_session[session.id]
+        full = mine >= LOOKUPS_PER_SESSION_MAX or self._under_way >= LOOKUPS_WAITING_MAX
+        self.throttled += full
+        return full
 
     def _open(self) -> list[Wait]:
         if not self._under_way:
@@ -164,6 +179,10 @@ class Lookups:
 
     def _ended(self, wait: Wait, job: Job) -> None:
         self._under_way -= 1
+        session_id = wait.session.id
+        self._by_session[session_id] -= 1
+        if not self._by_session[session_id]:  # sessions come and go
+            del self._by_session[session_id]
         self._answer_hits(wait)
         if wait.session.peer is None:
             self._timed.pop(wait, None)
@@ -185,6 +204,7 @@ class Lookups:
 
     def _answer_hits(self, wait: Wait) -> None:
         rids, wait.hits_rids = wait.hits_rids, ()
+        self._asking.pop(wait, None)
         for rid in rids:
             wait.session.send(self._look_again(wait, rid, hold=False))
 
@@ -251,8 +271,15 @@ class Lookups:
 
     def _remember(self, job_id: int, wait: Wait) -> None:
         self._waits[job_id] = wait
-        while len(self._waits) > LOOKUPS_WAITING_MAX + JOBS_REMEMBERED:
+        self._keys_remembered += len(wait.keys)
+        while self._waits:
+            oldest = next(iter(self._waits.values()))
+            many = len(self._waits) > LOOKUPS_WAITING_MAX + JOBS_REMEMBERED
+            large = self._keys_remembered > JOB_KEYS_REMEMBERED and oldest.job is not None and oldest.job.ended
+            if not many and not large:
+                break
             self._waits.popitem(last=False)
+            self._keys_remembered -= len(oldest.keys)
 
 
 def _check(request: Lookup) -> None:

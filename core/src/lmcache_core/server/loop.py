@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from lmcache_core.limits import FRAME_BYTES_MAX, HOUSEKEEPING_S
+from lmcache_core.server.time_slices import ask_for_short_slices
 
 log = logging.getLogger(__name__)
 _FAULT = "a fault on the loop; the server goes on"
@@ -69,7 +70,9 @@ class Loop:
 
     def run(self) -> None:
         """Serve until `stop`."""
+        ask_for_short_slices()
         poll, handlers, clock = self._epoll.poll, self._handlers, time.monotonic
+        self._run_calls()  # what was asked for before the first turn goes before anybody's message
         while not self._stopping:
             self.now = now = clock()
             try:
@@ -103,6 +106,9 @@ class Loop:
 
     def _woken(self, mask: int) -> None:
         os.eventfd_read(self._wake_fd)
+        self._run_calls()
+
+    def _run_calls(self) -> None:
         for _ in range(len(self._calls)):
             try:
                 self._calls.popleft()()

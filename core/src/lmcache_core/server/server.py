@@ -20,16 +20,19 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.kernel.effects import LeaseExpired
-from lmcache_core.limits import HOUSEKEEPING_S, SWITCH_INTERVAL_S
+from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.backing import Access
 from lmcache_core.pool.hugepages import huge_page_fraction
 from lmcache_core.pool.populate import Populator
-from lmcache_core.pool.segment import Segment, name_exists
+from lmcache_core.pool.segment import name_exists
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import make_server_directory
-from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering
+from lmcache_core.server.adopting import Adopting
+from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering, open_pool
+from lmcache_core.server.clears import Clears
 from lmcache_core.server.dispatch import Dispatch
+from lmcache_core.server.explains import Explains
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
@@ -60,36 +63,48 @@ class Server:
         self.draining = False
         self._thread: threading.Thread | None = None
         self._drain_until_s: float | None = None
-        self._housekeeping_at_s = 0.0
+        self._housekeeping_at_s = self._chores_at_s = 0.0
         with contextlib.ExitStack() as undo:
             access, gids = Access(settings.l1.access), settings.l1.gids
             self._directory = make_server_directory(settings.name, settings.runtime_dir, access, gids)
-            self.segment = Segment.create(
-                settings.name,
-                settings.l1.size_bytes,
-                settings.l1.backing,
-                runtime_dir=self._directory,
-                access=access,
-                gids=gids,
-            )
+            self.segment = open_pool(settings, self._directory)
             undo.callback(self.segment.close)
             self.loop = Loop(self._tick)
             undo.callback(self.loop.close)
             self.kernel = build_kernel(settings, registry, self.segment)
+            self.adopting = Adopting(self.segment) if self.segment.adopted else None
             self.l1 = L1(self.kernel, self.segment, self._notify)
+            if self.adopting is not None:
+                undo.callback(self.adopting.close)
+                self.l1.former_layouts = self.adopting.layouts
+                self.adopting.begin(self.kernel)
+                if self.l1.index is not None:
+                    self.l1.index.keep_places(True)
             self.tiering: Tiering | None = None
             if settings.l2:
                 self._tiering_made()
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
             self.sessions = Sessions(self.kernel, self.segment, self.loop, self.lookups.session_ended)
+            self.clears = Clears(self.kernel, self.l1)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
-                self.kernel, self.l1, self.sessions, self.lookups, tier_changes, settings, lambda: describe(self)
+                self.kernel,
+                self.l1,
+                self.sessions,
+                self.lookups,
+                self.clears,
+                Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
+                tier_changes,
+                settings,
+                lambda: describe(self),
             )
             self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
             undo.callback(self._listener.close)
             self.carriers = self._bind_carriers()
+            if self.l1.index is not None:
+                self.segment.serve(self.kernel.epoch)
             undo.pop_all()
+            self.segment.keeping = False  # what becomes of it is decided anew at the end
         registry.close()
         self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
         self.populator.start()
@@ -118,14 +133,16 @@ class Server:
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
         """Serve in this thread until SIGTERM or SIGINT; the exit status. Only in the main thread."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # A full collection over a million residents stalls for 160 ms. What is here now stays; the young
-        # generations are collected as ever; reference cycles that live longer are not made on the data path.
+        # A full collection over a million residents stalls for 160 ms, and one of 50,000 young objects for 4. What is
+        # here now stays; the young are looked at a few at a time, and once more in housekeeping; cycles that live
+        # longer than that are not made on the data path.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(50_000, 50, 1_000_000)
+        gc.set_threshold(5_000, 1_000_000, 1_000_000)
         with self._signals():
             self._started()
             if on_ready is not None:
+                self.populator.wait_begun(READY_WAIT_S)  # whoever waits for this stores at once
                 on_ready(self.address)
             self._serve()
         return 0
@@ -143,12 +160,12 @@ class Server:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def connect(self, client_name: str = "embedded", *, maps_pool: bool = True) -> Any:
+    def connect(self, client_name: str = "embedded", *, maps_pool: bool = True, use_index: bool = True) -> Any:
         """A client of this very server over a socket pair: nothing on the file system is involved."""
         from lmcache_core.client.client import Client
         from lmcache_core.client.link import Target
 
-        target = Target(self.settings.name, None, None, None, client_name, maps_pool, self._open_pair)
+        target = Target(self.settings.name, None, None, None, client_name, maps_pool, self._open_pair, use_index)
         return Client(target)
 
     def _open_pair(self) -> Any:
@@ -184,7 +201,13 @@ class Server:
     def _tick(self, now: float) -> float | None:
         self.l1.now = now
         kernel, tiering = self.kernel, self.tiering
-        more = False
+        more = self.clears.step(now)
+        make = None
+        if self.adopting is not None:
+            make = self.adopting.due
+            if make is not None and make <= now:
+                more |= self.adopting.step(now)
+                make = self.adopting.due
         for carrier in self.carriers:
             more |= carrier.pump()
         if tiering is not None:
@@ -207,25 +230,37 @@ class Server:
             return now
         next_s = self._housekeeping_at_s
         reply = self.lookups.next_reply_s
-        for each in (due, check, reply, None if tiering is None else tiering.next_deadline(now)):
+        for each in (due, check, reply, make, None if tiering is None else tiering.next_deadline(now)):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
 
     def _keep_house(self, now: float) -> None:
-        """Headroom, and the pool's name. Eviction for headroom goes in bounded steps: while there is more to do,
-        the next turn comes at once after everybody's next message."""
+        """What workers read, headroom, and the pool's name. The first two go in bounded steps. While there is more to
+        evict, the next turn comes at once after everybody's next message; uses are noted with pauses, for however much
+        workers read in place, it must not become the server's work."""
+        more = self.l1.note_uses()
         freed = self.kernel.trim(now)
-        self._housekeeping_at_s = now if freed else now + HOUSEKEEPING_S
-        if not freed:
+        self._housekeeping_at_s = now if freed else now + (INDEX_SWEEP_PAUSE_S if more else HOUSEKEEPING_S)
+        if not freed and now >= self._chores_at_s:
+            self._chores_at_s = now + HOUSEKEEPING_S
+            if gc.get_count()[1]:  # cycles among what is young, before it grows too old for the collector to look at
+                gc.collect(1)
+            if self.l1.index is not None:
+                self.l1.index.keep_places(self.kernel.adoption.under_way)
+                self.l1.index.tidy()
             if self.name_lost != (not name_exists(self.segment)):
                 self.name_lost = not self.name_lost
-                log.warning("the name of pool %r was deleted: serving goes on by descriptor", self.settings.name)
+                if self.name_lost:
+                    log.warning("the name of pool %r was deleted: serving goes on by descriptor", self.settings.name)
+                else:
+                    log.warning("the name of pool %r is back: clients may attach by it again", self.settings.name)
             self.sessions.drop_silent(now)
 
     def _drained(self, now: float) -> bool:
         assert self._drain_until_s is not None
-        return self.tiering is None or self.tiering.drained or now >= self._drain_until_s
+        idle = not self.kernel.clearing and (self.tiering is None or self.tiering.drained)
+        return idle or now >= self._drain_until_s
 
     def _begin_drain(self) -> None:
         if self._drain_until_s is None:
@@ -275,17 +310,42 @@ class Server:
 
     def _close(self) -> None:
         """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
+        self.segment.serve(0)  # from here on nobody answers for the index
         self.populator.stop(timeout_s=5.0)
         self._listener.close()
         for carrier in self.carriers:
             carrier.close()
         self.sessions.close()
-        if self.tiering is not None and not self.tiering.close(time.monotonic()):
+        lanes_ended = self.tiering is None or self.tiering.close(time.monotonic())
+        if not lanes_ended:
             log.warning("a tier's call is still out: its thread is left behind, and the memory it may touch with it")
+        while self.settings.l1.keep_pool and self.kernel.clearing:
+            self.kernel.free_cleared(self.loop.now)  # or the next server would find what was cleared here
+        self.l1.apply()
+        self._keep_pool(lanes_ended=lanes_ended)
         self.loop.close()
+        if self.adopting is not None:
+            self.adopting.close()
+        if self.l1.index is not None:
+            self.l1.index.close()  # it keeps the mapping
         self.segment.close()
         with contextlib.suppress(OSError):  # another server may have moved in already, or a user's file be there
             self._directory.rmdir()
+
+    def _keep_pool(self, *, lanes_ended: bool) -> None:
+        """Leave the pool to the next server, if that was wished and nobody of ours can touch it any more."""
+        if not self.settings.l1.keep_pool:
+            return
+        why_not = ""
+        if not lanes_ended:
+            why_not = "a tier's call is still out and may write to it"
+        elif self.l1.index is None:
+            why_not = "without the C extension there is no index to find anything by"
+        elif self.name_lost or not name_exists(self.segment):
+            why_not = "its name was deleted"
+        self.segment.keeping = not why_not
+        if why_not:
+            log.warning("pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not)
 
     def __enter__(self) -> Self:
         return self.start()

@@ -45,6 +45,11 @@ class Sessions:
     def get(self, session_id: int) -> Session | None:
         return self._by_id.get(session_id)
 
+    def name_of(self, session_id: int) -> str | None:
+        """The name that a connected session gave itself."""
+        session = self._by_id.get(session_id)
+        return None if session is None else session.name
+
     def open(self, peer: Peer, client_id: bytes, name: str, pid: int, now: float, *, maps_pool: bool) -> Session:
         """A new session for a peer that said hello."""
         if len(self._by_id) >= SESSIONS_MAX:

@@ -19,6 +19,7 @@ ROWS_SHOWN_MAX = 100  # of size classes, and of culprits: the reply is one frame
 def describe(server: Server) -> dict[str, Any]:
     """The server's account of itself."""
     usage = asdict(server.kernel.usage())
+    usage["eviction_policy"] = server.settings.l1.eviction.type
     usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
     for name in ("quarantine_by_session", "quarantine_by_uid"):
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
@@ -39,15 +40,20 @@ def describe(server: Server) -> dict[str, Any]:
             "nbytes": segment.info.nbytes,
             "boot_id": f"{segment.info.boot_id:016x}",
             "name_lost": server.name_lost,
-            "populated_bytes": server.populator.populated_bytes,
+            "adopted": None if server.adopting is None else server.adopting.describe(),
+            "why_cold": server.segment.why_cold,
+            # What the kernel has heard of: until then a store is answered WARMING.
+            "populated_bytes": usage["populated_bytes"],
             "population_error": server.population_error,
             "huge_page_fraction": round(server.huge_page_fraction, 4),
         },
         "l1": _plain(usage),
+        "index": None if server.l1.index is None else server.l1.index.status(),
         "sessions": [session.describe() for session in sessions[:SESSIONS_SHOWN_MAX]],
         "sessions_connected": sum(session.peer is not None for session in sessions),
         "deaths": server.sessions.deaths,
         "lookups_waiting": server.lookups.under_way,
+        "lookups_throttled": server.lookups.throttled,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }

@@ -90,6 +90,21 @@ class L1Settings(Section):
         default="owner", description="who may attach: our uid only, or the groups in gids"
     )
     gids: tuple[int, ...] = Field(default=(), description="group ids that may attach when access is group")
+    index_entries: int = Field(
+        default=0, ge=0, description="entries of the index, a power of two; 0: two for each 64 KiB of the pool"
+    )
+    on_stale: Literal["adopt", "recreate", "refuse"] = Field(
+        default="adopt", description="what a pool that a former server left is for: to go on with, to replace, to ask"
+    )
+    keep_pool: bool = Field(default=False, description="leave the pool to the next server at an orderly end")
+
+    @model_validator(mode="after")
+    def _kept(self) -> Self:
+        if self.keep_pool and self.backing != "shm":
+            raise ValueError(f'keep_pool needs a pool with a name, and {self.backing} has none: set backing = "shm"')
+        if self.index_entries & (self.index_entries - 1):
+            raise ValueError(f"index_entries is {self.index_entries}: use a power of two, or 0")
+        return self
 
     @model_validator(mode="after")
     def _groups(self) -> Self:

@@ -41,8 +41,14 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
     where = next(
         (leaf.where for source in sources for at, leaf in source.leaves.items() if at[: len(known)] == known), ""
     )
-    said = message.removeprefix("Value error, ")
+    said = _in_our_words(message)
     return f"{name} ({where}): {said}" if where and where != name else f"{name}: {said}"
+
+
+def _in_our_words(message: str) -> str:
+    """What pydantic says, without the words by which it speaks of its own work."""
+    said = message.removeprefix("Value error, ").partition(", unable to ")[0]
+    return "must" + said.removeprefix("Input should") if said.startswith("Input should ") else said
 
 
 def _as_written(location: Sequence[int | str]) -> SettingPath:

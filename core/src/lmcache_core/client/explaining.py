@@ -1,0 +1,190 @@
+"""Why did it miss? What the server and its tiers say about keys, put together, key by key."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.client.channel import expect
+from lmcache_core.client.link import Link
+from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.limits import CALL_TIMEOUT_S, EXPLAIN_KEYS_MAX, TIER_LOOKUP_S
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.tiers.l1 import TierReason
+
+L1_NAME = "l1"
+# Of these the L1 knows more than any tier; after the others a tier was the last chance that the key had.
+_L1_HAS_THE_WORD = {
+    Reason.BEING_WRITTEN, Reason.OTHER_LAYOUT, Reason.CLEARED, Reason.EXPIRED, Reason.WRITER_DIED, Reason.ABORTED,
+    Reason.QUOTA, Reason.NO_ROOM,
+}  # fmt: skip
+_REASONS = {
+    Reason.NONE: "unknown",
+    Reason.NEVER_STORED: "never_seen",
+    Reason.EVICTED: "evicted",
+    Reason.EXPIRED: "expired",
+    Reason.CLEARED: "cleared",
+    Reason.QUOTA: "quota",
+    Reason.TIER_ERROR: "tier_error",
+    Reason.LATE: "late",
+    Reason.DAMAGED: "damaged",
+    Reason.DROPPED: "dropped",
+    Reason.WRITER_DIED: "writer_died",
+    Reason.BEING_WRITTEN: "being_written",
+    Reason.NO_ROOM: "no_room",
+    Reason.OTHER_LAYOUT: "other_layout",
+    Reason.ABORTED: "aborted",
+}
+_SENTENCES = {
+    Reason.NONE: "it is not in the pool",
+    Reason.NEVER_STORED: "nobody has offered it to this server{since}",
+    Reason.EVICTED: "evicted from the pool {age} by {policy}{pushed}",
+    Reason.EXPIRED: "its writer{who} did not commit in time: its lease expired {age}",
+    Reason.CLEARED: "cleared {age}{by}",
+    Reason.QUOTA: "refused {age}: the session{who} was at its quota",
+    Reason.TIER_ERROR: "its load from a tier failed {age}",
+    Reason.LATE: "its load from a tier was not done in time {age}",
+    Reason.DAMAGED: "found damaged {age}",
+    Reason.DROPPED: "left the pool {age}, as the store policy or a temporary load wanted it",
+    Reason.WRITER_DIED: "its writer{who} died before the commit {age}",
+    Reason.BEING_WRITTEN: "it is being written now",
+    Reason.NO_ROOM: "refused {age}: the pool was full of what could not be evicted",
+    Reason.OTHER_LAYOUT: "the pool has it under another layout than this session registered",
+    Reason.ABORTED: "its writer{who} gave up {age}",
+}
+_TIER_REASONS: dict[str, tuple[str, str]] = {
+    TierReason.THROTTLED: ("queue_full", "dropped by its full queue {age}"),
+    TierReason.EVICTED: ("evicted", "evicted {age}{words}"),
+    TierReason.FULL: ("no_room", "it had no room {age}"),
+    TierReason.TIER_ERROR: ("tier_error", "failed {age}{words}"),
+    TierReason.DAMAGED: ("damaged", "damaged there, found {age}{words}"),
+    TierReason.LATE: ("late", "not done in time {age}{words}"),
+    TierReason.GONE: ("evicted", "gone from it {age}"),
+}
+
+
+@dataclass(frozen=True)
+class TierWord:
+    """What one tier says about one key. `found` is None where it did not answer; `reason`: why not, or how it lost
+    the key (empty: it knows nothing of it), at `at_unix_s`, `age_s` ago; `words` are the tier's own."""
+
+    tier: str
+    found: bool | None
+    reason: str = ""
+    at_unix_s: float | None = None
+    age_s: float | None = None
+    words: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class KeyExplanation:
+    """Where one key is, or why it is not there.
+
+    `where`: "l1" and the tiers that say they have it; any of them makes it a hit. `reason`: one word for a miss
+    ("loading" for what is on its way), with its time where one is remembered; `by`: the eviction policy or session
+    behind it. `why`: all of it in a sentence.
+    """
+
+    key: bytes
+    hit: bool
+    where: tuple[str, ...]
+    reason: str
+    why: str
+    at_unix_s: float | None = None
+    age_s: float | None = None
+    by: str = ""
+    tiers: tuple[TierWord, ...] = ()
+
+
+def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[KeyExplanation]:
+    """Ask about any number of keys, a frame at a time. The server refuses namespaces that the session has not
+    registered."""
+    told: list[KeyExplanation] = []
+    for first in range(0, len(keys), EXPLAIN_KEYS_MAX):
+        page = keys[first : first + EXPLAIN_KEYS_MAX]
+        blob = join_keys(page)
+        reply = link.channel.call(
+            lambda rid, blob=blob: m.Explain(rid, namespace_id, blob),  # type: ignore[misc]
+            CALL_TIMEOUT_S + TIER_LOOKUP_S,
+        )
+        told += _keys_of(expect(reply, m.Explained), page)
+    return told
+
+
+def _keys_of(reply: m.Explained, keys: Sequence[bytes]) -> list[KeyExplanation]:
+    lost_at, sessions = array("d", reply.lost_at), array("Q", reply.sessions)
+    tiers = [(tier, array("d", tier.lost_at)) for tier in reply.tiers]
+    told = []
+    for at, key in enumerate(keys):
+        words = tuple(_word(reply.now, tier, times, at) for tier, times in tiers)
+        told.append(_explain(reply, at, key, lost_at[at], sessions[at], words))
+    return told
+
+
+def _explain(
+    reply: m.Explained, at: int, key: bytes, lost_at: float, session: int, tiers: tuple[TierWord, ...]
+) -> KeyExplanation:
+    status, reason = Grant(reply.statuses[at]), Reason(reply.reasons[at])
+    there = (L1_NAME,) if status is Grant.GRANTED else ()
+    where = there + tuple(word.tier for word in tiers if word.found)
+    if where:
+        return KeyExplanation(key, True, where, "", f"there: {', '.join(where)}", tiers=tiers)
+    if status is Grant.LOADING:
+        return KeyExplanation(key, False, (), "loading", "on its way from a tier", tiers=tiers)
+    at_unix_s = lost_at or None
+    age_s = None if at_unix_s is None else max(0.0, reply.now - at_unix_s)
+    session_word = _session(reply, session)
+    by = reply.eviction_policy if reason is Reason.EVICTED else session_word
+    since = f", or so long ago that it is forgotten (over {_for(reply.now - reply.remembers_since)})"
+    sentence = _SENTENCES[reason].format(
+        age=_ago(age_s),
+        policy=reply.eviction_policy,
+        since=since if reply.remembers_since else "",
+        who=f" ({session_word})" if session else "",
+        by=f" by {session_word}" if session else "",
+        pushed=f" to make room for {session_word}" if session else " to keep headroom",
+    )
+    why = "; ".join([sentence, *(f"tier {word.tier}: {word.why}" for word in tiers)])
+    chosen = _REASONS[reason]
+    if reason not in _L1_HAS_THE_WORD:
+        last = max((word for word in tiers if word.reason), key=lambda word: word.at_unix_s or reply.now, default=None)
+        if last is not None:
+            return KeyExplanation(key, False, (), last.reason, why, last.at_unix_s, last.age_s, last.tier, tiers)
+    return KeyExplanation(key, False, (), chosen, why, at_unix_s, age_s, by, tiers)
+
+
+def _word(now: float, tier: m.TierExplained, times: array[float], at: int) -> TierWord:
+    if tier.found is not None and tier.found[at]:
+        return TierWord(tier.tier, True, why="has it")
+    found = None if tier.found is None else False
+    if found is None:
+        name = "late" if tier.reason == TierReason.LATE else "tier_error"
+        words = f": {tier.words}" if tier.words else ""
+        return TierWord(tier.tier, None, name, None, None, tier.words, f"did not answer ({name}){words}")
+    if not tier.losses[at]:
+        return TierWord(tier.tier, found, why="does not have it")
+    age_s, words = max(0.0, now - times[at]), tier.loss_words[tier.lost_words[at]]
+    reason = tier.losses[at]
+    name, sentence = _TIER_REASONS.get(reason, (reason, f"{reason} {{age}}{{words}}"))
+    said = f" by {words}" if reason == TierReason.EVICTED and words else f": {words}" if words else ""
+    return TierWord(tier.tier, found, name, times[at], age_s, words, sentence.format(age=_ago(age_s), words=said))
+
+
+def _session(reply: m.Explained, session: int) -> str:
+    if not session:
+        return ""
+    name = reply.session_names.get(session, "")
+    return f"session {session}" + (f", {name}" if name else "")
+
+
+def _ago(age_s: float | None) -> str:
+    return "some time ago" if age_s is None else f"{_for(age_s)} ago"
+
+
+def _for(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

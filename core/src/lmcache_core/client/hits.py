@@ -1,0 +1,77 @@
+"""Hits without a call: this process looks into the pool's index and reads what it finds there by itself.
+
+Everything here may answer "I cannot tell": without the C extension, before the first connection, once the server
+has ended in good order, for a namespace that was never asked for. The server is asked then, and the result is the
+same. A server that was killed, or hangs, is no such case: what its index calls ready stays as it is until somebody
+takes the pool over, and that is seen before a byte of it can change.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from lmcache_core.client.copying import Span
+from lmcache_core.client.links import Links
+from lmcache_core.errors import UsageError
+from lmcache_core.tokens.namespace import Namespace
+
+READ, CHANGED, DAMAGED = 1, 2, 3  # what `Hits.read` says of a key; 0: it is not there
+VERIFY = {"never": 0, "first": 1, "always": 2}
+
+
+def verify_level(verify: str) -> int:
+    """The number that the index takes for a word. Raises `UsageError`."""
+    if verify not in VERIFY:
+        raise UsageError(f"verify = {verify!r} is not known: use {', '.join(map(repr, VERIFY))}")
+    return VERIFY[verify]
+
+
+class Hits:
+    """The index of whatever pool the client maps now. Thread-safe, and without a system call."""
+
+    def __init__(self, links: Links, copy_threads: int) -> None:
+        self._links = links
+        self._threads = copy_threads
+
+    def find(self, keys: Sequence[bytes], namespace: Namespace, prefix: bool) -> bytes | None:
+        """One byte a key, 1 for what is there; with `prefix` it ends at the first that is not. None: ask the server."""
+        link = self._links.look()
+        if link is None or link.index is None:
+            return None
+        layout = link.layout_of(namespace)
+        if layout is None:
+            return None
+        try:
+            return link.index.find(link.epoch, namespace.id, layout, _in_a_row(keys), prefix)
+        except (TypeError, ValueError):  # these are no keys: the call that follows says why
+            return None
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Span],
+        namespace: Namespace,
+        prefix: bool,
+        verify: int,
+    ) -> bytes | None:
+        """Copy objects out. One byte a key: 0, READ, CHANGED or DAMAGED; with `prefix` the first that is not READ is
+        the last one. Nothing is promised about the target of one that is not READ. None: ask the server."""
+        link = self._links.look()
+        if link is None or link.index is None:
+            return None
+        layout = link.layout_of(namespace)
+        addresses = array("Q", [address for address, _ in targets])
+        if layout is None or 0 in addresses:  # on a device: a copy of torch's own, under a lease
+            return None
+        nbytes = namespace.layout.nbytes
+        try:
+            return link.index.read(
+                link.epoch, namespace.id, layout, nbytes, _in_a_row(keys), addresses, prefix, verify, self._threads
+            )
+        except (TypeError, ValueError):  # these are no keys: the call that follows says why
+            return None
+
+
+def _in_a_row(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:
+    return keys if isinstance(keys, list | tuple) else list(keys)

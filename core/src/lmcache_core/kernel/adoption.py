@@ -1,0 +1,357 @@
+"""What a dead server left in the pool, taken over: objects are made on first touch, slots wait for former workers.
+
+A million objects take seconds to make. So they are counted at once and made when somebody asks for them: by key (any
+call that names keys), by slab (before it is judged), as victims (untouched, they are the coldest there is), and
+for the rest in the background, the oldest first, a bounded step at a time.
+
+The kernel's caller has read and checked the pool; `AdoptedPool` is what it hands over. It gives each object once, and
+says with key None that one was damaged since: then only its slot can be had back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING, Protocol
+
+from lmcache_core.kernel.allocator import Slab
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.contracts import Entry, EvictionPolicy
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.states import Event, State
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.clearing import Clearing
+    from lmcache_core.kernel.residents import Residents
+
+STEP_OBJECTS = 256  # made in one background step: well below a millisecond
+VICTIMS_STEP_OBJECTS = 512  # made at least, when room is needed
+
+Found = tuple[bytes | None, int, int, int, int | None]  # key, namespace, offset, layout id, checksum
+
+
+class AdoptedPool(Protocol):
+    """The objects of a former server, each given once."""
+
+    @property
+    def objects(self) -> int:
+        """All of them, given or not."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their slots."""
+        ...
+
+    @property
+    def pending(self) -> int:
+        """Not given yet."""
+        ...
+
+    def touch(self, namespace: int, keys: Sequence[bytes], /) -> list[Found]:
+        """Those of the keys that are pending."""
+        ...
+
+    def take(self, most: int, /) -> list[Found]:
+        """The oldest."""
+        ...
+
+    def slab(self, offset: int, /) -> list[Found]:
+        """All that are pending in the slab at `offset`."""
+        ...
+
+    def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
+        """(start, nbytes, slot bytes, slots used, objects, end of what is used, free slots before that end)."""
+        ...
+
+    def waiting(self) -> list[tuple[int, int, int]]:
+        """(offset, state, worker row) of slots that a former worker may still touch."""
+        ...
+
+
+class AdoptingPolicy(EvictionPolicy):
+    """Stands before the policy while objects are made: in use is warm, what was not asked for is cold.
+
+    The policy itself orders the cold ones, as they are made, the oldest first. What came or was used since the start
+    waits here, in the order of use, and follows when the last cold one is in. So no order of making shows in the
+    order of eviction.
+    """
+
+    def __init__(self, inner: EvictionPolicy, make_more: Callable[[int], int]) -> None:
+        self.inner = inner
+        self._make_more = make_more
+        self._warm: dict[Entry, None] = {}
+        self._leaving: list[Entry] | None = None  # of the warm ones, the last to leave first
+
+    def insert(self, entries: Sequence[Entry]) -> None:
+        if self._leaving is not None:
+            self.inner.insert(entries)
+        else:
+            self._warm.update(dict.fromkeys(entries))
+
+    def insert_cold(self, entries: Sequence[Entry]) -> None:
+        """Adopted, and not asked for."""
+        self.inner.insert(entries)
+
+    def access(self, entries: Sequence[Entry]) -> None:
+        warm = self._warm
+        cold = [entry for entry in dict.fromkeys(entries) if entry not in warm]
+        if self._leaving is not None:
+            self.inner.access([entry for entry in entries if entry not in warm])
+            return
+        if cold:
+            self.inner.remove(cold)
+        for entry in entries:
+            warm.pop(entry, None)
+            warm[entry] = None
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        warm = self._warm
+        cold = [entry for entry in entries if entry not in warm]
+        for entry in entries:
+            warm.pop(entry, None)
+        if cold:
+            self.inner.remove(cold)
+
+    def held(self, entries: Sequence[Entry]) -> None:
+        cold = [entry for entry in entries if entry not in self._warm]
+        if cold:
+            self.inner.held(cold)
+
+    def released(self, entries: Sequence[Entry]) -> None:
+        cold = [entry for entry in entries if entry not in self._warm]
+        if cold:
+            self.inner.released(cold)
+
+    def resize(self, capacity_bytes: int) -> None:
+        self.inner.resize(capacity_bytes)
+
+    def victims(self, nbytes: int) -> list[Entry]:
+        named = self.inner.victims(nbytes)
+        while sum(entry.nbytes for entry in named) < nbytes and self._make_more(nbytes):
+            named = self.inner.victims(nbytes)
+        if self._warm and sum(entry.nbytes for entry in named) < nbytes:
+            while self.settle(len(self._warm)):
+                pass
+            named = self.inner.victims(nbytes)
+        return named
+
+    def settle(self, most: int) -> int:
+        """Hand up to `most` warm ones over, the coldest first. 0: there are no more."""
+        if self._leaving is None:
+            self._leaving = list(self._warm)[::-1]
+        going: list[Entry] = []
+        while self._leaving and len(going) < most:
+            entry = self._leaving.pop()
+            if entry in self._warm:  # else it was removed meanwhile
+                del self._warm[entry]
+                going.append(entry)
+        if going:
+            self.inner.insert(going)
+            held = [entry for entry in going if entry.holds]
+            if held:
+                self.inner.held(held)
+        return len(going)
+
+
+class Untouched:
+    """Adopted objects, until the last is made."""
+
+    def __init__(self, residents: Residents, pool: AdoptedPool) -> None:
+        self._residents = residents
+        self._pool = pool
+        self._clears: list[tuple[int | None, Clearing]] = []
+        self.lost = 0  # damaged between the check and the making
+        for slab in pool.slabs():
+            residents.allocator.adopt(*slab)
+        residents.count(State.READY, pool.objects, pool.nbytes)
+        residents.allocator.reveal = self.reveal
+        self._policy = AdoptingPolicy(residents.policy, self._make_more)
+        residents.policy = self._policy
+        residents.untouched = self
+
+    @property
+    def pending(self) -> int:
+        """Objects that are not made yet."""
+        return self._pool.pending
+
+    def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
+        """Make what there is of these keys: the caller is about to look for them."""
+        if self._pool.pending:
+            self._policy.insert(self._made(self._pool.touch(namespace, keys)))
+
+    def reveal(self, slab: Slab) -> None:
+        """Make all of a slab: the caller is about to judge it."""
+        self._policy.insert_cold(self._made(self._pool.slab(slab.start)))
+
+    def cleared(self, namespace: int | None, clearing: Clearing) -> None:
+        """A clear began: what is of its scope and not made yet goes as soon as it is made. The clear may be done
+        when nothing is pending."""
+        if self._pool.pending:
+            self._clears.append((namespace, clearing))
+
+    def step(self, most: int = STEP_OBJECTS) -> int:
+        """Make some of the rest; 0 when there is no more to do, and this object is out of use."""
+        done = self._make(most)
+        if not done:
+            done = self._policy.settle(most)
+        if not done:
+            residents = self._residents
+            residents.policy, residents.untouched = self._policy.inner, None
+            residents.allocator.reveal = None
+        return done
+
+    def _make_more(self, nbytes: int) -> int:
+        mean = max(1, self._pool.nbytes // max(1, self._pool.objects))
+        return self._make(max(VICTIMS_STEP_OBJECTS, nbytes // mean))
+
+    def _make(self, most: int) -> int:
+        found = self._pool.take(most)
+        self._policy.insert_cold(self._made(found))
+        return len(found)
+
+    def _made(self, found: Sequence[Found]) -> list[Incarnation]:
+        """Ready objects in their slots and in the table."""
+        residents, allocator = self._residents, self._residents.allocator
+        made: list[Incarnation] = []
+        lost: list[Incarnation] = []
+        gone: list[Incarnation] = []
+        for key, namespace, offset, layout_id, checksum in found:
+            slab = allocator.slab_at(offset)
+            item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum)
+            slab.unmade -= 1
+            if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
+                (gone if key is not None else lost).append(item)
+                continue
+            table = residents.table.made(namespace, 1) if key is not None else None
+            if table is None or table.get(item.key) is not None:
+                lost.append(item)
+                continue
+            table.shards[(item.key[0] ^ item.key[31]) & table.mask][item.key] = item
+            made.append(item)
+        if gone:
+            self._free_cleared(gone)
+        if lost:
+            self.lost += len(lost)
+            residents.move(lost, State.READY, Event.REMOVE)
+        return made
+
+    def _free_cleared(self, gone: list[Incarnation]) -> None:
+        for scope, clearing in self._clears:
+            mine = [item for item in gone if scope in (None, item.namespace)]
+            gone = [item for item in gone if scope not in (None, item.namespace)]
+            if mine:
+                self._policy.insert_cold(mine)
+                clearing.cleared.objects += len(mine)
+                clearing.cleared.nbytes += sum(item.nbytes for item in mine)
+                self._residents.forget(mine, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
+
+
+class Adoption:
+    """What the kernel offers around an adopted pool. Without one, nothing of it does anything."""
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
+        self._former: FormerSlots | None = None
+        self._untouched: Untouched | None = None
+        self._lost = 0
+
+    def begin(self, pool: AdoptedPool, rows: Iterable[int]) -> None:
+        """Take over what a dead server left, before any call into the kernel but `register_layout`. `rows`: of its
+        workers that live. Everything is served at once; `step` is to be called until it answers 0."""
+        self._untouched = Untouched(self._residents, pool)
+        self._former = FormerSlots(self._residents, pool.waiting(), rows)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether `step` has something left to do."""
+        return self._residents.untouched is not None
+
+    @property
+    def lost(self) -> int:
+        """Objects that were damaged between the check and their making."""
+        return self._lost if self._untouched is None else self._untouched.lost
+
+    def step(self, objects_max: int = STEP_OBJECTS) -> int:
+        """Make some more objects. 0: all are made."""
+        done = 0 if self._residents.untouched is None else self._residents.untouched.step(objects_max)
+        if not done and self._untouched is not None:
+            self._lost, self._untouched = self._untouched.lost, None
+        return done
+
+    def close(self) -> None:
+        """The kernel is not called any more: forget the pool."""
+        self._untouched = self._residents.untouched = None
+        self._residents.allocator.reveal = None
+
+    def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
+        """These keys are about to be looked for."""
+        if self._residents.untouched is not None:
+            self._residents.untouched.touch(namespace, keys)
+
+    def cleared(self, namespace: int | None, clearing: Clearing) -> None:
+        """A clear of that scope began."""
+        if self._residents.untouched is not None:
+            self._residents.untouched.cleared(namespace, clearing)
+
+    @property
+    def former_rows(self) -> Set[int]:
+        """Rows of former workers that are still waited for."""
+        return frozenset() if self._former is None else self._former.rows
+
+    def former_gone(self, row: int) -> None:
+        """The former worker of that row is dead, or has let go of what it held: its slots are free."""
+        if self._former is not None:
+            self._former.gone(row)
+
+
+class FormerSlots:
+    """Slots that former workers may still write to or read from, until these have answered or are dead."""
+
+    def __init__(self, residents: Residents, waiting: Iterable[tuple[int, int, int]], rows: Iterable[int]) -> None:
+        """`rows`: of the workers that live. They answer, or end, by giving their life lock up."""
+        self._residents = residents
+        self.rows = set(rows)
+        self._written: dict[int, list[Incarnation]] = {}  # by the row of who may write
+        self._read: list[Incarnation] = []  # nobody noted by whom
+        for offset, state, row in waiting:
+            slab = residents.allocator.slab_at(offset)
+            item = seated(slab, offset, State(state), b"", 0, 0, None)
+            residents.count(item.state, 1, item.nbytes)
+            if item.state is State.DOOMED:
+                item.holds = 1
+                self._read.append(item)
+            else:
+                self._written.setdefault(row, []).append(item)
+
+    def gone(self, row: int) -> None:
+        """The worker of that row has let go of everything, or is dead."""
+        self.rows.discard(row)
+        written = self._written.pop(row, [])
+        if written:
+            self._residents.move(written, State.QUARANTINED, Event.ANSWER)
+        if not self.rows and self._read:
+            read, self._read = self._read, []
+            for item in read:
+                item.holds = 0
+            self._residents.move(read, State.DOOMED, Event.LAST_RELEASE)
+
+
+def seated(
+    slab: Slab, offset: int, state: State, key: bytes, namespace: int, layout_id: int, checksum: int | None
+) -> Incarnation:
+    """An incarnation in a slot that the allocator has counted as used."""
+    item = Incarnation.__new__(Incarnation)
+    item.key = key
+    item.namespace = namespace
+    item.nbytes = slab.slot_bytes
+    item.holds = 0
+    item.older = item.newer = item.policy_data = None
+    item.offset = offset
+    item.layout_id = layout_id
+    item.generation = 0
+    item.state = state
+    item.slab = slab
+    item.temporary = False
+    item.checksum = checksum
+    slab.residents[(offset - slab.start) // slab.slot_bytes] = item
+    return item

@@ -1,0 +1,82 @@
+"""How sessions end, and how one that came back takes over what it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.answers import LeaseKind, Reason
+from lmcache_core.kernel.leases import LeaseBook
+from lmcache_core.kernel.quota import Quarantine
+from lmcache_core.kernel.reading import Reading
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.sessions import SERVER_SESSION, Session, SessionBook
+from lmcache_core.kernel.states import State
+from lmcache_core.kernel.writing import Writing
+
+
+class Endings:
+    """Every call finds what is due expired already."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        sessions: SessionBook,
+        leases: LeaseBook,
+        quarantine: Quarantine,
+        writing: Writing,
+        reading: Reading,
+    ) -> None:
+        self._residents = residents
+        self._sessions = sessions
+        self._leases = leases
+        self._quarantine = quarantine
+        self._writing = writing
+        self._reading = reading
+
+    def end(self, session_id: int, reason: Reason) -> None:
+        """Settle everything, and forget the session. The server's own never ends."""
+        session = self._sessions.by_id.get(session_id)
+        if session is not None and session_id != SERVER_SESSION:
+            self.settle_all(session, reason)
+            del self._sessions.by_id[session_id]
+
+    def settle_all(self, session: Session, reason: Reason) -> None:
+        """Nobody touches any more what it held."""
+        for lease in list(session.leases.values()):
+            if lease.kind is LeaseKind.WRITE:
+                self._writing.give_up(lease, reason)
+            else:
+                self._reading.let_go(lease)
+
+    def lost(self, session_id: int) -> None:
+        """Nothing is proven: what it holds waits."""
+        session = self._sessions.by_id.get(session_id)
+        if session is not None and not session.lost and session_id != SERVER_SESSION:
+            self._quarantine.lost(session)
+            self._sessions.forget_if_done(session)
+
+    def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int]) -> list[int]:
+        """Move the named leases, settle the others; the ids that moved."""
+        new = self._sessions.get(new_session_id)
+        old = self._sessions.by_id.get(old_session_id)
+        if old is None or old is new or old_session_id == SERVER_SESSION:
+            return []
+        if old.uid != new.uid:
+            raise UsageError(f"session {new_session_id} is of uid {new.uid} and cannot take over one of uid {old.uid}")
+        moved = [lease_id for lease_id in lease_ids if self._move(lease_id, old, new)]
+        self.end(old_session_id, Reason.ABORTED)
+        return moved
+
+    def _move(self, lease_id: int, old: Session, new: Session) -> bool:
+        lease = self._leases.of_session(old, lease_id)
+        if lease is None:
+            return False
+        self._quarantine.move(lease, new)
+        if old.leases.pop(lease_id, None) is not None:
+            new.leases[lease_id] = lease
+        if lease.kind is LeaseKind.WRITE:
+            held = lease.held()
+            for state in (lease.live, State.QUARANTINED):
+                self._residents.change_owner([item for item in held if item.state is state], state, new.row)
+        return True

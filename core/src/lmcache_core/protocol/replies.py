@@ -1,0 +1,200 @@
+"""What the server answers, and the notices that it sends unasked. The rules stand in `messages.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lmcache_core.protocol.requests import Message
+
+
+class Welcome(Message, tag="welcome"):
+    """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
+    each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon."""
+
+    rid: int
+    version: int
+    session: int
+    server: str
+    epoch: int
+    pool: list[Any]  # the fields of PoolInfo, in order
+    row: int
+    chunk_tokens: int
+    write_ttl_s: float
+    read_ttl_s: float
+    capabilities: list[str] = msgspec.field(default_factory=list)
+
+
+class Attached(Message, tag="attached"):
+    """`held`: the leases that go on."""
+
+    rid: int
+    held: list[int]
+
+
+class LayoutRegistered(Message, tag="layout_registered"):
+    rid: int
+    layout: int
+    slot_bytes: int
+
+
+class Found(Message, tag="found"):
+    """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It
+    counts keys from the first on; of a lookup without `prefix`, all keys that can be served; of a window it is its
+    end. `done`: nothing is being loaded for this lookup any more."""
+
+    rid: int
+    statuses: bytes
+    reasons: bytes
+    hits: int
+    done: bool
+    promise: int = 0
+    deadline_s: float = 0.0
+    job: int = 0
+
+
+class Granted(Message, tag="granted"):
+    """Answer to prepare_*. `ttl_s` counts from now; `offsets` are u64, packed, 0 where nothing was granted.
+    `checksums`, where they were asked for: the xxh3_64 of each object, packed as u64, 0 where it is not known."""
+
+    rid: int
+    lease: int
+    ttl_s: float
+    statuses: bytes
+    reasons: bytes
+    offsets: bytes
+    checksums: bytes = b""
+
+
+class SettledReply(Message, tag="settled"):
+    """One byte for each position asked for."""
+
+    rid: int
+    outcomes: bytes
+
+
+class Renewed(Message, tag="renewed"):
+    rid: int
+    ttl_s: float
+
+
+class LeaseState(Message, tag="lease_state"):
+    """`state`: open, expired, settled or unknown."""
+
+    rid: int
+    state: str
+    kind: str
+    ttl_s: float
+    positions: int
+    open_positions: int
+
+
+class Cleared(Message, tag="cleared"):
+    rid: int
+    objects: int
+    nbytes: int
+    doomed: int
+
+
+class TierExplained(Message):
+    """What one tier says about the keys of an `Explain`. `found`: one byte a key, or None where it did not answer,
+    for `reason`, in its own `words`. `losses`: how it lost each key, or never got it, as far as it remembers: the
+    reason (empty: nothing is known), the time (Unix, f64, packed), and an index into `loss_words`."""
+
+    tier: str
+    found: bytes | None
+    reason: str
+    words: str
+    losses: list[str]
+    lost_at: bytes
+    lost_words: bytes
+    loss_words: list[str]
+
+
+class Explained(Message, tag="explained"):
+    """The answer to `Explain`. Times are Unix time, f64, packed, 0 where none is known. `sessions` (u64, packed): who
+    lost a key or pushed it out, 0 for the server itself; `session_names` of those that are still connected.
+    `remembers_since`: what was lost before is forgotten; 0: nothing is."""
+
+    rid: int
+    now: float
+    statuses: bytes
+    reasons: bytes
+    lost_at: bytes
+    sessions: bytes
+    session_names: dict[int, str]
+    eviction_policy: str
+    remembers_since: float
+    tiers: list[TierExplained]
+
+
+class Pinned(Message, tag="pinned"):
+    rid: int
+    statuses: bytes
+
+
+class ChunkSize(Message, tag="chunk_size"):
+    rid: int
+    tokens: int
+
+
+class StatusReply(Message, tag="status_reply"):
+    rid: int
+    status: dict[str, Any]
+
+
+class TiersReply(Message, tag="tiers_reply"):
+    """In order. Secrets among the settings are hidden."""
+
+    rid: int
+    tiers: list[dict[str, Any]]
+
+
+class Pong(Message, tag="pong"):
+    rid: int
+    payload: bytes
+
+
+class Done(Message, tag="done"):
+    rid: int
+    count: int = 0
+
+
+class Error(Message, tag="error"):
+    """Every request that is not answered by a result is answered by this. `rid` 0: it could not be read."""
+
+    rid: int
+    code: str
+    message: str
+    retry: str
+
+
+class LeaseExpired(Message, tag="lease_expired"):
+    """A notice: nobody asked. The lease's keys are free; settle it when the last copy has ended."""
+
+    rid: int  # always 0
+    lease: int
+    kind: str
+
+
+Reply = (
+    Welcome
+    | Attached
+    | LayoutRegistered
+    | Found
+    | Granted
+    | SettledReply
+    | Renewed
+    | LeaseState
+    | Cleared
+    | Explained
+    | Pinned
+    | ChunkSize
+    | StatusReply
+    | TiersReply
+    | Pong
+    | Done
+    | Error
+    | LeaseExpired
+)

@@ -1,0 +1,259 @@
+"""What a client may ask. The rules that all messages keep stand in `messages.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of all messages."""
+
+
+class Hello(Message, tag="hello"):
+    """The first message of a session. `client_id` names the client instance, across reconnects."""
+
+    rid: int
+    version_min: int
+    version_max: int
+    client_id: bytes
+    name: str
+    pid: int
+    capabilities: list[str] = []
+
+
+class Attach(Message, tag="attach"):
+    """The worker maps the pool: it read `nonce` from its row, whose life lock it holds. `held` are the leases of
+    the same client instance whose memory it may still touch; the server settles all its others."""
+
+    rid: int
+    row: int
+    nonce: int
+    held: list[int] = []
+
+
+class RegisterLayout(Message, tag="register_layout"):
+    """Name a namespace that this session will use, and the layout of its objects."""
+
+    rid: int
+    namespace: int
+    dtype: str
+    shape: list[int]
+    memory_format: str
+    fingerprint: int
+    label: str = ""
+
+
+class Lookup(Message, tag="lookup"):
+    """Which keys can be served? `wait_s` > 0: the reply may come later, when loads from tiers have ended. `tiers`:
+    search these only; None: all; []: none.
+
+    `prefix`: the keys from the first on; without it each key for itself; `window` > 0: the last `window` keys of
+    the longest run that ends in them. `deadline_s` > 0: the tiers have so long, whether or not the reply waits for
+    them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than by the server's.
+    `warm_up`: nobody waits for it; everyone else goes first.
+    """
+
+    rid: int
+    namespace: int
+    keys: bytes
+    hold: bool = False
+    prefix: bool = True
+    wait_s: float = 0.0
+    tiers: list[str] | None = None
+    window: int = 0
+    deadline_s: float = 0.0
+    pin_s: float = 0.0
+    policy: str = ""
+    warm_up: bool = False
+
+
+class Cancel(Message, tag="cancel"):
+    """The lookup with this rid is no longer wanted. Answered by `Done`; the lookup itself is answered too."""
+
+    rid: int
+    lookup: int
+
+
+class QueryPrefetchStatus(Message, tag="query_prefetch_status"):
+    rid: int
+    job: int
+
+
+class QueryLookupHits(Message, tag="query_lookup_hits"):
+    """Answered as soon as it is known what will be a hit, before the loads end."""
+
+    rid: int
+    job: int
+
+
+class FreeLookupLocks(Message, tag="free_lookup_locks"):
+    rid: int
+    promises: list[int]
+
+
+class PrepareStore(Message, tag="prepare_store"):
+    """`lease` 0 opens a lease; otherwise the keys are the next page of that one."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    lease: int = 0
+
+
+class Settle(Message):
+    """Settle positions of a lease: `count` of them from `first`, or those packed as u32 in `positions`."""
+
+    rid: int
+    lease: int
+    first: int = 0
+    count: int = 0
+    positions: bytes = b""
+
+
+class CommitStore(Settle, tag="commit_store"):
+    """`checksums`: the xxh3_64 of each position's bytes as u64, packed, 0 where it is not known; or nothing."""
+
+    checksums: bytes = b""
+
+
+class AbortStore(Settle, tag="abort_store"):
+    pass
+
+
+class FinishRead(Settle, tag="finish_read"):
+    pass
+
+
+class PrepareRetrieve(Message, tag="prepare_retrieve"):
+    """`prefix`: grant only up to the first key that is not there. `promise` is redeemed by this. `verify`: tell the
+    checksums, too."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    lease: int = 0
+    promise: int = 0
+    prefix: bool = False
+    verify: bool = False
+
+
+class ReportDamaged(Message, tag="report_damaged"):
+    """The bytes of these objects do not have their checksums: nobody else should be given them. Answered by `Done`."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+
+
+class RenewLease(Message, tag="renew_lease"):
+    rid: int
+    lease: int
+
+
+class LeaseStatusOf(Message, tag="lease_status"):
+    rid: int
+    lease: int
+
+
+class EndSession(Message, tag="end_session"):
+    """Release every lease of the session. With `goodbye` the session itself ends, too."""
+
+    rid: int
+    goodbye: bool = False
+
+
+class Clear(Message, tag="clear"):
+    """A fence over one namespace, or over all (None). `tiers`: nothing older comes back from a tier either."""
+
+    rid: int
+    namespace: int | None
+    tiers: bool = False
+
+
+class Explain(Message, tag="explain"):
+    """Where are these keys, or why are they not there? For namespaces of this session only; at most
+    `EXPLAIN_KEYS_MAX` keys. The reply waits until the tiers have answered, or for `TIER_LOOKUP_S`."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+
+
+class Pin(Message, tag="pin"):
+    rid: int
+    namespace: int
+    keys: bytes
+    ttl_s: float
+
+
+class Unpin(Message, tag="unpin"):
+    rid: int
+    namespace: int
+    keys: bytes
+
+
+class Tiers(Message, tag="tiers"):
+    """The tiers with their status and settings."""
+
+    rid: int
+
+
+class ChangeTier(Message, tag="change_tier"):
+    """`action`: add, drain, remove or reconfigure. `values` as in a table of the settings file, `texts` as in flags,
+    by dotted name. Answered by `Done`. Over the lifeline only, and only for the server's own user."""
+
+    rid: int
+    action: str
+    tier: str
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+
+
+class GetChunkSize(Message, tag="get_chunk_size"):
+    rid: int
+
+
+class Status(Message, tag="status"):
+    rid: int
+
+
+class Ping(Message, tag="ping"):
+    rid: int
+    payload: bytes = b""
+
+
+class Noop(Message, tag="noop"):
+    rid: int
+
+
+Request = (
+    Hello
+    | Attach
+    | RegisterLayout
+    | Lookup
+    | Cancel
+    | QueryPrefetchStatus
+    | QueryLookupHits
+    | FreeLookupLocks
+    | PrepareStore
+    | CommitStore
+    | AbortStore
+    | FinishRead
+    | PrepareRetrieve
+    | ReportDamaged
+    | RenewLease
+    | LeaseStatusOf
+    | EndSession
+    | Clear
+    | Explain
+    | Pin
+    | Unpin
+    | Tiers
+    | ChangeTier
+    | GetChunkSize
+    | Status
+    | Ping
+    | Noop
+)

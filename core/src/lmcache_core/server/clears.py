@@ -1,0 +1,52 @@
+"""Clears: the fence stands at once, the memory follows between everybody's messages, and the answer comes last."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from lmcache_core.kernel.clearing import Clearing
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Session
+
+
+class Clears:
+    """Who waits for which clear. Lives on the loop's thread."""
+
+    def __init__(self, kernel: Kernel, l1: L1) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._waiting: deque[tuple[Clearing, Session, int]] = deque()  # in the order in which they will be done
+
+    def clear(self, session: Session, request: m.Clear) -> m.Message | None:
+        """The answer to a small clear; None: it follows once all is freed, whether or not the session is still there.
+
+        A fence that cannot be kept on the tiers is an error at once; the L1 is cleared all the same.
+        """
+        now = self._l1.now
+        clearing = self._kernel.begin_clear(now, request.namespace, session_id=session.id)
+        if self._l1.tiering is not None:
+            self._l1.tiering.clear(request.namespace, now, tiers=request.tiers)
+        self._kernel.free_cleared(now)
+        if clearing.done:
+            return _answer(clearing, request.rid)
+        self._waiting.append((clearing, session, request.rid))
+        return None
+
+    def step(self, now: float) -> bool:
+        """Free a bounded part of what was cleared. Whether there is more: the next turn of the loop should come at
+        once, after everybody's next message."""
+        if not self._kernel.clearing and not self._waiting:
+            return False
+        self._kernel.free_cleared(now)
+        self._l1.apply()  # whoever reads the answer finds nothing of it any more
+        while self._waiting and self._waiting[0][0].done:
+            clearing, session, rid = self._waiting.popleft()
+            session.send(_answer(clearing, rid))
+        return self._kernel.clearing
+
+
+def _answer(clearing: Clearing, rid: int) -> m.Message:
+    cleared = clearing.cleared
+    return m.Cleared(rid, cleared.objects, cleared.nbytes, cleared.doomed)

@@ -1,0 +1,117 @@
+"""Explanations: the kernel says how a key was lost, the tiers say on their lanes whether they have it."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.kernel.explain import Explanation
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.limits import (
+    ERROR_EXCERPT_CHARS_MAX,
+    EXPLAIN_KEYS_MAX,
+    EXPLAIN_TIERS_MAX,
+    EXPLAINS_PER_SESSION_MAX,
+    EXPLAINS_UNDER_WAY_MAX,
+)
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import split_keys
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Session
+from lmcache_core.tiers.losses import TierLoss
+from lmcache_core.tiers.whereabouts import TierAnswer, Whereabouts
+
+_WORDS_MAX = 16  # distinct words of all tiers in one reply, which is one frame
+_NAMES_MAX = 16
+_NAME_CHARS_MAX = 64
+
+
+class Explains:
+    """Lives on the loop's thread. A reply waits for the tiers, and nothing else does."""
+
+    def __init__(self, kernel: Kernel, l1: L1, policy_name: str, session_name: Callable[[int], str | None]) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._policy_name = policy_name
+        self._session_name = session_name
+        self._under_way: Counter[int] = Counter()  # by session
+
+    def explain(self, session: Session, request: m.Explain) -> m.Message | None:
+        """The answer, or None: it follows when the tiers have answered, or had their time. Only for namespaces that
+        this session has registered: a stranger must not learn what others have stored, and when."""
+        layout_id = session.namespaces.get(request.namespace)
+        if layout_id is None:
+            raise UsageError(
+                f"namespace {request.namespace:016x} is not registered in this session, and only its own are "
+                "explained to it: register_layout first"
+            )
+        keys = split_keys(request.keys)
+        if len(keys) > EXPLAIN_KEYS_MAX:
+            raise LimitError(f"{len(keys)} keys to explain in one frame, and the limit is {EXPLAIN_KEYS_MAX}")
+        told = self._kernel.explain(session.id, request.namespace, layout_id, keys, self._l1.now)
+        tiering = self._l1.tiering
+        if tiering is None or not keys:
+            return self._reply(request.rid, told, [])
+        if len(tiering.names) > EXPLAIN_TIERS_MAX:
+            raise LimitError(f"{len(tiering.names)} tiers, and a reply has room for the words of {EXPLAIN_TIERS_MAX}")
+        if self._under_way.total() >= EXPLAINS_UNDER_WAY_MAX or self._under_way[session.id] >= EXPLAINS_PER_SESSION_MAX:
+            raise LimitError(
+                f"{self._under_way[session.id]} explanations of this session wait for the tiers, and "
+                f"{self._under_way.total()} of all: wait for one of them"
+            )
+
+        def answered(whereabouts: Whereabouts) -> None:
+            self._under_way -= Counter([session.id])
+            session.send(self._reply(request.rid, told, whereabouts.answers))
+
+        whereabouts = tiering.whereabouts(request.namespace, keys, answered, self._l1.now)
+        if not whereabouts.pending:
+            return self._reply(request.rid, told, whereabouts.answers)
+        self._under_way[session.id] += 1
+        return None
+
+    def _reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:
+        now, now_unix_s = self._l1.now, time.time()
+        since = now_unix_s - now  # from the kernel's clock to everybody's
+        names: dict[int, str] = {}
+        for session_id in dict.fromkeys(told.session_ids):
+            name = self._session_name(session_id)
+            if name and len(names) < _NAMES_MAX:
+                names[session_id] = name[:_NAME_CHARS_MAX]
+        words_max = max(1, _WORDS_MAX // max(1, len(answers)))
+        return m.Explained(
+            rid,
+            now_unix_s,
+            bytes(told.statuses),
+            bytes(told.reasons),
+            array("d", [at_s and since + at_s for at_s in told.at_s]).tobytes(),
+            told.session_ids.tobytes(),
+            names,
+            self._policy_name,
+            0.0 if told.since_s is None else since + told.since_s,
+            [_say(answer, since, words_max) for answer in answers],
+        )
+
+
+def _say(answer: TierAnswer, since: float, words_max: int) -> m.TierExplained:
+    words: dict[str, int] = {"": 0}
+
+    def word(loss: TierLoss | None) -> int:
+        text = "" if loss is None else loss.text
+        if len(words) <= words_max:
+            words.setdefault(text, len(words))
+        return words.get(text, 0)
+
+    return m.TierExplained(
+        answer.name,
+        None if answer.found is None else bytes(answer.found),
+        answer.reason or "",
+        answer.text[:ERROR_EXCERPT_CHARS_MAX],
+        ["" if loss is None else loss.reason.value for loss in answer.losses],
+        array("d", [0.0 if loss is None else since + loss.at_s for loss in answer.losses]).tobytes(),
+        bytes([word(loss) for loss in answer.losses]),
+        list(words),
+    )

@@ -1,0 +1,85 @@
+"""The index in the pool, as the server keeps it: what workers may find without a call, and what they did find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.limits import INDEX_SWEEP_ENTRIES_MIN, INDEX_SWEEP_KEYS_MAX, INDEX_SWEEP_S, INDEX_TIDY_ENTRIES
+from lmcache_core.pool.index import open_index
+from lmcache_core.pool.segment import Segment
+
+if TYPE_CHECKING:
+    from lmcache_core._native import Index
+
+
+def open_publisher(segment: Segment) -> Publisher | None:
+    """The publisher of a pool that this process owns, or None without the C extension: then no client looks into the
+    index, and all of them ask."""
+    index = open_index(segment)
+    if index is not None and segment.adopted:
+        index.recount()
+    return None if index is None else Publisher(index)
+
+
+class Publisher:
+    """The index's one writer. Lives on the loop's thread."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+        self.unindexed = 0  # ready objects that found no entry: only the server knows them
+        self.used = 0  # marks taken: an object counts once between two looks, however often it was read
+        self._nbytes_by_layout: dict[int, int] = {}
+        self._looked_at_s = 0.0
+        self._due = 0.0  # entries that are to be looked at to keep up with the clock
+
+    def add_layout(self, layout_id: int, nbytes: int) -> None:
+        """Objects of this layout will be published."""
+        self._nbytes_by_layout[layout_id] = nbytes
+
+    def publish(self, objects: Sequence[Incarnation]) -> None:
+        """Let workers find these. Their slots are marked ready."""
+        self.unindexed += len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))
+
+    def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
+        """Once this returns no worker takes them for ready any more: their slots may be given away."""
+        self.unindexed -= len(objects) - self.index.remove(objects, reason, int(time.time()))
+
+    def take_marks(self, now: float) -> list[tuple[int, bytes]]:
+        """What workers have read since it was looked at last, (namespace, key), the end of a prompt before its
+        beginning. Looks at so much of the table that all of it is seen every `INDEX_SWEEP_S`, and takes at most
+        `INDEX_SWEEP_KEYS_MAX`: where it gives as many, there may be more."""
+        entries = self.index.entries
+        self._due = min(entries, self._due + entries * (now - self._looked_at_s) / INDEX_SWEEP_S)
+        self._looked_at_s = now
+        marked = self.index.take_marks(max(INDEX_SWEEP_ENTRIES_MIN, int(self._due)), INDEX_SWEEP_KEYS_MAX)
+        if len(marked) < INDEX_SWEEP_KEYS_MAX:
+            self._due = 0.0
+        self.used += len(marked)
+        return marked
+
+    def keep_places(self, keep: bool) -> None:
+        """Whether entries must stay where they are: an adoption knows them by their places until all is made."""
+        self.index.keeps_places = keep
+
+    def tidy(self) -> None:
+        """One bounded step against tombstones, unless places are kept."""
+        self.index.tidy(INDEX_TIDY_ENTRIES)
+
+    def close(self) -> None:
+        """Let go of the pool."""
+        self.index.close()
+
+    def status(self) -> dict[str, int]:
+        """For `status`."""
+        index = self.index
+        return {
+            "entries": index.entries,
+            "ready": index.ready,
+            "gone": index.gone,
+            "unindexed": self.unindexed,
+            "hits_by_index": self.used,
+        }

@@ -1,0 +1,89 @@
+"""Links to servers: what a new one is told of the one before, and what is left of that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.link import Link
+from lmcache_core.client.results import Status
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+NBYTES = 1 << 20
+SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
+KEYS = [number.to_bytes(32, "big") for number in range(4)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = make_settings(
+        name=f"k{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 4 << 20}, drain_s=0.1,
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with server.connect() as client:
+        yield client
+
+
+def lose(client: Client) -> Link:
+    """End the connection; the new link, which is there when this returns."""
+    client._links.current().channel.close("the test ended it")
+    return client._links.current()
+
+
+@pytest.mark.parametrize("kind", [m.PrepareStore, m.PrepareRetrieve])
+def test_what_was_granted_and_not_yet_declared_when_the_link_was_made_anew_is_not_used(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[m.Message]
+) -> None:
+    client.store(KEYS[:1], [bytes(NBYTES)], namespace=SPACE)
+    channel = client._links.current().channel
+    call = channel.call
+
+    def interrupted(make: Any, *timeout: float) -> Any:
+        reply = call(make, *timeout)
+        if isinstance(make(0), kind):
+            lose(client)  # another thread's doing, before this one has looked at its reply
+        return reply
+
+    monkeypatch.setattr(channel, "call", interrupted)
+    if kind is m.PrepareStore:
+        lease: Any = client.prepare_store(KEYS[1:2], namespace=SPACE)
+    else:
+        lease = client.prepare_retrieve(KEYS[:1], namespace=SPACE)
+    with server.connect() as other:
+        assert not any(other.status()["l1"]["leases_by_kind"].values())  # what was not declared is settled
+        assert list(lease.statuses) == [Status.UNREACHABLE]
+        assert not lease.granted
+        assert other.store(KEYS[1:], [bytes(NBYTES)] * 3, namespace=SPACE).stored == 3
+
+
+def test_a_lease_that_was_declared_goes_on_over_the_new_link(client: Client) -> None:
+    lease = client.prepare_store(KEYS[:1], namespace=SPACE)
+    lose(client)
+    lease.view(0)[:] = b"x" * NBYTES
+    assert list(lease.commit()) == [Status.STORED]
+
+
+@pytest.mark.parametrize("maps_pool", [True, False])
+def test_nothing_is_left_of_links_that_nobody_needs(server: Server, maps_pool: bool) -> None:
+    with server.connect(maps_pool=maps_pool) as client:
+        for _ in range(3):
+            client.lookup(KEYS, namespace=SPACE)
+            lose(client)
+        assert client._links._former == []
