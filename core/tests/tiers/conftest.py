@@ -51,6 +51,7 @@ class MemoryL1:
         self.quarantined: set[int] = set()
         self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
+        self.checksums: dict[tuple[int, bytes], int | None] = {}  # of what was loaded, as it was told
         self.gone_while_held: set[int] = set()
         self.aborted: Counter[str] = Counter()
         self.next_lease = 1
@@ -120,11 +121,14 @@ class MemoryL1:
             offsets.append(slot * self.slot_bytes)
         return Loading(lease, grants, offsets)
 
-    def commit_load(self, lease: int, positions: Sequence[int], retain: bool) -> Sequence[int]:
+    def commit_load(
+        self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
+    ) -> Sequence[int]:
         ready = []
-        for position in positions:
+        for position, checksum in zip(positions, checksums, strict=True):
             name, slot = self.loads[lease].pop(position)
             assert slot not in self.quarantined, "a late load was committed"
+            self.checksums[name] = checksum
             if self.loading.pop(name, None) is None:
                 self.free.append(slot)  # cleared
                 continue
@@ -281,8 +285,7 @@ class Loop:
             if condition():
                 return
             assert time.monotonic() < end, f"never came true; {self.tiering.status()}"
-            soonest = self.tiering.next_deadline(self.now())
-            pause = 1.0 if soonest is None else soonest - self.now()
+            pause = self.tiering.next_deadline(self.now()) - self.now()
             self._wake.wait(min(0.01, max(0.0, pause)))  # conditions may also become true on a lane
 
     def idle(self) -> None:
@@ -329,6 +332,7 @@ class Doubles:
     key = staticmethod(key)
     content = staticmethod(content)
     adapter = ScriptedAdapter
+    policy = DefaultStore
 
     def __init__(self) -> None:
         self.loops: list[Loop] = []

@@ -164,11 +164,11 @@ def test_bytes_used_is_the_sum_of_what_is_there_whatever_the_order_of_events() -
     names = [bytes([i]) * 44 for i in range(6)]
     sizes: dict[bytes, int] = {}
     for name, nbytes in zip(itertools.cycle(names), range(100, 2500, 83), strict=False):
-        accounting.add(name, nbytes)
+        accounting.add([(name, nbytes)])
         sizes[name] = nbytes
         for entry in accounting.victims():
             if entry.nbytes % 2:
-                accounting.remove(entry.tier_key)
+                accounting.remove([entry.tier_key])
                 del sizes[entry.tier_key]
             else:
                 accounting.stays(entry.tier_key)
@@ -176,7 +176,7 @@ def test_bytes_used_is_the_sum_of_what_is_there_whatever_the_order_of_events() -
         assert accounting.objects == len(sizes)
         assert accounting.bytes_leaving == 0
     for name in names:
-        accounting.remove(name)
+        accounting.remove([name])
     assert (accounting.bytes_used, accounting.objects) == (0, 0)
 
 
@@ -185,7 +185,7 @@ def test_a_scan_is_taken_over_oldest_first_across_pages_and_below_what_is_new() 
     accounting.scan_begins()
     old = [bytes([i]) * 44 for i in range(6)]
     new = b"n" * 44
-    accounting.add(new, 1)
+    accounting.add([(new, 1)])
     pages = [[ScanEntry(old[i], 1, float(i)) for i in page] for page in ((1, 3, 5), (0, 2, 4))]
     accounting.scan_ended(pages)
     while not accounting.adopt(2):
@@ -223,6 +223,6 @@ def test_a_medium_that_is_full_before_any_capacity_tells_the_policy_how_much_fit
     policy = _Told()
     counts = Accounting(None, 0.8, 0.2, policy)
     for i in range(10):
-        counts.add(tier_key(bytes([i]) * 32, 1, 0), 100)
+        counts.add([(tier_key(bytes([i]) * 32, 1, 0), 100)])
     assert sum(entry.nbytes for entry in counts.shrink()) == 200
     assert policy.told[-1] == 1000

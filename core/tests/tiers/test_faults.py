@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
 
 from lmcache_core.errors import TierError
-from lmcache_core.limits import BREAKER_FAILURES, LANE_QUEUE_MAX, LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
+from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_S, LANE_QUEUE_MAX, LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.format import tier_key
 from lmcache_core.tiers.jobs import JobStatus
 from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.lanes import Call, CallState, Lane
 
 
 @pytest.fixture
@@ -69,6 +71,34 @@ def test_a_late_load_is_a_miss_now_and_its_slot_waits_for_the_lane(doubles: Any,
     stocked.until(lambda: len(stocked.l1.free) == free)
     assert not stocked.l1.quarantined
     assert stocked.l1.get(doubles.key(0)) is None, "what came late is not served"
+
+
+def test_a_load_that_comes_back_while_its_deadline_is_noticed_ends_once(
+    doubles: Any, stocked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stocked.near.hang("load")
+    stocked.far.objects.clear()
+    free = len(stocked.l1.free)
+    job = stocked.ask([doubles.key(0)], seconds=5.0)
+    stocked.until(lambda: stocked.near.calls["load"])
+    expire = Lane.expire
+
+    def noticed_and_back(lane: Lane, now: float) -> list[Call]:
+        late = expire(lane, now)
+        if late:
+            stocked.near.release("load")
+            for call in late:
+                deadline = time.monotonic() + 60
+                while call.state is not CallState.ENDED:
+                    assert time.monotonic() < deadline, "the lane's thread did not end the call"
+                    time.sleep(0.001)
+        return late
+
+    monkeypatch.setattr(Lane, "expire", noticed_and_back)
+    stocked.jump(6.0)
+    stocked.until(lambda: job.ended and len(stocked.l1.free) == free and not stocked.l1.quarantined)
+    assert (job.hits, job.reasons) == (0, {0: TierReason.LATE})
+    assert stocked.tiering.status()["faults"] == 0
 
 
 def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Any, stocked: Any) -> None:
@@ -129,6 +159,20 @@ def test_a_tier_that_was_down_at_start_is_scanned_and_used_once_it_is_up(doubles
     loop.jump(60.0)
     loop.idle()
     assert loop.tiering.status()["tiers"][0]["objects"] == 1
+
+
+def test_a_scan_that_fails_says_so_and_is_no_empty_tier(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    adapter.errors["scan"] = TierError("the directory may not be read: give the right to", retryable=False)
+    loop = doubles.loop(doubles.l1(), doubles.tier("disk", adapter))
+    loop.until(lambda: adapter.calls["scan"] and loop.tiering.status()["tiers"][0]["last_error"])
+    tier = loop.tiering.status()["tiers"][0]
+    assert tier["scan"] == "scanning"
+    assert "give the right to" in tier["last_error"]
+    assert tier["counts"] == {"scan_failed": 1}
+    del adapter.errors["scan"]
+    loop.jump(BREAKER_PAUSE_S)
+    loop.until(loop.scanned)
 
 
 def test_a_full_queue_answers_throttled_at_once(doubles: Any) -> None:

@@ -23,15 +23,11 @@ _SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copi
 class TierEntry:
     """One object on the tier, as its eviction policy sees it."""
 
-    __slots__ = ("epoch", "holds", "listed", "namespace", "nbytes", "newer", "older", "policy_data", "seen",
-                 "tier_key")  # fmt: skip
+    __slots__ = ("holds", "listed", "nbytes", "newer", "older", "policy_data", "seen", "tier_key")
 
     def __init__(self, tier_key: bytes, nbytes: int) -> None:
         self.tier_key = tier_key
         self.nbytes = nbytes
-        self.namespace, self.epoch = 0, 0
-        if len(tier_key) == TIER_KEY_BYTES:
-            _, self.namespace, self.epoch = split_tier_key(tier_key)
         self.holds = 0  # 1 while its delete is under way
         self.listed = False  # in the policy's hands
         self.seen = 0  # the last rescan that found it, or during which it was used
@@ -42,6 +38,14 @@ class TierEntry:
     @property
     def key(self) -> bytes:
         return self.tier_key[:KEY_BYTES]
+
+    @property
+    def namespace(self) -> int:
+        return split_tier_key(self.tier_key)[1] if len(self.tier_key) == TIER_KEY_BYTES else 0
+
+    @property
+    def epoch(self) -> int:
+        return split_tier_key(self.tier_key)[2] if len(self.tier_key) == TIER_KEY_BYTES else 0
 
 
 class Accounting:
@@ -76,31 +80,42 @@ class Accounting:
 
     # --- entries ------------------------------------------------------------------------------------------
     def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
-        return self._shards[int.from_bytes(tier_key[:2], "little") % _SHARDS]
+        # Bits that the shard's own dictionary uses last. A bytes object keeps its hash: it is computed once.
+        return self._shards[hash(tier_key) >> 40 & _SHARDS - 1]
 
     def knows(self, tier_key: bytes) -> bool:
         """Whether it is on the tier, and not on its way out."""
         entry = self._shard(tier_key).get(tier_key)
         return entry is not None and not entry.holds
 
-    def add(self, tier_key: bytes, nbytes: int) -> None:
-        """It is on the tier now. A known one counts as used, with its new size."""
-        entry = self._shard(tier_key).get(tier_key)
-        if entry is not None:
-            if entry.nbytes == nbytes:
-                entry.seen = self._rescan
-                self.touch([tier_key])
-                return
-            self.remove(tier_key)
-        entry = TierEntry(tier_key, nbytes)
-        entry.seen = self._rescan
-        self._count(entry)
+    def known(self, tier_keys: Sequence[bytes]) -> set[bytes]:
+        """Those that it knows."""
+        return {tier_key for tier_key in tier_keys if self.knows(tier_key)} if self.objects else set()
+
+    def add(self, objects: Sequence[tuple[bytes, int]]) -> None:
+        """These, each with its bytes, are on the tier now. Known ones count as used, with their new size."""
+        known: list[bytes] = []
+        fresh: list[TierEntry] = []
+        for tier_key, nbytes in objects:
+            entry = self._shard(tier_key).get(tier_key)
+            if entry is not None:
+                if entry.nbytes == nbytes:
+                    entry.seen = self._rescan
+                    known.append(tier_key)
+                    continue
+                self.remove([tier_key])
+                fresh = [other for other in fresh if other is not entry]  # twice in a batch, in two sizes
+            entry = TierEntry(tier_key, nbytes)
+            entry.seen = self._rescan
+            self._count(entry)
+            fresh.append(entry)
         if self.policy is None:
             return
         if self.scanning:
-            self._aside[entry] = None
-        else:
-            self._list([entry])
+            self._aside.update(dict.fromkeys(fresh))
+        elif fresh:
+            self._list(fresh)
+        self.touch(known)
 
     def touch(self, tier_keys: Sequence[bytes]) -> None:
         """They were used."""
@@ -118,19 +133,23 @@ class Accounting:
         if listed:
             self.policy.access(listed)
 
-    def remove(self, tier_key: bytes) -> None:
-        """It is no longer on the tier. Unknown ones are no error."""
-        entry = self._shard(tier_key).pop(tier_key, None)
-        if entry is None:
-            return
-        self.bytes_used -= entry.nbytes
-        self.objects -= 1
-        if entry.holds:
-            self.bytes_leaving -= entry.nbytes
-        self._aside.pop(entry, None)
-        if entry.listed and self.policy is not None:
-            self.policy.remove([entry])
-            entry.listed = False
+    def remove(self, tier_keys: Sequence[bytes]) -> None:
+        """They are no longer on the tier. Unknown ones are no error."""
+        listed: list[TierEntry] = []
+        for tier_key in tier_keys:
+            entry = self._shard(tier_key).pop(tier_key, None)
+            if entry is None:
+                continue
+            self.bytes_used -= entry.nbytes
+            self.objects -= 1
+            if entry.holds:
+                self.bytes_leaving -= entry.nbytes
+            self._aside.pop(entry, None)
+            if entry.listed:
+                listed.append(entry)
+                entry.listed = False
+        if listed and self.policy is not None:
+            self.policy.remove(listed)
 
     def shards(self) -> Iterator[list[TierEntry]]:
         """All entries, a small part at a time: a walk over everything is made in many turns of the loop."""
@@ -250,7 +269,7 @@ class Accounting:
         for found in entries:
             entry = self._shard(found.key).get(found.key)
             if entry is None or entry.nbytes != found.nbytes:
-                self.add(found.key, found.nbytes)
+                self.add([(found.key, found.nbytes)])
             else:
                 entry.seen = self._rescan
 
@@ -258,6 +277,5 @@ class Accounting:
         """Remove what the rescan did not find, a small part at a time; how many each time."""
         for shard in self.shards():
             lost = [entry for entry in shard if entry.seen != self._rescan and not entry.holds]
-            for entry in lost:
-                self.remove(entry.tier_key)
+            self.remove([entry.tier_key for entry in lost])
             yield len(lost)

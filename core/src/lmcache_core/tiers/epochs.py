@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.limits import KEY_BYTES
+from lmcache_core.tiers.format import split_tier_key
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,6 +59,18 @@ class Epochs:
                     "let the server write there, or set state_dir to a directory where it may"
                 ) from error
         self._stored = moved
+
+
+def former_epochs(tier_keys: Sequence[bytes], epochs: Epochs) -> list[bytes]:
+    """Those that a clear has made unreachable."""
+    former: dict[bytes, bool] = {}  # by what follows the key: a batch has one namespace and one epoch, as a rule
+    for tier_key in tier_keys:
+        if tier_key[KEY_BYTES:] not in former:
+            _, namespace, epoch = split_tier_key(tier_key)
+            former[tier_key[KEY_BYTES:]] = epoch < epochs.of(namespace)
+    if not any(former.values()):
+        return []
+    return [tier_key for tier_key in tier_keys if former[tier_key[KEY_BYTES:]]]
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -44,6 +44,7 @@ _FIXED = struct.Struct(f"<8sHHI{KEY_BYTES}sQIIQQQQ{CHAIN_SERDES_MAX}Q")
 _DESCRIPTION_AT = 160
 _SEAL_AT = HEADER_BYTES - 8
 _TIER_KEY = struct.Struct(f"<{KEY_BYTES}sQI")
+_TIER_KEY_TAIL = struct.Struct("<QI")
 TIER_KEY_BYTES = _TIER_KEY.size
 
 
@@ -70,6 +71,12 @@ class ObjectKind(NamedTuple):
 def tier_key(key: bytes, namespace: int, epoch: int) -> bytes:
     """The key on a tier: key ‖ namespace ‖ epoch, so that two namespaces, or two lives of one, never meet."""
     return _TIER_KEY.pack(key, namespace, epoch)
+
+
+def tier_keys(keys: Sequence[bytes], namespace: int, epoch: int) -> list[bytes]:
+    """The keys of one namespace on a tier."""
+    tail = _TIER_KEY_TAIL.pack(namespace, epoch)
+    return [key + tail for key in keys]
 
 
 def split_tier_key(raw: bytes) -> tuple[bytes, int, int]:

@@ -44,11 +44,12 @@ class Lookup(NamedTuple):
 @dataclass(eq=False)
 class Job:
     """The state of one lookup, to be read at any time. `on_done(job)` is called once, from `Tiering.step` or
-    `Tiering.cancel`, never from inside `Tiering.lookup`."""
+    `Tiering.cancel`, never from inside `Tiering.lookup`, and forgotten then: it and what remembers the job would hold
+    each other, and the server's collector does not look at what is old."""
 
     id: int
     request: Lookup
-    on_done: Callable[[Job], None]
+    on_done: Callable[[Job], None] | None
     status: JobStatus = JobStatus.WAITING
     # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with
     # SPARSE and WINDOW the number of keys. None until the tiers have answered; falls where a load fails.

@@ -47,6 +47,7 @@ class Committed(NamedTuple):
     layout_id: int
     nbytes: int
     reused: bool = False  # was read again, rather than committed; only for policies with `wants_reuse`
+    checksum: int | None = None  # xxh3_64 of its bytes, where who wrote them has told; None or 0: not known
 
 
 class Pinned(NamedTuple):
@@ -84,9 +85,13 @@ class L1(Protocol):
         """Reserve slots, in state LOADING, for objects of this layout. Granted in part, never all or nothing."""
         ...
 
-    def commit_load(self, lease: int, positions: Sequence[int], retain: bool) -> Sequence[int]:
-        """Publish loaded objects. `retain` False: each leaves the L1 with its first reader. Returns the
-        positions that became ready; the others were cleared in the meantime, and their slots are free."""
+    def commit_load(
+        self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
+    ) -> Sequence[int]:
+        """Publish loaded objects. `retain` False: each leaves the L1 with its first reader. `checksums[i]` is the
+        xxh3_64 of the object at `positions[i]`, as it was verified, or None where a codec chain makes it unknown.
+        Returns the positions that became ready; the others were cleared in the meantime, and their slots are free.
+        """
         ...
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.limits import LANE_NICE, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
 
 
 class CallState(Enum):
@@ -165,6 +166,12 @@ class Lane:
         return self._queued
 
     @property
+    def backlog(self) -> int:
+        """Queued calls that no thread is free to take: the same before and after a thread has woken up."""
+        free = self._threads_max - (len(self._running) - self._hung)
+        return max(0, self._queued - max(0, free))
+
+    @property
     def running(self) -> int:
         """Calls that are out, late ones included."""
         return len(self._running)
@@ -205,6 +212,7 @@ class Lane:
 
     # --- lane threads -------------------------------------------------------------------------------------
     def _work(self) -> None:
+        os.nice(LANE_NICE)  # on Linux of this thread alone: where both could run, the loop does
         while (call := self._take()) is not None:
             try:
                 call.result = call.work()

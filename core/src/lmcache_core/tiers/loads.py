@@ -30,7 +30,7 @@ Settle = Callable[[Job, int, TierReason | None, bool], None]
 class Load:
     """One key on its way from a tier into a slot."""
 
-    __slots__ = ("alternatives", "call", "epoch", "key", "lease", "namespace", "nbytes", "out", "position",
+    __slots__ = ("alternatives", "call", "checksum", "epoch", "key", "lease", "namespace", "nbytes", "out", "position",
                  "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
 
     def __init__(self, key: bytes, namespace: int, epoch: int, sources: Sequence[str], retain: bool) -> None:
@@ -46,6 +46,7 @@ class Load:
         self.lease = 0
         self.position = 0
         self.nbytes = 0
+        self.checksum: int | None = None  # of its bytes, once they are there and verified
         self.transfer_view: memoryview = memoryview(b"")
 
 
@@ -194,6 +195,7 @@ class LoadTable:
             elif not load.waiters:
                 self._abort([load], TierReason.CANCELLED)
             elif result.reason is None:
+                load.checksum = result.checksum
                 good.append(load)
             else:
                 bad.append(load)
@@ -207,7 +209,8 @@ class LoadTable:
         for load in loads:
             batches[load.lease, load.retain].append(load)
         for (lease, retain), batch in batches.items():
-            ready = set(self._l1.commit_load(lease, [load.position for load in batch], retain))
+            positions, checksums = [load.position for load in batch], [load.checksum for load in batch]
+            ready = set(self._l1.commit_load(lease, positions, retain, checksums))
             for load in batch:
                 self._over(load, None if load.position in ready else TierReason.CLEARED)
 

@@ -100,7 +100,9 @@ class LookupController:
         """Call `on_done` of what has ended."""
         while self._finished:
             job = self._finished.popleft()
-            job.on_done(job)
+            on_done, job.on_done = job.on_done, None
+            if on_done is not None:
+                on_done(job)
 
     @property
     def has_work(self) -> bool:
@@ -204,11 +206,12 @@ class LookupController:
             logger.exception("the prefetch policy failed: nothing is loaded")
             plan = PrefetchPlan([None] * len(request.missing))
         sources: dict[int, Sequence[str]] = {}
+        answered = [name for name in work.asked if name in work.found]
         for index, (position, source) in enumerate(zip(request.missing, plan.sources, strict=True)):
             # A policy that names a tier which does not have the key would only cost a load that misses.
             if source is not None and source in work.found and work.found[source][index]:
-                others = [name for name in work.asked if name != source and name in work.found]
-                sources[position] = [source, *(name for name in others if work.found[name][index])]
+                others = [name for name in answered if name != source and work.found[name][index]]
+                sources[position] = [source, *others]
         chosen = select(request, {position: names[0] for position, names in sources.items()})
         job.hits, work.cut = chosen.hits, chosen.cut
         wanted = set(chosen.positions)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from lmcache_core.limits import ACCOUNTING_STEP_ENTRIES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S, SCAN_PAUSE_S
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
-from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, CallState, Lane
+from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, Lane
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 
@@ -40,6 +40,7 @@ class Rebuild:
         deadline_s: float,
         rescan_s: float | None,
         on_done: Callable[[], None],
+        on_trouble: Callable[[str], None],
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
@@ -47,6 +48,7 @@ class Rebuild:
         self._deadline_s = deadline_s
         self._rescan_s = rescan_s
         self._on_done = on_done
+        self._on_trouble = on_trouble
         self._cursor: str | None = None
         self._pages: list[list[ScanEntry]] = []
         self._call: Call | None = None
@@ -118,7 +120,7 @@ class Rebuild:
             return  # was given up as late, and another is under way
         self._call = None
         if call.error is not None or not isinstance(call.result, tuple):
-            self._try_later()
+            self._try_later(str(call.error) or repr(call.error))
             return
         page, leads = call.result
         if leads is not None:
@@ -143,11 +145,11 @@ class Rebuild:
         self._done_at = self.now
 
     def _late(self, call: Call) -> None:
-        assert call.state in (CallState.LATE, CallState.EXPIRED)
         if call is self._call:
             self._call = None
-            self._try_later()
+            self._try_later("a page of the scan was not done by its deadline")
 
-    def _try_later(self) -> None:
+    def _try_later(self, error: str) -> None:
+        self._on_trouble(error)
         self._next_at = self.now + self._pause_s
         self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)

@@ -11,6 +11,7 @@ from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
+from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.retry import call_batch
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
@@ -25,6 +26,7 @@ class Reclaim:
         self,
         adapter: L2Adapter,
         accounting: Accounting,
+        losses: Losses,
         lane: Lane,
         epochs: Epochs,
         deadline_s: float,
@@ -33,6 +35,7 @@ class Reclaim:
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
+        self._losses = losses
         self._lane = lane
         self._epochs = epochs
         self.deadline_s = deadline_s
@@ -111,7 +114,9 @@ class Reclaim:
 
     def _evict(self, entries: Sequence[TierEntry]) -> None:
         self.evicted += len(entries)
-        self.delete([entry.tier_key for entry in entries])
+        keys = [entry.tier_key for entry in entries]
+        self._losses.note(keys, TierReason.EVICTED, type(self._accounting.policy).__name__)
+        self.delete(keys)
 
     def _submit(self, keys: Sequence[bytes], method: _Method) -> None:
         for at in range(0, len(keys), self._batch_keys_max):
@@ -123,12 +128,14 @@ class Reclaim:
         def ended(call: Call) -> None:
             self._out -= 1
             outcomes: Sequence[Outcome] = call.result or [Outcome(Result.FAILED, error=repr(call.error))] * len(keys)
+            gone: list[bytes] = []
             for key, outcome in zip(keys, outcomes, strict=True):
                 if outcome.result in (Result.DONE, Result.MISS):
-                    self._accounting.remove(key)
-                    self.deleted += 1
+                    gone.append(key)
                 else:
                     self._refused(key, outcome.error)
+            self._accounting.remove(gone)
+            self.deleted += len(gone)
 
         def late(call: Call) -> None:
             if call.state is CallState.EXPIRED:

@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, islice
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePolicy
 from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import tier_key
-from lmcache_core.tiers.l1 import L1, Committed, TierReason
+from lmcache_core.tiers.format import tier_key, tier_keys
+from lmcache_core.tiers.l1 import L1, Committed, Pinned, TierReason
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-_BATCHES_A_STEP = 8  # plans and batches made in one turn of the loop: about a millisecond
+_PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
+_LET_GO_AT_ONCE = 256
+_NAMESPACE = attrgetter("namespace")
 
 
 class Dirty:
@@ -34,17 +37,29 @@ class Dirty:
 
     __slots__ = ("drop", "epoch", "failed", "held", "object", "targets_left")
 
-    def __init__(self, committed: Committed, epoch: int, targets: int, drop: bool) -> None:
+    def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
         self.object = committed
         self.epoch = epoch
-        self.targets_left = targets
+        self.targets_left = 0
         self.drop = drop
         self.failed = False
         self.held: tuple[int, int] | None = None  # lease and position, where it is kept in the L1 until stored
 
 
+class _Arrival(NamedTuple):
+    """Committed objects of one namespace that are not planned yet. `kept` holds them in the L1 meanwhile."""
+
+    objects: Sequence[Committed]
+    kept: Pinned | None
+
+    def held(self) -> list[int]:
+        """Positions that are held."""
+        return [] if self.kept is None else [at for at, offset in enumerate(self.kept.offsets) if offset is not None]
+
+
 class StoreController:
-    """Driven by Tiering: `on_committed` queues, `step` plans and submits, lanes end in `_stored`."""
+    """Driven by Tiering: `on_committed` queues, `plan_some` and `submit_some` do one small piece of work each, and
+    lanes end in what `_at_end` makes."""
 
     def __init__(
         self,
@@ -62,31 +77,62 @@ class StoreController:
         self._epochs = epochs
         self._in_flight_bytes_max = in_flight_bytes_max
         self._keep = keep
-        self._arrived: deque[Sequence[Committed]] = deque()
+        self._arrived: deque[_Arrival] = deque()
         self._queues: dict[str, deque[Dirty]] = {}
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
         self._blocked: set[str] = set()  # tiers that wait for something that a completion will end
+        self._let_go: dict[str, Iterator[Dirty]] = {}  # tiers that do not answer: what is not kept for them any more
+        self._turn = 0
         self.counts: Counter[str] = Counter()
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[Committed]) -> None:
-        self._arrived.append(objects)
+        """Queue what became visible in the L1. What is to be kept is held from now on: the next message may need its
+        room. Not while a tier does not answer: it could stay for ever."""
+        if not self.policy.wants_reuse:
+            objects = [item for item in objects if not item.reused]
+        keeps = self._keep and all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
+        for namespace, group in groupby(objects, key=_NAMESPACE):
+            batch = list(group)
+            for at in range(0, len(batch), _PLAN_KEYS):
+                part = batch[at : at + _PLAN_KEYS]
+                kept = self._l1.pin_for_store(namespace, [item.key for item in part]) if keeps else None
+                self._arrived.append(_Arrival(part, kept))
 
-    def step(self) -> None:
-        """Plan what has arrived, hand out what can go."""
-        for _ in range(min(_BATCHES_A_STEP, len(self._arrived))):
-            self._plan(self._arrived.popleft())
+    def unblock(self) -> None:
+        """Time has passed, or a call has ended: every tier may be able to take more."""
         self._blocked.clear()
-        for name, tier in self._tiers.items():
-            for _ in range(_BATCHES_A_STEP):
-                if not self._submit_batch(name, tier):
-                    self._blocked.add(name)
-                    break
+
+    def plan_some(self) -> bool:
+        """Plan one batch of what has arrived. False: there is none."""
+        if not self._arrived:
+            return False
+        arrival = self._arrived.popleft()
+        left = set(arrival.held())
+        try:
+            self._plan(arrival, left)
+        finally:
+            if arrival.kept is not None and left:
+                self._l1.finish(arrival.kept.lease, sorted(left))
+        return True
+
+    def submit_some(self) -> bool:
+        """Hand one batch to the next tier that takes one. False: none does, before something has ended."""
+        names = list(self._tiers)
+        for turn in range(self._turn, self._turn + len(names)):
+            name = names[turn % len(names)]
+            if name in self._blocked:
+                continue
+            if self._submit_batch(name, self._tiers[name]):
+                self._turn = turn % len(names) + 1  # the next tier goes first
+                return True
+            self._blocked.add(name)
+        return False
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` could do something now, without a completion before it."""
+        """Whether there is something to do now, without a completion before it."""
         return bool(self._arrived) or any(queue and name not in self._blocked for name, queue in self._queues.items())
 
     @property
@@ -114,16 +160,21 @@ class StoreController:
         def stays(committed: Committed) -> bool:
             return namespace is not None and committed.namespace != namespace
 
-        self._arrived = deque(kept for batch in self._arrived if (kept := [item for item in batch if stays(item)]))
+        arrived, self._arrived = self._arrived, deque()
+        for arrival in arrived:
+            if stays(arrival.objects[0]):
+                self._arrived.append(arrival)
+            else:
+                self._give_up(arrival)
         for name, queue in self._queues.items():
             gone = [dirty for dirty in queue if not stays(dirty.object)]
             if gone:
                 self._queues[name] = deque(dirty for dirty in queue if stays(dirty.object))
-                self._lost(gone, TierReason.CLEARED)
+                self._lost(name, gone, TierReason.CLEARED)
 
     def tier_removed(self, name: str) -> None:
         """What waits for it will not be stored there."""
-        self._lost(self._queues.pop(name, ()), TierReason.CANCELLED)
+        self._lost(name, self._queues.pop(name, ()), TierReason.CANCELLED)
         self._in_flight.pop(name, None)
 
     def tier_replaced(self, name: str) -> None:
@@ -132,22 +183,27 @@ class StoreController:
 
     def close(self) -> None:
         """Give up what waits."""
-        self._arrived.clear()
+        while self._arrived:
+            self._give_up(self._arrived.popleft())
         for name in list(self._queues):
             self.tier_removed(name)
 
     def status(self) -> dict[str, Any]:
         return {
-            "arrived": sum(map(len, self._arrived)),
+            "arrived": sum(len(arrival.objects) for arrival in self._arrived),
             "dirty": {name: len(queue) for name, queue in self._queues.items()},
             "in_flight_bytes": self._in_flight_bytes,
             "counts": dict(self.counts),
         }
 
     # --- plans --------------------------------------------------------------------------------------------
-    def _plan(self, batch: Sequence[Committed]) -> None:
-        if not self.policy.wants_reuse:
-            batch = [item for item in batch if not item.reused]
+    def _give_up(self, arrival: _Arrival) -> None:
+        if arrival.kept is not None:
+            self._l1.finish(arrival.kept.lease, arrival.held())
+
+    def _plan(self, arrival: _Arrival, held: set[int]) -> None:
+        """Takes the positions that it goes on holding out of `held`."""
+        batch = arrival.objects
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
         try:
@@ -156,47 +212,47 @@ class StoreController:
             self.counts["policy_failed"] += len(batch)
             logger.exception("the store policy failed: %d objects are not stored", len(batch))
             return
-        names = [view.name for view in views]
-        wanted: dict[int, list[str]] = {}
-        for name in names:
-            tier = self._tiers[name]
-            for position in plan.targets.get(name, ()):
-                item = batch[position]
-                # Equal keys have equal bytes: what the tier has need not be stored again.
-                if not tier.accounting.knows(tier_key(item.key, item.namespace, self._epochs.of(item.namespace))):
-                    wanted.setdefault(position, []).append(name)
         dropped = set(plan.drop)
-        self._drop([batch[position] for position in sorted(dropped) if position not in wanted])
-        fresh: list[Dirty] = []
-        for position, targets in wanted.items():
-            item = batch[position]
-            dirty = Dirty(item, self._epochs.of(item.namespace), len(targets), position in dropped)
-            fresh.append(dirty)
-            for name in targets:
-                self._enqueue(name, dirty)
-        if self._keep:
-            self._hold(fresh)
+        planned: dict[int, Dirty] = {}
+        keeps = all(self._answers(view.name) for view in views)  # one may have ceased to since they arrived
+        epoch = self._epochs.of(batch[0].namespace)
+        names = tier_keys([item.key for item in batch], batch[0].namespace, epoch)  # on any tier
+        for view in views:
+            # Equal keys have equal bytes: what the tier has need not be stored again.
+            known = self._tiers[view.name].accounting.known(names)
+            waiting: list[Dirty] = []
+            for position in plan.targets.get(view.name, ()):
+                if names[position] in known:
+                    continue
+                dirty = planned.get(position)
+                if dirty is None:
+                    dirty = planned[position] = Dirty(batch[position], epoch, position in dropped)
+                    if arrival.kept is not None and keeps and position in held:
+                        held.remove(position)
+                        dirty.held = (arrival.kept.lease, position)
+                dirty.targets_left += 1
+                waiting.append(dirty)
+            self._enqueue(view.name, waiting)
+        self._drop([batch[position] for position in sorted(dropped) if position not in planned])
 
-    def _enqueue(self, name: str, dirty: Dirty) -> None:
+    def _enqueue(self, name: str, fresh: Sequence[Dirty]) -> None:
+        if not fresh:
+            return
         queue = self._queues.setdefault(name, deque())
-        if len(queue) >= DIRTY_OBJECTS_MAX:
-            self._lost([queue.popleft()], TierReason.THROTTLED)
-        queue.append(dirty)
+        queue.extend(fresh)
+        over = len(queue) - DIRTY_OBJECTS_MAX
+        if over > 0:
+            self._lost(name, [queue.popleft() for _ in range(over)], TierReason.THROTTLED)
 
-    def _hold(self, fresh: Sequence[Dirty]) -> None:
-        """Pin objects until they are stored. Not for tiers that are not answering: they could stay for ever."""
-        for namespace, group in groupby(fresh, key=lambda dirty: dirty.object.namespace):
-            some = [dirty for dirty in group if dirty.targets_left]
-            pinned = self._l1.pin_for_store(namespace, [dirty.object.key for dirty in some])
-            for position, (dirty, offset) in enumerate(zip(some, pinned.offsets, strict=True)):
-                if offset is not None:
-                    dirty.held = (pinned.lease, position)
-
-    def _release(self, dirty: Dirty) -> None:
-        if dirty.held is not None:
-            lease, position = dirty.held
-            dirty.held = None
-            self._l1.finish(lease, [position])
+    def _release(self, batch: Sequence[Dirty]) -> None:
+        held: dict[int, list[int]] = {}
+        for dirty in batch:
+            if dirty.held is not None:
+                lease, position = dirty.held
+                dirty.held = None
+                held.setdefault(lease, []).append(position)
+        for lease, positions in held.items():
+            self._l1.finish(lease, positions)
 
     # --- batches ------------------------------------------------------------------------------------------
     def _answers(self, name: str) -> bool:
@@ -208,69 +264,77 @@ class StoreController:
         queue = self._queues.get(name)
         if not queue:
             return False
-        if not self._answers(name) and self._keep:
-            for dirty in queue:  # the tier may be gone for long, and the L1 must not fill up with its objects
-                self._release(dirty)
+        if self._keep and self._lets_go(name, queue):
+            return True
         if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
         try:
             nbytes = tier.stored_bytes(self._l1.layout(queue[0].object.layout_id))
         except Exception:  # a serde may be someone else's code, and may not know this layout
             logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
-            self._lost([queue.popleft()], TierReason.TIER_ERROR)
+            self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
             return True
         room = tier.reclaim.make_room(nbytes)
         if room is TierReason.FULL:
             self.counts["full"] += 1
-            self._lost([queue.popleft()], TierReason.FULL)
+            self._lost(name, [queue.popleft()], TierReason.FULL)
             return True
         if room is not None or not tier.stores_allowed():
             return False
-        return self._store(name, tier, self._take(queue, tier))
+        return self._store(name, tier, self._take(queue, tier, nbytes))
 
-    def _take(self, queue: deque[Dirty], tier: Tier) -> list[Dirty]:
-        """The next objects of one namespace that make a batch."""
-        batch: list[Dirty] = []
-        nbytes = stored_bytes = 0
-        while queue and len(batch) < tier.batch_keys_max:
-            item = queue[0].object
-            # One namespace has one layout: a batch is of one kind.
-            if batch and item.namespace != batch[0].object.namespace:
-                break
-            nbytes += item.nbytes
-            stored_bytes += tier.stored_bytes(self._l1.layout(item.layout_id))
-            if batch and (nbytes > TIER_BATCH_BYTES_MAX or not tier.accounting.fits(stored_bytes)):
-                break
+    def _lets_go(self, name: str, queue: deque[Dirty]) -> bool:
+        """Whether there was something to let go: a tier that does not answer may be gone for long, and the L1 must
+        not fill up with what waits for it."""
+        if self._answers(name):
+            self._let_go.pop(name, None)
+            return False
+        if name not in self._let_go:
+            self._let_go[name] = iter(list(queue))
+        some = list(islice(self._let_go[name], _LET_GO_AT_ONCE))
+        self._release(some)
+        return bool(some)
+
+    def _take(self, queue: deque[Dirty], tier: Tier, stored_bytes: int) -> list[Dirty]:
+        """The next objects of one namespace that make a batch; each takes `stored_bytes` on the tier at most."""
+        first = queue[0].object
+        fits = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.nbytes)))
+        while fits > 1 and not tier.accounting.fits(fits * stored_bytes):
+            fits //= 2
+        batch = [queue.popleft()]
+        # One namespace has one layout: a batch is of one kind.
+        while queue and len(batch) < fits and queue[0].object.namespace == first.namespace:
             batch.append(queue.popleft())
         return batch
 
     def _store(self, name: str, tier: Tier, batch: list[Dirty]) -> bool:
-        namespace = batch[0].object.namespace
-        pinned = self._l1.pin_for_store(namespace, [dirty.object.key for dirty in batch])
-        positions = [position for position, offset in enumerate(pinned.offsets) if offset is not None]
-        self._lost([dirty for dirty, offset in zip(batch, pinned.offsets, strict=True) if offset is None],
-                   TierReason.EVICTED)  # fmt: skip
-        if not positions:
-            tier.writes.not_used()
-            return True
-        going = [batch[position] for position in positions]
-        transfers = []
-        for position, dirty in zip(positions, going, strict=True):
-            offset = pinned.offsets[position]
-            assert offset is not None
-            kind = tier.kind(self._l1.layout(dirty.object.layout_id))
-            view = self._l1.view(offset, kind.layout.nbytes)
-            transfers.append(Transfer(dirty.object.key, namespace, dirty.epoch, kind, view))
-        nbytes = sum(dirty.object.nbytes for dirty in going)
-        ended = self._at_end(name, tier, pinned.lease, positions, going, nbytes)
-        refused = tier.store(transfers, ended)
+        first = batch[0].object
+        pinned = self._l1.pin_for_store(first.namespace, [dirty.object.key for dirty in batch])
+        positions: Sequence[int] = range(len(batch))
+        going = batch
+        if None in pinned.offsets:
+            positions = [position for position, offset in enumerate(pinned.offsets) if offset is not None]
+            going = [batch[position] for position in positions]
+            self._lost(name, [dirty for dirty, offset in zip(batch, pinned.offsets, strict=True) if offset is None],
+                       TierReason.EVICTED)  # fmt: skip
+            if not going:
+                tier.writes.not_used()
+                return True
+        kind = tier.kind(self._l1.layout(first.layout_id))
+        view, nbytes = self._l1.view, kind.layout.nbytes
+        transfers = [
+            Transfer(dirty.object.key, first.namespace, dirty.epoch, kind, view(offset, nbytes), dirty.object.checksum)
+            for dirty, offset in zip(going, (offset for offset in pinned.offsets if offset is not None), strict=True)
+        ]
+        total = sum(dirty.object.nbytes for dirty in going)
+        refused = tier.store(transfers, self._at_end(name, tier, pinned.lease, positions, going, total))
         if refused is not None:
             tier.writes.not_used()
             self._l1.finish(pinned.lease, positions)
-            self._lost(going, refused)
+            self._lost(name, going, refused)
             return False
         self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        self._in_flight_bytes += nbytes
+        self._in_flight_bytes += total
         return True
 
     def _at_end(
@@ -284,23 +348,30 @@ class StoreController:
             finished: list[Dirty] = []
             for dirty, outcome in zip(going, outcomes, strict=True):
                 if outcome.result is Result.DONE:
-                    self.counts["stored"] += 1
                     dirty.targets_left -= 1
                     finished.append(dirty)
                 elif outcome.retryable and self._tiers.get(name, tier) is not tier:
-                    self._enqueue(name, dirty)  # the tier was replaced before it began: the new one gets it
+                    self._enqueue(name, [dirty])  # the tier was replaced before it began: the new one gets it
                 else:
                     full = outcome.result is Result.FULL
-                    self._lost([dirty], TierReason.FULL if full else TierReason.TIER_ERROR)
+                    self._lost(name, [dirty], TierReason.FULL if full else TierReason.TIER_ERROR, outcome.error)
+            if finished:
+                self.counts["stored"] += len(finished)
             self._settle(finished)
 
         return ended
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _lost(self, batch: Sequence[Dirty] | deque[Dirty], reason: TierReason) -> None:
+    def _lost(self, name: str, batch: Sequence[Dirty] | deque[Dirty], reason: TierReason, text: str = "") -> None:
         """One tier will not get these."""
+        if batch:
+            self.counts[f"lost_{reason}"] += len(batch)
+        tier = self._tiers.get(name)
+        if tier is not None and reason is not TierReason.CLEARED:  # that much the L1 knows
+            tier.losses.note(
+                [tier_key(dirty.object.key, dirty.object.namespace, dirty.epoch) for dirty in batch], reason, text
+            )
         for dirty in batch:
-            self.counts[f"lost_{reason}"] += 1
             dirty.targets_left -= 1
             dirty.failed = True
         self._settle(batch)
@@ -308,13 +379,13 @@ class StoreController:
     def _settle(self, batch: Sequence[Dirty] | deque[Dirty]) -> None:
         """Those without a tier left to go to: let go, and out of the L1 if the policy said so."""
         done = [dirty for dirty in batch if dirty.targets_left == 0]
-        for dirty in done:
-            self._release(dirty)
+        if self._keep:
+            self._release(done)
         # What did not reach every tier stays in the L1: dropping it would lose it.
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
 
     def _drop(self, objects: Sequence[Committed]) -> None:
-        for namespace, group in groupby(objects, key=lambda item: item.namespace):
+        for namespace, group in groupby(objects, key=_NAMESPACE):
             keys = [item.key for item in group]
             self.counts["dropped"] += len(keys)
             self._l1.drop(namespace, keys)

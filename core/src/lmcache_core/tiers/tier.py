@@ -21,13 +21,15 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.accounting import Accounting
+from lmcache_core.tiers.books import Books
 from lmcache_core.tiers.breaker import Breaker, BreakerState
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind, split_tier_key
+from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Priority
+from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
 from lmcache_core.tiers.reclaim import Reclaim
@@ -71,6 +73,7 @@ class Tier:
         self.reads = Breaker()
         self.writes = Breaker()
         self.counts: Counter[str] = Counter()
+        self.losses = Losses()
         self.draining = False
         self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
         self.last_error = ""
@@ -83,7 +86,6 @@ class Tier:
 
     def start(self, post: Callable[[Call], None], epochs: Epochs, now: float) -> None:
         """Called once, by Tiering."""
-        self._epochs = epochs
         connections = max(1, self.config.connections)
         if self.adapter.capabilities.thread_safe:
             self._lookups = Lane(f"{self.name}-lookup", min(2, connections), post)
@@ -94,8 +96,16 @@ class Tier:
             self._loads = self._stores = self._lookups
         self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
         self.reclaim = Reclaim(
-            self.adapter, self.accounting, self._stores, epochs, self.config.deadline_s, self.batch_keys_max, self._stop
+            self.adapter,
+            self.accounting,
+            self.losses,
+            self._stores,
+            epochs,
+            self.config.deadline_s,
+            self.batch_keys_max,
+            self._stop,
         )
+        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, epochs, self._trouble)
         # Objects of former epochs may have come to light: a clear just before a restart.
         self.rebuild = Rebuild(
             self.adapter,
@@ -104,6 +114,7 @@ class Tier:
             self.config.deadline_s,
             self.config.rescan_s,
             self.reclaim.forget_former_epochs,
+            lambda error: self._count_failure("scan", error),
         )
         self.tick(now)
 
@@ -142,7 +153,7 @@ class Tier:
             return TierReason.TIER_ERROR
         step = max(1, self.adapter.capabilities.batch_keys_max)
         # Only what was known before: a store may end while the tier is being asked.
-        known = {key for key in keys if self.accounting.knows(key)}
+        known = self.accounting.known(keys)
 
         def work() -> list[bool]:
             found: list[bool] = []
@@ -155,16 +166,19 @@ class Tier:
                 return
             if call.error is not None:
                 self._failed(self.reads, "lookup", str(call.error) or repr(call.error))
+                self.losses.note(keys, TierReason.TIER_ERROR, self.last_error)
                 answer(None, TierReason.TIER_ERROR)
                 return
             self.reads.succeeded()
-            for key, there in zip(keys, call.result, strict=True):
-                if not there and key in known:
-                    self.accounting.remove(key)  # another server, or the medium itself, deleted it
+            # Another server, or the medium itself, deleted these.
+            self.accounting.remove(
+                [key for key, there in zip(keys, call.result, strict=True) if not there and key in known]
+            )
             answer(call.result, None)
 
         def late(call: Call) -> None:
             self._late(call, self.reads, "lookup")
+            self.losses.note(keys, TierReason.LATE, self.last_error)
             answer(None, TierReason.LATE)
 
         call = Call(work, deadline, priority, ended, late)
@@ -193,29 +207,31 @@ class Tier:
             ]
             if not self._returned_late(call, self.reads):
                 self._judge(self.reads, "load", results)
-            self._note_loaded(keys, results)
+            self._books.loaded(keys, results)
             on_end(results)
 
         def late(call: Call) -> None:
             self._late(call, self.reads, "load")
-            on_late(call.state is CallState.LATE)
+            self.losses.note(keys, TierReason.LATE, self.last_error)
+            # Not "is LATE": it may have come back since its deadline was noticed, and its end follows all the same.
+            on_late(call.state is not CallState.EXPIRED)
 
         call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
         return self._submit(self._loads, call) or call
 
     def store(self, batch: Sequence[Transfer], on_end: Callable[[Sequence[Outcome]], None]) -> TierReason | None:
-        """Store objects; `on_end(outcomes)` follows once nobody reads their views any more. The caller has asked
-        `stores_allowed` and found room. A reason given back means that nothing was begun."""
+        """Store objects of one kind; `on_end(outcomes)` follows once nobody reads their views any more. The caller
+        has asked `stores_allowed` and found room. A reason given back means that nothing was begun."""
         deadline = self._now + self.config.deadline_s
         keys = [transfer.tier_key for transfer in batch]
-        reserved = sum(self.stored_bytes(transfer.kind.layout) for transfer in batch)
+        reserved = self.stored_bytes(batch[0].kind.layout) * len(batch)
 
         def ended(call: Call) -> None:
             self.accounting.bytes_reserved -= reserved
             outcomes: Sequence[Outcome] = call.result or [Outcome(Result.FAILED, error=repr(call.error)) for _ in batch]
             if not self._returned_late(call, self.writes):
                 self._judge(self.writes, "store", outcomes)
-            self._note_stored(keys, outcomes)
+            self._books.stored(keys, outcomes)
             on_end(outcomes)
 
         def late(call: Call) -> None:
@@ -232,7 +248,7 @@ class Tier:
 
     def stores_allowed(self) -> bool:
         """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
-        return self._stores.queued < 2 and self.writes.allows(self._now)
+        return self._stores.backlog < 2 and self.writes.allows(self._now)
 
     def cancel(self, call: Call) -> bool:
         """Take a load back. True: it never runs, and nothing is called back."""
@@ -249,7 +265,7 @@ class Tier:
     # --- the loop's turn ----------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
         """The time, before completions are applied."""
-        self._now = self.reclaim.now = self.rebuild.now = now
+        self._now = self.losses.now = self.reclaim.now = self.rebuild.now = now
 
     def step(self, now: float) -> None:
         """Report what is late, scan on, evict, probe."""
@@ -349,9 +365,12 @@ class Tier:
         return call.was_late
 
     def _failed(self, breaker: Breaker, what: str, error: str) -> None:
+        self._count_failure(what, error)
+        breaker.failed(self._now, error)
+
+    def _count_failure(self, what: str, error: str) -> None:
         self.counts[f"{what}_failed"] += 1
         self._trouble(error)
-        breaker.failed(self._now, error)
 
     def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
         """Tell the breaker how a batch went: one failure of the tier makes the call a failed one."""
@@ -363,36 +382,3 @@ class Tier:
                 self._failed(breaker, what, result.error)
                 return
         breaker.succeeded()
-
-    def _note_loaded(self, keys: Sequence[bytes], results: Sequence[Loaded]) -> None:
-        broken: list[bytes] = []
-        for key, result in zip(keys, results, strict=True):
-            if result.reason is None:
-                self.counts["loaded"] += 1
-                self.counts["loaded_bytes"] += result.nbytes
-                self.accounting.add(key, result.nbytes)  # also one that another server stored
-                continue
-            self.counts[f"load_{result.reason}"] += 1
-            if result.reason in (TierReason.GONE, TierReason.DAMAGED):
-                self.accounting.remove(key)
-            if result.reason is TierReason.DAMAGED:
-                self._trouble(result.error)
-                if not result.mismatched:
-                    broken.append(key)
-        self.reclaim.set_aside(broken)
-
-    def _note_stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
-        unreachable: list[bytes] = []
-        for key, outcome in zip(keys, outcomes, strict=True):
-            self.counts[f"store_{outcome.result}"] += 1
-            if outcome.result is Result.DONE:
-                self.counts["stored_bytes"] += outcome.nbytes
-                self.accounting.add(key, outcome.nbytes)
-                _, namespace, epoch = split_tier_key(key)
-                if epoch < self._epochs.of(namespace):  # a clear came while it was stored
-                    unreachable.append(key)
-            elif outcome.error:
-                self._trouble(outcome.error)
-        if any(outcome.result is Result.FULL for outcome in outcomes):
-            self.reclaim.medium_is_full()
-        self.reclaim.delete(unreachable)

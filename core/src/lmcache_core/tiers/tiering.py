@@ -7,7 +7,7 @@ How a loop drives it (`now` is always `time.monotonic()`):
     job = tiering.lookup(Lookup(namespace, layout_id, keys, missing, deadline), on_done, now)
     …
     loop:
-        poll(timeout = tiering.next_deadline(now) - now)   # None: nothing to wait for
+        poll(timeout = tiering.next_deadline(now) - now)
         tiering.step(now)                      # completions, what is late, next batches; bounded work; calls on_done
     …
     tiering.begin_drain(now)                   # SIGTERM: everything dirty goes out; go on calling step()
@@ -20,13 +20,14 @@ How a loop drives it (`now` is always `time.monotonic()`):
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.errors import SettingsError, UsageError
-from lmcache_core.limits import PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX
+from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX, TIERING_STEP_S
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.epochs import Epochs
@@ -36,10 +37,11 @@ from lmcache_core.tiers.lanes import Call
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
-_COMPLETIONS_A_STEP = 64  # each settles a batch: together well below the loop's page
+_PIECES = 3  # kinds of work that take turns: ends of calls, plans, batches handed out
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Tiering:
     ) -> None:
         self._wake = wake
         self._ended: deque[Call] = deque()  # appended to by lane threads
+        self._turn = 0  # which kind of work comes next
+        self._touched = True  # something has changed since the last step
+        self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
+        self._next_at = 0.0  # when there is something to do although nothing has changed
         self._tiers: dict[str, Tier] = {}
         self._epochs = Epochs(config.epochs_path)
         self._stores = StoreController(
@@ -94,6 +100,7 @@ class Tiering:
     def on_committed(self, objects: Sequence[Committed]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
         if self._tiers and objects:
+            self._touched = True
             self._stores.on_committed(objects)
 
     def lookup(
@@ -102,44 +109,79 @@ class Tiering:
         """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in
         `on_done`: what was loaded may have been evicted since. Raises `UsageError` for a tier that is not there.
         """
+        self._settled = True
         for tier in self._tiers.values():
             tier.tick(now)
         if self._draining:
             request = request._replace(tiers=())
         return self._lookups.lookup(request, on_done, now, policy)
 
+    def whereabouts(
+        self, namespace: int, keys: Sequence[bytes], on_done: Callable[[Whereabouts], None], now: float
+    ) -> Whereabouts:
+        """Ask all tiers which of the keys they have, and why not. See `Whereabouts` for when `on_done` is called."""
+        self._settled = True  # their deadlines are looked at in the next step
+        for tier in self._tiers.values():
+            tier.tick(now)
+        whereabouts = Whereabouts(on_done)
+        whereabouts.ask(self._tiers, namespace, self._epochs.of(namespace), keys, now)
+        return whereabouts
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The tiers, in order."""
+        return list(self._tiers)
+
     def cancel(self, job: Job) -> None:
         """The request went away. What nobody else waits for is released; `on_done` is called, if it was not."""
+        self._settled = True
         self._lookups.cancel(job)
 
     def step(self, now: float) -> None:
-        """Apply completions, report what is late, start what can start. Bounded work a call."""
+        """Apply completions, notice what is late, hand out what can start. A small piece of work a call, of
+        TIERING_STEP_S or little more: the next message of a worker never waits long behind it."""
+        if not (self._touched or self._settled or self._ended) and now < self._next_at:
+            return
+        self._touched = False
         self._lookups.loads.tick(now)
-        for tier in self._tiers.values():
-            tier.tick(now)
-        for _ in range(min(_COMPLETIONS_A_STEP, len(self._ended))):
-            self._end(self._ended.popleft())
-        for tier in self._tiers.values():
-            self._guarded(tier.step, now)
-        self._guarded(self._stores.step)
+        if self._settled or now >= self._next_at:
+            self._settled = False
+            for tier in list(self._tiers.values()):
+                self._guarded(tier.step, now)
+        self._stores.unblock()
+        pieces = (self._end_one, self._stores.plan_some, self._stores.submit_some)
+        until, nothing_done = time.monotonic() + TIERING_STEP_S, 0
+        while nothing_done < _PIECES:
+            piece = pieces[self._turn]
+            self._turn = (self._turn + 1) % _PIECES
+            nothing_done = 0 if self._guarded(piece) else nothing_done + 1
+            if time.monotonic() >= until:
+                break
         self._lookups.step(now)
+        # The loop turns for its housekeeping anyway: what an adapter or a policy changed in silence is found then.
+        self._next_at = min(self._soonest(now), now + HOUSEKEEPING_S)
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self, now: float) -> float:
         """When `step` should be called even if nothing wakes the loop. `now` if there is work left already."""
-        if self._ended or self._stores.has_work or self._lookups.has_work:
+        if self._touched or self._settled or self._ended:
+            return now
+        return self._next_at
+
+    def _soonest(self, now: float) -> float:
+        if self._stores.has_work or self._lookups.has_work:
             return now
         times = [self._lookups.next_deadline]
         times += [at for tier in self._tiers.values() if (at := tier.next_deadline()) is not None]
         if (at := self._stores.next_at) is not None:
             times.append(at)
-        soonest = min(times)
-        return None if soonest == float("inf") else soonest
+        return min(times)
 
     def clear(self, namespace: int | None, now: float, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
         epoch moves, stores in flight are followed by a delete, and what the tiers hold is deleted in the
         background. Call it after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be kept.
         """
+        self._settled = True
         try:
             if tiers:
                 self._epochs.move(namespace)
@@ -155,6 +197,7 @@ class Tiering:
         """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
         if tier.name in self._tiers:
             raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
+        self._settled = True
         tier.start(self._post, self._epochs, now)
         self._tiers[tier.name] = tier
 
@@ -192,7 +235,7 @@ class Tiering:
 
     def begin_drain(self, now: float) -> None:
         """No new lookups; everything dirty goes out."""
-        self._draining = True
+        self._draining = self._settled = True
         self._lookups.cancel_all()
 
     @property
@@ -210,8 +253,8 @@ class Tiering:
             tier.tick(now)
             tier.abandon()
             idle = tier.close() and idle
-        while self._ended:
-            self._end(self._ended.popleft())
+        while self._end_one():
+            pass
         self._lookups.notify()
         return idle
 
@@ -226,21 +269,31 @@ class Tiering:
         }
 
     def _tier(self, name: str) -> Tier:
+        """The tier that is about to be changed."""
+        self._settled = True
         if name not in self._tiers:
             raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
         return self._tiers[name]
 
-    def _end(self, call: Call) -> None:
+    def _end_one(self) -> bool:
+        if not self._ended:
+            return False
+        call = self._ended.popleft()
         self._guarded(call.on_end, call)
         call.result = None
+        self._settled = True
+        self._stores.unblock()
+        return True
 
-    def _guarded(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Policies and serdes of others run on this thread: a bug of theirs must not end the server."""
+    def _guarded(self, method: Callable[..., Any], *arguments: Any) -> bool:
+        """Whether it did something. Policies and serdes of others run on this thread: a bug of theirs must not end
+        the server."""
         try:
-            method(*arguments)
+            return bool(method(*arguments))
         except Exception:
             self._faults += 1
             logger.exception("a fault in the tiers; the server goes on")
+            return False
 
     def _post(self, call: Call) -> None:
         self._ended.append(call)

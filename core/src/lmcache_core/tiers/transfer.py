@@ -26,13 +26,15 @@ from lmcache_core.tiers.retry import call_batch
 
 
 class Transfer(NamedTuple):
-    """One object to store or to load. `view` is its memory in the pool, `kind.layout.nbytes` long."""
+    """One object to store or to load. `view` is its memory in the pool, `kind.layout.nbytes` long; `checksum` the
+    xxh3_64 of what is in it, where that is known (None or 0: it is not)."""
 
     key: bytes
     namespace: int
     epoch: int
     kind: ObjectKind
     view: memoryview
+    checksum: int | None = None
 
     @property
     def tier_key(self) -> bytes:
@@ -46,6 +48,7 @@ class Loaded(NamedTuple):
     nbytes: int = 0  # on the medium, header included
     error: str = ""
     mismatched: bool = False  # intact, but of another layout or codec chain: not ours to delete
+    checksum: int | None = None  # xxh3_64 of the object in its view; None where a codec chain stands between
 
 
 class Carrier:
@@ -71,7 +74,8 @@ class Carrier:
             stored = iter(call_batch(self._adapter.store, good, deadline, self._stop) if good else [])
             for item in items:
                 if isinstance(item, StoreItem):
-                    outcomes.append(next(stored)._replace(nbytes=item.nbytes))
+                    outcome = next(stored)
+                    outcomes.append(Outcome(outcome.result, item.nbytes, outcome.error, outcome.retryable))
                 else:
                     outcomes.append(Outcome(Result.FAILED, error=item))
         return outcomes
@@ -106,6 +110,8 @@ class Carrier:
         except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
             return f"encoding failed: {type(error).__name__}: {error}"
         payload = [memoryview(part) for part in encoded.buffers]
+        # What the writer summed while it copied need not be summed again; encoded bytes have a sum of their own.
+        checksum = transfer.checksum if self._chain.is_identity else None
         build_header(
             page,
             transfer.kind,
@@ -113,7 +119,7 @@ class Carrier:
             namespace=transfer.namespace,
             epoch=transfer.epoch,
             encoded_bytes=sum(part.nbytes for part in payload),
-            checksum=payload_checksum(payload),
+            checksum=checksum or payload_checksum(payload),
             lengths=encoded.lengths,
         )
         return StoreItem(transfer.tier_key, [page, *payload])
@@ -156,7 +162,7 @@ class Carrier:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error))
         except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
             return Loaded(TierReason.DAMAGED, outcome.nbytes, f"decoding failed: {type(error).__name__}: {error}")
-        return Loaded(None, outcome.nbytes)
+        return Loaded(None, outcome.nbytes, checksum=header.checksum if self._chain.is_identity else None)
 
     # --- bounds -------------------------------------------------------------------------------------------
     def _scratch(self) -> Scratch:

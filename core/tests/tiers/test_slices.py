@@ -1,0 +1,148 @@
+"""What tiers are owed is done in small pieces: the loop serves everybody between two of them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from lmcache_core.errors import TierError
+from lmcache_core.limits import BREAKER_FAILURES, HOUSEKEEPING_S
+from lmcache_core.policies.contracts import StorePlan
+from lmcache_core.tiers.l1 import Committed
+from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.store import StoreController
+
+SAFETY_S = 20.0
+GONE = 20_000  # objects that have left the L1 before their turn: planned, pinned, found to be gone
+
+
+def test_a_backlog_is_worked_off_in_many_steps_and_each_says_that_there_is_more(doubles: Any) -> None:
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
+    loop.idle()
+    loop.tiering.on_committed([Committed(doubles.key(i), doubles.namespace, 1, 5000) for i in range(GONE)])
+    steps = 0
+    while loop.tiering.status()["stores"]["counts"].get("lost_evicted", 0) < GONE:
+        assert loop.tiering.next_deadline(loop.now()) <= loop.now(), "there is more"
+        loop.tiering.step(loop.now())
+        steps += 1
+    assert steps >= 20, "planning and giving up 64 keys takes some 0.2 ms, and a step has no more"
+
+
+def test_what_arrives_during_a_backlog_of_one_tier_reaches_another(doubles: Any) -> None:
+    near, far = doubles.adapter(), doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("near", near), doubles.tier("far", far))
+    loop.idle()
+    near.hang("store")
+    far.hang("store")
+    loop.tiering.on_committed([Committed(doubles.key(i), doubles.namespace, 1, 5000) for i in range(1000, GONE)])
+    loop.store(doubles.contents(1))
+    far.release("store")
+    loop.until(lambda: far.objects)
+    near.release("store")
+    loop.idle()
+
+
+def test_a_turn_in_which_nothing_has_changed_asks_no_tier(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = doubles.tier("mem", doubles.adapter())
+    loop = doubles.loop(doubles.l1(), tier)
+    loop.idle()
+    loop.until(lambda: loop.tiering.next_deadline(loop.now()) > loop.now())
+    stepped: list[float] = []
+    monkeypatch.setattr(tier, "step", stepped.append)
+    due = loop.tiering.next_deadline(loop.now())
+    for _ in range(100):
+        loop.tiering.step(due - HOUSEKEEPING_S / 2)
+    assert stepped == []
+    loop.tiering.step(due)
+    assert len(stepped) == 1
+
+
+def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Any) -> None:
+    plans: list[int] = []
+
+    class Counting(doubles.policy):  # type: ignore[misc]
+        def plan(self, batch: Any, tiers: Any) -> Any:
+            plans.append(len(batch))
+            return super().plan(batch, tiers)
+
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(400), doubles.tier("mem", adapter), store_policy=Counting())
+    loop.store(doubles.contents(300))
+    loop.idle()
+    assert sum(plans) == 300
+    assert max(plans) <= 64
+    assert len(adapter.objects) == 300
+
+
+def test_what_is_kept_for_a_tier_is_let_go_when_it_stops_answering(
+    doubles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[int] = []
+    release = StoreController._release
+
+    def counting(self: StoreController, batch: Any) -> None:
+        released.append(len(batch))
+        release(self, batch)
+
+    monkeypatch.setattr(StoreController, "_release", counting)
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(2000), doubles.tier("mem", adapter), config={"dirty": "keep"})
+    loop.idle()
+    adapter.errors["store"] = TierError("gone", retryable=False)
+    # Each failed call takes a batch of 64 with it; what waits behind the last of them is what this is about.
+    loop.store(doubles.contents(BREAKER_FAILURES * 64 + 1000))
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["writes"]["breaker"] == "open")
+    loop.until(lambda: loop.l1.held == 0)
+    assert max(released) <= 256, "in pieces"
+    del adapter.errors["store"]
+    loop.jump(5.0)
+    loop.until(lambda: len(adapter.objects) >= 500)
+
+
+def test_the_backlog_of_a_lane_is_the_same_before_and_after_its_threads_wake_up() -> None:
+    gate, ended = threading.Event(), threading.Semaphore(0)
+    lane = Lane("test", 2, lambda call: ended.release())
+    seen = []
+    for _ in range(5):
+        lane.submit(Call(lambda: gate.wait(SAFETY_S), float("inf"), WRITE_BACK, lambda call: None, lambda call: None))
+        seen.append(lane.backlog)
+    assert seen == [0, 0, 1, 2, 3]
+    gate.set()
+    for _ in range(5):
+        assert ended.acquire(timeout=SAFETY_S)
+    assert lane.backlog == 0
+    lane.close()
+
+
+def test_what_is_kept_is_held_from_its_commit_on_and_let_go_once_it_is_stored(doubles: Any) -> None:
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()), config={"dirty": "keep"})
+    loop.idle()
+    loop.store(doubles.contents(10))
+    assert loop.l1.held == 10, "the next message may ask for their room, before any step"
+    loop.idle()
+    assert loop.tiering.status()["stores"]["counts"] == {"stored": 10}
+    assert loop.l1.held == 0
+
+
+@pytest.mark.parametrize("end", ["clear", "close", "nobody wants it", "the policy fails"])
+def test_what_is_kept_and_then_not_stored_is_let_go(doubles: Any, end: str) -> None:
+    class Unwilling(doubles.policy):  # type: ignore[misc]
+        def plan(self, batch: Any, tiers: Any) -> Any:
+            if end == "the policy fails":
+                raise RuntimeError("of its own")
+            return StorePlan({}) if end == "nobody wants it" else super().plan(batch, tiers)
+
+    tier = doubles.tier("mem", doubles.adapter())
+    loop = doubles.loop(doubles.l1(100), tier, config={"dirty": "keep"}, store_policy=Unwilling())
+    loop.idle()
+    loop.store(doubles.contents(80))
+    assert loop.l1.held == 80
+    if end == "clear":
+        loop.tiering.clear(doubles.namespace, loop.now())
+    elif end == "close":
+        loop.tiering.close(loop.now())
+    else:
+        loop.until(lambda: loop.tiering.drained)
+    assert loop.l1.held == 0
