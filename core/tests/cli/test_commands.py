@@ -18,6 +18,7 @@ import lmcache_core
 from lmcache_core.cli import check
 from lmcache_core.cli.main import build_parser
 from lmcache_core.errors import PluginError
+from lmcache_core.native import native
 from lmcache_core.plugins.hookspecs import hookimpl
 from lmcache_core.plugins.records import Refusal
 from lmcache_core.plugins.registry import Registry
@@ -206,6 +207,19 @@ def test_check_runs_the_checks_of_plugins_in_use(run: Run) -> None:
     assert "bucket" not in findings(run("check", "--json", *POOL))
 
 
+def test_check_says_what_the_missing_extension_costs_and_calls_it_no_failure(run: Run) -> None:
+    done = run("check", "--json", *POOL, env={"LMCACHE_CORE_NATIVE": "off"})
+    found = findings(done)["C extension"]
+    assert (done.returncode, found["ok"], found["cure"]) == (0, True, "unset LMCACHE_CORE_NATIVE")
+    for cost in ("LMCACHE_CORE_NATIVE is off", "ask the server for each hit", "restarts are cold", "slower"):
+        assert cost in str(found["message"])
+
+
+@pytest.mark.skipif(native is None, reason="the C extension is not there")
+def test_check_says_that_the_extension_is_in_use(run: Run) -> None:
+    assert str(findings(run("check", "--json", *POOL))["C extension"]["message"]).startswith("in use")
+
+
 def test_check_tells_what_is_wrong_with_its_cure(run: Run) -> None:
     done = run("check", "--json", *POOL, *ACME, env={"ACME": "down"})
     assert done.returncode == 1
@@ -248,6 +262,7 @@ def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--l1.watermark", "9"], "settings"),
         (["--l1.size_bytes", "9999TiB"], "l1"),
+        ([*POOL, *ACME, "--state_dir", "/dev/null/state"], "state_dir"),
         ([*POOL, *ACME, "--l2.cold.serde", "no_library"], "serde no_library"),
         ([*POOL, "--l2.cold.type", "broken"], "settings"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -52,6 +53,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield Finding(
             True, f"plugin {refusal.name}", f"not in use: {refusal.distribution} {refusal.version}: {refusal.why}"
         )
+    yield native_finding()
     try:
         settings = composed(arguments).settings
     except CacheError as error:
@@ -63,6 +65,19 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
     for record in in_use.values():
         yield from asked(registry, record, settings)
+
+
+def native_finding() -> Finding:
+    """Whether the C extension is in use. Without it everything works, so its absence is no failure."""
+    from lmcache_core import native as extension
+
+    if not extension.why_not:
+        return Finding(True, "C extension", f"in use; SHA-256 by {extension.native.SHA256_BY}")
+    cost = "workers ask the server for each hit, restarts are cold, hashing and copies are slower"
+    cure = "install lmcache-core again where gcc and Python.h are, with LMCACHE_CORE_NATIVE=require"
+    if extension.mode == "off":
+        cure = f"unset {extension.MODE_VARIABLE}"
+    return Finding(True, "C extension", f"{extension.why_not}; so {cost}", cure)
 
 
 def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
@@ -87,6 +102,21 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
         yield _failure("l1", error)
     else:
         yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
+    if settings.l2:
+        yield _state(settings)
+
+
+def _state(settings: Settings) -> Finding:
+    """Could the epochs of the namespaces be kept? Nothing stays behind: the server makes what is missing."""
+    folder = settings.state_dir
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    kept = folder / f"{settings.name}.epochs"
+    cure = f"make {folder} a directory that user {os.geteuid()} may read and write, or move state_dir"
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return Finding(False, "state_dir", f"{there} cannot be written to, and no clear of a tier could be kept", cure)
+    if kept.exists() and not os.access(kept, os.R_OK | os.W_OK):
+        return Finding(False, "state_dir", f"{kept} cannot be read and written", cure)
+    return Finding(True, "state_dir", f"{folder} can be written to")
 
 
 def asked(registry: Registry, record: PluginRecord, settings: Settings) -> Iterator[Finding]:
@@ -113,5 +143,4 @@ def asked(registry: Registry, record: PluginRecord, settings: Settings) -> Itera
 
 
 def _failure(subject: str, error: CacheError) -> Finding:
-    message, _, cure = str(error).rpartition(": ")
-    return Finding(False, subject, message or cure, cure if message else "")
+    return Finding(False, subject, str(error))  # our errors end with the cure

@@ -8,12 +8,19 @@ import resource
 
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options besides settings."""
     add_settings_options(parser)
+    parser.add_argument(
+        "--keep-pool",
+        action="store_const",
+        const=("--l1.keep_pool", "true"),
+        default=(),
+        help="leave the pool to the next server at an orderly end (l1.keep_pool)",
+    )
     parser.add_argument(
         "--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
     )
@@ -25,10 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_settings_help(arguments)
         return 0
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    arguments.setting_flags = [*arguments.setting_flags, *arguments.keep_pool]
     settings = composed(arguments).settings
     for refusal in arguments.registry.refused:
         if not refusal.chosen:
-            logger.warning("plugin not in use: %s", refusal)
+            log.warning("plugin not in use: %s", refusal)
     from lmcache_core.server.server import Server
 
     # A session takes two descriptors or three, and the usual soft limit of 1,024 is there for select(), not for us.

@@ -21,9 +21,13 @@ BENCHES: dict[str, tuple[str, str]] = {
         "a long prompt stored and retrieved by several workers, against pickle over ZMQ",
     ),
     "alloc": (f"{_HERE}.alloc", "allocate and free, up to a million residents"),
+    "clear": (f"{_HERE}.clear", "a clear of a million objects, and what others notice of it"),
     "l2": (f"{_HERE}.l2", "a disk tier against plain writes and reads of the same bytes"),
     "policy": (f"{_HERE}.policy", "eviction policies: cost of an operation against residents"),
     "serde": (f"{_HERE}.serde", "codec chains against a plain copy of the same bytes"),
+    "hash": (f"{_HERE}.hash", "the keys of a long prompt, against the bare hash loop in C and hashlib"),
+    "lookup": (f"{_HERE}.lookup", "512 hits in one call, against a dict, up to 16 million entries"),
+    "restart": (f"{_HERE}.restart", "a million objects adopted from a dead server's pool, to the first hit"),
     "hooks": (f"{_HERE}.hooks", "a hook call against a direct method"),
 }
 

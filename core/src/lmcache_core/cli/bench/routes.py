@@ -27,7 +27,7 @@ class Route(ABC):
     carrier: str
 
     @abstractmethod
-    def client(self) -> Client:
+    def client(self, *, use_index: bool = True) -> Client:
         """A client of the server over this carrier."""
 
     @abstractmethod
@@ -46,11 +46,13 @@ class ProcessRoute(Route):
     keys: Path | None  # a directory with CURVE keys
     echo_address: str
 
-    def client(self) -> Client:
+    def client(self, *, use_index: bool = True) -> Client:
         curve = None
         if self.keys is not None:
             curve = CurveKeys.from_files(self.keys / "server.key", self.keys / "client.key_secret")
-        return Client.connect(self.name, runtime_dir=self.runtime_dir, address=self.address, curve=curve)
+        return Client.connect(
+            self.name, runtime_dir=self.runtime_dir, address=self.address, curve=curve, use_index=use_index
+        )
 
     def echo(self) -> Echo:
         if self.address is None:
@@ -65,8 +67,8 @@ class EmbeddedRoute(Route):
     server: Server
     carrier: str = "embedded"
 
-    def client(self) -> Client:
-        client: Client = self.server.connect()
+    def client(self, *, use_index: bool = True) -> Client:
+        client: Client = self.server.connect(use_index=use_index)
         return client
 
     def echo(self) -> Echo:

@@ -25,6 +25,7 @@ from lmcache_core.cli.bench.servers import WorkerProcess, ending_cleanly, orders
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import CALL_TIMEOUT_S, KEY_BYTES, PAGE_BYTES
+from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol.codec import encode
 from lmcache_core.protocol.messages import Noop
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
     from lmcache_core.client.client import Client
 
-GROUPS = ("noop", "calls", "free", "full", "cpu", "beside")
+GROUPS = ("noop", "calls", "free", "full", "cpu", "hits", "beside")
 CLIENTS = (1, 2, 4)
 IN_FLIGHT = 8
 BATCHES = (1, 16, 128, 512, 4096)
@@ -45,11 +46,13 @@ OBJECT = Layout("uint8", (PAGE_BYTES,))
 NAMESPACE = Names("bench", OBJECT)
 LARGE_BATCH = 4096
 CPU_BATCH, CPU_STORES = 512, 32
+MILLION = 1_000_000
 
 NOOP_RATIO_MAX = 2.0
 STORE_FREE_MS_MAX, STORE_FULL_MS_MAX, RETRIEVE_MS_MAX = 2.5, 4.0, 1.5  # of 512 keys, both calls
 TARGET_BATCH = 512
 CPU_US_MAX = 5.0  # a key, both calls of a store
+HITS_CPU_MS_MAX = 100.0  # of the server's CPU for a million hits: by calls it is a second
 BESIDE_P99_MS_MAX = 5.0
 
 
@@ -59,11 +62,12 @@ class Effort(NamedTuple):
     rounds: int
     calls: int  # in a round of round trips
     seconds: float  # of a round of calls a second
+    hits: int
     beside_s: float
 
 
-FULL = Effort(rounds=15, calls=400, seconds=0.5, beside_s=5.0)
-QUICK = Effort(rounds=4, calls=100, seconds=0.1, beside_s=1.0)
+FULL = Effort(rounds=15, calls=400, seconds=0.5, hits=MILLION, beside_s=5.0)
+QUICK = Effort(rounds=4, calls=100, seconds=0.1, hits=MILLION // 4, beside_s=1.0)
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -80,6 +84,7 @@ def run(options: Namespace, bench: Bench) -> None:
         "free": _free,
         "full": _full,
         "cpu": _cpu,
+        "hits": _hits,
         "beside": _beside,
     }
     chosen = [group for group in GROUPS if group in options.only]
@@ -252,6 +257,34 @@ def _cpu(run: _Run, route: Route) -> None:
                     costs_us.append((server_cpu_s(client) - before_s) * 1e6 / (CPU_BATCH * CPU_STORES))
             name = f"server cpu a key stored, {state}, {route.carrier}"
             run.bench.record(name, median(costs_us), "us", target=CPU_US_MAX)
+
+
+def _hits(run: _Run, route: Route) -> None:
+    """What the server's process works for objects that workers read: found by the index, and by calls. What it works in
+    the same time when nobody does anything is taken off both."""
+    if isinstance(route, EmbeddedRoute):
+        return
+    keys = _fresh_keys(CPU_BATCH)
+    into = [bytearray(PAGE_BYTES) for _ in keys]
+    for use_index, hits in ((True, run.effort.hits), (False, run.effort.hits // 8)):
+        with route.client(use_index=use_index) as client:
+            client.clear()
+            client.store(keys, into, namespace=NAMESPACE)
+            before_s, began_s = server_cpu_s(client), time.monotonic()
+            for _ in range(hits // CPU_BATCH):
+                if client.retrieve(keys, into, namespace=NAMESPACE).hits < CPU_BATCH:
+                    raise PoolError("not every retrieve was a hit: measured nothing")
+            busy_s, took_s = server_cpu_s(client) - before_s, time.monotonic() - began_s
+            before_s = server_cpu_s(client)
+            time.sleep(took_s)
+            idle_s = server_cpu_s(client) - before_s
+        way = "the index" if use_index else "calls"
+        run.bench.record(
+            f"server cpu for a million hits by {way}, {route.carrier}",
+            max(0.0, busy_s - idle_s) * 1e3 * MILLION / hits,
+            "ms",
+            target=HITS_CPU_MS_MAX if use_index and native is not None else None,
+        )
 
 
 def _beside(run: _Run, route: Route) -> None:

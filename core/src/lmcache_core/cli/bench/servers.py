@@ -224,17 +224,21 @@ def temporary_directory() -> Iterator[str]:
 
 @contextmanager
 def ending_cleanly() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as ctrl-C does, so that pools and processes go."""
+    """SIGINT, SIGTERM and SIGHUP unwind the stack, so that pools and processes go."""
+    noted: list[int] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+        if noted:  # it struck inside a library that takes any exception for its own, as imports in C do
+            raise SystemExit(128 + noted[0])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,47 @@
+"""Commands that ask a running server: how it is found, over which carrier, with which keys."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_core.client.address import CurveKeys
+    from lmcache_core.client.client import Client
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Where the server is."""
+    name = os.environ.get("LMCACHE_CORE_NAME", "default")
+    parser.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
+    parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
+    parser.add_argument("--address", help="its ZMQ address instead, as ipc:///path or tcp://host:port")
+    parser.add_argument("--server-public-key", type=Path, metavar="FILE", help="CURVE key of the server, for tcp")
+    parser.add_argument("--client-secret-key", type=Path, metavar="FILE", help="our CURVE keys, for tcp")
+
+
+def connect(arguments: argparse.Namespace, command: str) -> Client:
+    """A client that maps no pool. Raises `UsageError` for half a pair of keys."""
+    from lmcache_core.client.client import Client
+
+    return Client.connect(
+        arguments.name,
+        runtime_dir=arguments.runtime_dir,
+        address=arguments.address,
+        curve=_curve(arguments),
+        client_name=f"lmcache-core {command}",
+        maps_pool=False,
+    )
+
+
+def _curve(arguments: argparse.Namespace) -> CurveKeys | None:
+    if arguments.server_public_key is None and arguments.client_secret_key is None:
+        return None
+    from lmcache_core.client.address import CurveKeys
+    from lmcache_core.errors import UsageError
+
+    if arguments.server_public_key is None or arguments.client_secret_key is None:
+        raise UsageError("CURVE needs both: --server-public-key and --client-secret-key")
+    return CurveKeys.from_files(arguments.server_public_key, arguments.client_secret_key)

@@ -1,0 +1,138 @@
+"""`lmcache-core explain`: where keys are, or why they are not there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.cli import connecting
+from lmcache_core.cli.table import print_table
+from lmcache_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lmcache_core.client.explaining import KeyExplanation
+    from lmcache_core.pool.layout import Layout
+    from lmcache_core.tokens.namespace import Namespace
+
+_KEY_DIGITS_SHOWN = 16  # of a key in the table: enough to tell keys apart; --json has all of it
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What to explain, and in which namespace."""
+    parser.epilog = (
+        "Only what this command can name is explained: the namespace by all that went into it (--model and the "
+        "others), or by its id (--namespace) and layout. Tokens need the former: their keys are derived here."
+    )
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="keys, as 64 hexadecimal digits each")
+    parser.add_argument("--tokens", metavar="IDS", help="token ids instead, separated by commas or spaces")
+    parser.add_argument("--tokens-file", metavar="FILE", help="the same from a file, or from standard input with -")
+    space = parser.add_argument_group("the namespace")
+    space.add_argument("--model", help="the model's name, as the engine gives it")
+    space.add_argument("--weights-version", default="", help="the version of its weights, if the engine gives one")
+    space.add_argument("--kv-shard", default="0/1", metavar="I/N", help="which part of the KV (default: %(default)s)")
+    space.add_argument("--tenant-salt-file", type=Path, metavar="FILE", help="a file with the tenant's salt")
+    space.add_argument("--namespace", metavar="ID", help="its id instead, as 16 hexadecimal digits")
+    space.add_argument("--dtype", required=True, help="of its objects, as float16 or uint8")
+    space.add_argument("--shape", required=True, metavar="N,N,…", help="of one object, in elements")
+    space.add_argument("--memory-format", default="", metavar="AXES", help="one letter for each axis, if there are any")
+    connecting.add_options(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a key")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask and print; 0 whatever was found. Raises DisconnectedError where nobody answers."""
+    layout = _layout(arguments)
+    tokens = _tokens(arguments)
+    keys = [_key(text) for text in arguments.keys]
+    if bool(keys) == (tokens is not None):
+        raise UsageError("give keys, or token ids with --tokens or --tokens-file: one of them")
+    with connecting.connect(arguments, "explain") as client:
+        if arguments.namespace is not None:
+            if tokens is not None or arguments.model is not None:
+                raise UsageError("an id alone says nothing about tokens: give --model and the others instead")
+            told = client.explain_by_id(_id(arguments.namespace), layout, keys)
+        else:
+            namespace = _namespace(arguments, layout)
+            client.status()  # raises where nobody answers; the next call would not
+            client.register_layout(namespace)
+            told = client.explain(keys if tokens is None else None, tokens=tokens, namespace=namespace)
+    if arguments.json:
+        print(json.dumps([_plain(each) for each in told], indent=2))
+    elif not told:
+        print("these tokens are not one whole chunk: nothing of them is cached")
+    else:
+        print_table(("key", "hit", "where or why not"), [_row(each) for each in told])
+    return 0
+
+
+def _row(each: KeyExplanation) -> tuple[str, str, str]:
+    text = ", ".join(each.where) if each.hit else f"{each.reason}: {each.why}"
+    return each.key.hex()[:_KEY_DIGITS_SHOWN], "yes" if each.hit else "no", text
+
+
+def _plain(each: KeyExplanation) -> dict[str, Any]:
+    return {**asdict(each), "key": each.key.hex()}
+
+
+def _layout(arguments: argparse.Namespace) -> Layout:
+    from lmcache_core.pool.layout import Layout
+
+    try:
+        shape = tuple(int(part) for part in arguments.shape.split(","))
+    except ValueError:
+        raise UsageError(f"--shape {arguments.shape!r}: give whole numbers, separated by commas") from None
+    return Layout(arguments.dtype, shape, arguments.memory_format)
+
+
+def _namespace(arguments: argparse.Namespace, layout: Layout) -> Namespace:
+    from lmcache_core.tokens.namespace import Namespace
+
+    if arguments.model is None:
+        raise UsageError("which namespace? Give --model (and the others that went into it), or --namespace with its id")
+    part = re.fullmatch(r"(\d+)/(\d+)", arguments.kv_shard)
+    if part is None:
+        raise UsageError(f"--kv-shard {arguments.kv_shard!r}: write I/N, as 0/1")
+    salt = ""
+    if arguments.tenant_salt_file is not None:
+        try:
+            salt = arguments.tenant_salt_file.read_text().removesuffix("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--tenant-salt-file {arguments.tenant_salt_file} cannot be read: {error}") from error
+    return Namespace(arguments.model, layout, arguments.weights_version, (int(part[1]), int(part[2])), salt)
+
+
+def _id(text: str) -> int:
+    if not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,16}", text):
+        raise UsageError(f"--namespace {text!r} is no id: give its 16 hexadecimal digits")
+    return int(text, 16)
+
+
+def _key(text: str) -> bytes:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise UsageError(f"{text!r} is no key: give its 64 hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def _tokens(arguments: argparse.Namespace) -> Sequence[int] | None:
+    if arguments.tokens is not None and arguments.tokens_file is not None:
+        raise UsageError("give --tokens or --tokens-file, not both")
+    text = arguments.tokens
+    if arguments.tokens_file == "-":
+        text = sys.stdin.read()
+    elif arguments.tokens_file is not None:
+        try:
+            text = Path(arguments.tokens_file).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--tokens-file {arguments.tokens_file} cannot be read: {error}") from error
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in re.split(r"[\s,\[\]]+", text) if part]
+    except ValueError:
+        raise UsageError("the token ids are not whole numbers, separated by commas or spaces") from None
