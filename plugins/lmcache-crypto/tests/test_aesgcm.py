@@ -309,6 +309,22 @@ def test_no_repr_dump_log_or_error_shows_a_key(caplog: pytest.LogCaptureFixture)
     assert not [text for text in secrets for each in shown if text in each]
 
 
+@pytest.mark.parametrize(("mode", "words"), [(0o600, "1 key, current id"), (0o640, "its group"), (0o644, "everybody")])
+def test_check_names_a_key_file_that_others_can_read(tmp_path: Path, mode: int, words: str) -> None:
+    pytest.importorskip("lmcache_mock")  # a tier to encrypt for
+    path = tmp_path / "keys"
+    path.write_text(SECRET.hex())
+    path.chmod(mode)
+    options = {"l2.cold.type": "mock", "l2.cold.serde": f'[{{"type": "aesgcm", "key_file": "{path}"}}]'}
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "check", "--json"]
+    command += [word for name, value in options.items() for word in (f"--{name}", value)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60)
+    assert "keys of tier cold" in done.stdout, done.stdout + done.stderr
+    assert words in done.stdout
+    assert (done.returncode == 0) == (mode == 0o600)
+    assert SECRET.hex() not in done.stdout + done.stderr
+
+
 def test_a_serde_with_its_keys_cannot_be_pickled() -> None:
     with pytest.raises(TypeError):
         pickle.dumps(SERDE)

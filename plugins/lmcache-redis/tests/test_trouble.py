@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -244,3 +245,27 @@ def test_idle_connections_are_closed_with_the_adapter(server: Any, tier: Make) -
         deadline = soon()
         while ours & connected():
             assert time.monotonic() < deadline
+
+
+def test_a_connection_in_use_when_the_adapter_closes_is_closed_by_its_user(own_server: Any) -> None:
+    server = own_server()
+    adapter = RedisAdapter(RedisSettings(port=server.port), AdapterContext(tier="shared"))
+    assert adapter.store(items(1), soon())[0].result is Result.DONE
+    (pool,) = adapter._client._pools.values()  # held here: the collector must not be the one that closes
+    with server.door() as door:
+        ours = {each["id"] for each in door.client_list()} - {str(door.client_id())}
+        door.client_pause(60_000, all=False)
+        told: list[Any] = []
+        busy = threading.Thread(target=lambda: told.extend(adapter.store(items(2), soon())))
+        busy.start()
+        try:
+            while not any(each["id"] in ours and each["flags"] == "b" for each in door.client_list()):
+                assert busy.is_alive(), "the store was not held up"
+            adapter.close()
+        finally:
+            door.client_unpause()
+            busy.join()
+        assert told[0].result is Result.DONE, "what was under way ends well"
+        deadline = soon(20)
+        while ours & {each["id"] for each in door.client_list()}:
+            assert time.monotonic() < deadline, f"{pool} keeps the connection"

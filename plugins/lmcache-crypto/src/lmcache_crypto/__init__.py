@@ -6,9 +6,13 @@ This module only names things; the library is loaded when the serde is built.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from lmcache_core.plugins.components import ComponentSpec, Kind, PluginInfo
+from lmcache_core.plugins.components import ComponentSpec, Finding, Kind, PluginInfo
 from lmcache_core.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
 
 SUMMARY = "AES-256-GCM; an object cannot be read without its key, nor passed off as another"
 
@@ -29,3 +33,10 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             summary=SUMMARY,
         )
     ]
+
+
+@hookimpl
+def lmcache_check(settings: Settings) -> Sequence[Finding]:
+    from lmcache_crypto.check import check_keys
+
+    return check_keys(settings)

@@ -96,12 +96,11 @@ class FsAdapter(L2Adapter):
         return Usage(None, None, room.f_bavail * room.f_frsize)
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        """Shard by shard; the cursor is the last shard that was walked."""
+        """Shard by shard; the cursor is the last shard that was walked. Raises `TierError` where there is no directory
+        and none can be made: "nothing is there" would be believed until the next scan."""
         self._check_open()
         try:
-            shards = sorted(os.listdir(self._paths.objects))
-        except FileNotFoundError:
-            return ScanPage([], None)
+            shards = self._shards()
         except OSError as error:
             raise self._tier_error("scan", error) from error
         entries: list[ScanEntry] = []
@@ -240,6 +239,13 @@ class FsAdapter(L2Adapter):
                 sweep(self._paths.temporary)
                 self._temporary.open()
                 self._made = True
+
+    def _shards(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self._paths.objects))
+        except FileNotFoundError:
+            os.makedirs(self._paths.root, mode=0o700, exist_ok=True)  # a first start, or someone deleted it all
+            return []
 
     def _walk(self, folder: str) -> list[ScanEntry]:
         entries: list[ScanEntry] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from lmcache_core.errors import UsageError
 from lmcache_core.testing.faults import FaultRule, FaultScript
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 def read_rules(path: Path) -> list[FaultRule]:
@@ -69,4 +69,4 @@ class Control:
             try:
                 self._script.set(*(read_rules(self._path) if now is not None else self._otherwise))
             except UsageError as error:
-                logger.warning("mock tier: %s; the rules in force stay", error)
+                log.warning("mock tier: %s; the rules in force stay", error)

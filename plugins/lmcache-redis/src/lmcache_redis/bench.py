@@ -1,7 +1,8 @@
 """`lmcache-core bench l2 --tier redis`: the adapter against a bare socket and against plain redis-py calls.
 
 One connection, one thread, the same server, the same bytes in the same memory, all in one run and taking turns. The
-bare socket sends the finished stream and receives whole replies, and does nothing else: it is the floor. Plain calls
+bare socket sends the finished stream and receives whole replies, two asked for at a time, and does nothing else: it
+is the floor. Plain calls
 are what a first-time user writes: `set(name, bytes(view))`, and `view[:] = get(name)`. Without `--set url=…` (or other
 settings that say where) a `redis-server` is started for the run.
 """
@@ -134,7 +135,7 @@ class _Sides:
         self._login = pool.make_connection()
         self._login.connect()
         self._sock: socket.socket = self._login._sock
-        self._gets = b"".join(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in self._names)
+        self._gets = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in self._names]
         self._head = b"$%d\r\n" % self.object_bytes
         self._small = bytearray(64)
 
@@ -158,11 +159,13 @@ class _Sides:
         self._receive(memoryview(bytearray(5 * self.count)))  # +OK for each
 
     def bare_load(self) -> None:
-        self._sock.sendall(self._gets)
-        for view in self._into:
+        self._sock.sendall(b"".join(self._gets[:2]))
+        for position, view in enumerate(self._into):
             self._receive(memoryview(self._small)[: len(self._head)])
             self._receive(view)
             self._receive(memoryview(self._small)[:2])
+            if position + 2 < self.count:
+                self._sock.sendall(self._gets[position + 2])
 
     def _receive(self, view: memoryview) -> None:
         while view:

@@ -85,6 +85,7 @@ class Client:
     def close(self) -> None:
         """Close what is idle. A connection in use is closed by whoever uses it: its number must not be given to
         another file while someone reads from it."""
+        self._exchanger.close()
         with self._lock:
             self._closed = True
             pools = list(self._pools.values())

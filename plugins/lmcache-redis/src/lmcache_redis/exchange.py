@@ -14,9 +14,10 @@ from redis import exceptions
 from redis.connection import ConnectionPool
 
 from lmcache_core.errors import TierError
+from lmcache_redis.channel import channel_on, left_s
 from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply
 from lmcache_redis.connections import connecting_by, direct_socket, take
-from lmcache_redis.wire import Replies, WireError, left_s, send
+from lmcache_redis.wire import WireError, converse
 
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.MovedError, "MOVED"),  # before ASK, of which it is a kind
@@ -38,6 +39,12 @@ class Exchanger:
         self._tier = tier
         self._transport = transport
         self.fell_back = False  # auto has found internals that it does not know
+        self._closed = False
+
+    def close(self) -> None:
+        """From now on nothing is kept: whoever still uses a connection closes it when done. Pools are the caller's
+        to empty, after this."""
+        self._closed = True
 
     def exchange(self, pool: ConnectionPool, commands: Sequence[Command], deadline: float) -> list[Reply]:
         """One reply for each command; those that got none are `Broken`. Raises `TierError` only if the transport
@@ -58,6 +65,8 @@ class Exchanger:
                 if not complete:
                     connection.disconnect()
                 pool.release(connection)
+            if self._closed:  # looked at after the release: one of us two finds the connection in the pool
+                pool.disconnect(inuse_connections=False)
         return replies
 
     def _run(self, connection: Any, commands: Sequence[Command], deadline: float, replies: list[Reply]) -> None:
@@ -65,11 +74,8 @@ class Exchanger:
         if moves and self._transport != "plain":
             sock = direct_socket(connection)
             if sock is not None:
-                send(sock, commands, deadline)
-                stream = Replies(sock, deadline)
-                for command in commands:
-                    replies.append(stream.read(command))
-                stream.finish()
+                with channel_on(sock, deadline) as channel:
+                    converse(channel, commands, replies)
                 return
             if self._transport == "direct":
                 from redis import __version__

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from lmcache_core.errors import TierError, UsageError
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, StoreItem
@@ -148,6 +150,10 @@ class _Theirs:
         names = Names(settings.prefix)
         self._names = [names.of(os.urandom(32)) for _ in bodies]
 
+    def presigned(self, name: str) -> str:
+        place = {"Bucket": self._bucket, "Key": name}
+        return str(self._client.generate_presigned_url("get_object", Params=place, ExpiresIn=3600))
+
     def store(self) -> None:
         list(self._threads.map(self._put, self._names, self._bodies))
 
@@ -169,26 +175,70 @@ class _Theirs:
         return self._client.get_object(Bucket=self._bucket, Key=name)["Body"].read()  # type: ignore[no-any-return]
 
 
+class _Bare:
+    """Sockets that ask for what ours has stored, and receive it into the same memory."""
+
+    def __init__(self, settings: S3Settings, ours: _Ours, theirs: _Theirs) -> None:
+        names = Names(settings.prefix)
+        self._heads, self._socks, self._into = [], [], ours.target
+        for key in ours.keys:
+            url = urlsplit(theirs.presigned(names.of(key)))
+            target = f"{url.path}?{url.query}"
+            self._heads.append(f"GET {target} HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
+            self._socks.append(socket.create_connection((url.hostname or "", url.port or 80)))
+        self._threads = ThreadPoolExecutor(AT_ONCE)
+
+    def load(self) -> None:
+        list(self._threads.map(self._get, self._socks, self._heads, self._into))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for sock in self._socks:
+            sock.close()
+
+    def _get(self, sock: socket.socket, request: bytes, into: memoryview) -> None:
+        sock.sendall(request)
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += sock.recv(HEADER_BYTES)
+        begun = len(head) - head.index(b"\r\n\r\n") - 4
+        left = HEADER_BYTES + into.nbytes - begun
+        into[:begun] = head[len(head) - begun :]
+        view = into[begun:]
+        while left:
+            count = sock.recv_into(view[:left] if view else into[:left])
+            view, left = view[count:], left - count
+
+
 def _record(bench: Bench, name: str, where: str, settings: S3Settings, *, aims_at_rate: bool) -> None:
     nbytes = SIZES[name]
     ours = _Ours(settings, nbytes)
     theirs = _Theirs(settings, ours.source)
     sides: dict[str, tuple[_Side, _Side]] = {"store": (_Side(), _Side()), "load": (_Side(), _Side())}
+    bare, floor_of_load = None, _Side()
     try:
         clients: list[_Ours | _Theirs] = [ours, theirs]
         for each in clients:  # connections are opened by the first
             each.store()
             each.load()
+        if str(settings.endpoint_url).startswith("http://"):
+            bare = _Bare(settings, ours, theirs)
+            bare.load()
         for turn in range(ROUNDS_QUICK if bench.quick else ROUNDS):
             for what in ("store", "load"):
                 pair = list(zip(clients, sides[what], strict=True))
                 for each, side in pair if turn % 2 else reversed(pair):
                     side.measure(getattr(each, what))
+            if bare is not None:
+                floor_of_load.measure(bare.load)
+                ours.load()  # the memory holds objects again, not what stands in front of them
         if not where and any(a != b for a, b in zip(ours.source, ours.target, strict=True)):
             raise TierError("the bytes that came back are not those that were stored: do not use this service")
         ours.delete()
         theirs.delete()
     finally:
+        if bare is not None:
+            bare.close()
         ours.close()
         theirs.close()
     moved_gb = AT_ONCE * nbytes / 1e9
@@ -204,6 +254,10 @@ def _record(bench: Bench, name: str, where: str, settings: S3Settings, *, aims_a
             floor=median(their.cpu_s) / moved_gb,
             target=CPU_TARGET if name == AIMED else None,
         )
+    if bare is not None:
+        rate, cpu = moved_gb / median(floor_of_load.wall_s), median(floor_of_load.cpu_s) / moved_gb
+        bench.record(f"load {name}{where}, bare sockets", rate, "GB/s", lower_is_better=False)
+        bench.record(f"load {name}{where}, bare sockets' CPU", cpu, "s/GB")
 
 
 def _check(outcomes: object) -> None:

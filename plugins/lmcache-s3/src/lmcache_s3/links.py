@@ -6,6 +6,7 @@ import http.client
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from lmcache_s3.answers import Answer, LinkError, read_error
 
 ERROR_BYTES_MAX = 64 << 10  # of a body that is not an object
 _ONE_RECEIVE_BYTES = 4 << 20  # a receive holds at most this between two looks at the deadline
+_TIMEVAL = struct.Struct("@ll")
+_TIME_MIN_S = 0.001
+_PARTS_MAX = 512  # in one receive; the system allows 1,024
 
 
 class StaleError(Exception):
@@ -84,6 +88,7 @@ class Link:
                 # A service that refuses a request may say so, and close, before it has read the body.
                 if not sum(view.nbytes for view in send):
                     raise
+            _acknowledge(sock)
             sock.settimeout(_left_s(deadline))
             response = connection.getresponse()
         except (ConnectionError, http.client.BadStatusLine) as error:
@@ -100,6 +105,7 @@ class Link:
         deadline: float,
         method: str,
     ) -> Answer:
+        _acknowledge(sock)
         headers = {name.lower(): value for name, value in response.getheaders()}
         closes = response.will_close
         if method == "GET" and response.status in (200, 206):
@@ -117,6 +123,12 @@ class Link:
         self._connection.close()
 
 
+def _acknowledge(sock: socket.socket) -> None:
+    """Do not hold acknowledgements back. A service that sends head and body of a short answer one by one waits for ours
+    of the head, and we would wait 40 ms for a chance to send it with something. The system forgets this soon."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+
 def _fill(
     response: http.client.HTTPResponse, sock: socket.socket, into: Sequence[memoryview], deadline: float
 ) -> tuple[int, bool]:
@@ -126,18 +138,53 @@ def _fill(
         return _fill_unknown(response, sock, into, deadline)
     if length > room:
         return length, False
-    got = 0
-    for view in into:
-        piece = view[: length - got]
-        at = 0
-        while at < piece.nbytes:
+    parts = _cut(into, length)
+    # What came with the head first; then the reader holds nothing, and the socket may be read past it.
+    got = at = 0
+    sock.settimeout(_left_s(deadline))
+    held = len(response.fp.peek(1)) if length else 0
+    while got < length:
+        if got < held or isinstance(sock, ssl.SSLSocket):
             sock.settimeout(_left_s(deadline))
-            count = response.fp.readinto1(piece[at:])  # one receive, straight into the buffer
-            if not count:
-                raise LinkError(f"the connection ended after {got:,} of {length:,} bytes")
-            at += count
-            got += count
+            count = response.fp.readinto1(parts[at][: held - got] if got < held else parts[at])
+        else:
+            count = _receive_all(sock, parts[at : at + _PARTS_MAX], deadline)
+        if not count:
+            raise LinkError(f"the connection ended after {got:,} of {length:,} bytes")
+        got += count
+        at = _advance(parts, at, count)
     return got, True
+
+
+def _receive_all(sock: socket.socket, parts: list[memoryview], deadline: float) -> int:
+    """One call for all of them. The kernel keeps the time: a socket with a Python time-out does not block, and would
+    return with every piece that arrives."""
+    left = max(_left_s(deadline), _TIME_MIN_S)
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+    try:
+        return sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+    except BlockingIOError:
+        raise TimeoutError from None
+
+
+def _cut(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` of the views."""
+    parts = []
+    for view in views:
+        parts.append(view[:nbytes])
+        nbytes -= parts[-1].nbytes
+    return [part for part in parts if part.nbytes]
+
+
+def _advance(parts: list[memoryview], at: int, nbytes: int) -> int:
+    """Where to go on once `nbytes` from `at` have come; a part that is half full is cut."""
+    while at < len(parts) and nbytes >= parts[at].nbytes:
+        nbytes -= parts[at].nbytes
+        at += 1
+    if nbytes:
+        parts[at] = parts[at][nbytes:]
+    return at
 
 
 def _fill_unknown(
