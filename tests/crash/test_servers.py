@@ -15,7 +15,8 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_core.errors import DisconnectedError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError
+from lmcache_core.native import native
 
 Node = Any  # the fixture of tests/conftest.py
 
@@ -39,7 +40,9 @@ def test_a_worker_may_start_before_the_server_and_outlive_it(node: Node) -> None
     until(lambda: client.store(keys, sources, namespace=node.namespace).stored == 1)
     server.kill()
     into = [bytearray(65536)]
-    assert client.retrieve(keys, into, namespace=node.namespace).statuses == [Status.UNREACHABLE]
+    missing = [node.key("b")]
+    assert client.retrieve(missing, into, namespace=node.namespace).statuses == [Status.UNREACHABLE]
+    assert client.store(missing, sources, namespace=node.namespace).statuses == [Status.UNREACHABLE]
     node.serve()
     until(lambda: client.store(keys, sources, namespace=node.namespace).stored == 1)
     assert client.retrieve(keys, into, namespace=node.namespace).hits == 1
@@ -59,18 +62,45 @@ def test_a_killed_server_is_noticed_in_the_middle_of_a_lease(node: Node) -> None
     until(lambda: client.lookup([node.key("a")], namespace=node.namespace).statuses == [Status.MISS])
 
 
-def test_who_reads_in_place_is_told_that_the_server_died_meanwhile(node: Node) -> None:
+@pytest.mark.parametrize("use_index", [True, False])
+@pytest.mark.parametrize("then", ["nothing", "adopted", "recreated", "of another plan"])
+def test_a_view_across_the_servers_death_is_right_or_refused(node: Node, use_index: bool, then: str) -> None:
     server = node.serve()
-    client = node.client()
-    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+    client = node.client(use_index=use_index)
+    keys = [node.key("a"), node.key("b")]
+    client.store(keys, [node.payload(1), node.payload(2)], namespace=node.namespace)
+    options = {
+        "nothing": None,
+        "adopted": ["--l1.on_stale", "adopt"],
+        "recreated": ["--l1.on_stale", "recreate"],
+        "of another plan": ["--l1.index_entries", "8192"],
+    }[then]
 
-    def read() -> bytes:
-        with client.prepare_retrieve([node.key("a")], namespace=node.namespace) as lease:
+    def read() -> list[bytes]:
+        with client.prepare_retrieve(keys, namespace=node.namespace) as lease:
             server.kill()
-            return bytes(lease.view(0))
+            if options is not None:
+                node.serve(*options)
+            return [bytes(lease.view(0)), bytes(lease.view(1))]
 
-    with pytest.raises(DisconnectedError):  # a successor may have emptied the slot under the reader
-        read()
+    if use_index and native is not None and then in ("nothing", "adopted"):
+        assert read() == [node.payload(1), node.payload(2)]
+    else:
+        with pytest.raises((DisconnectedError, LeaseExpiredError)):  # a successor may have emptied the slots
+            read()
+
+
+@pytest.mark.skipif(native is None, reason="only the index survives a server")
+def test_a_view_that_the_next_server_evicted_is_refused(node: Node) -> None:
+    server = node.serve()
+    client, other = node.client(), node.client()
+    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+    with client.prepare_retrieve([node.key("a")], namespace=node.namespace) as lease:
+        server.kill()
+        node.serve("--l1.on_stale", "adopt")
+        until(lambda: other.clear(node.namespace).objects == 1)
+        with pytest.raises(LeaseExpiredError):
+            lease.finish()
 
 
 def test_a_lease_of_the_former_server_is_refused_by_the_next(node: Node) -> None:
@@ -131,7 +161,7 @@ def test_after_kill_9_of_server_and_worker_clean_removes_what_is_left(node: Node
     worker.kill()
     assert node.shm.exists()
     cleaned = subprocess.run(
-        [sys.executable, "-m", "lmcache_core.cli.main", "clean", "--runtime-dir", str(node.run)],
+        [sys.executable, "-m", "lmcache_core.cli.main", "clean", node.name, "--runtime-dir", str(node.run)],
         capture_output=True,
         text=True,
         check=False,
@@ -147,7 +177,7 @@ def test_the_pool_of_a_killed_server_is_recreated_while_a_worker_still_maps_it(n
     lease = client.prepare_retrieve([node.key("a")], namespace=node.namespace)
     view = lease.view(0)
     server.kill()
-    node.serve()
+    node.serve("--l1.on_stale", "recreate")
     assert len(bytes(view)) == 65536  # still mapped; what it says is no longer vouched for
     until(lambda: client.store([node.key("b")], [node.payload(2)], namespace=node.namespace).stored == 1)
 

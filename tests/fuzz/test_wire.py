@@ -56,9 +56,12 @@ def garbage(seed: int) -> Iterator[bytes]:
     valid = [
         m.PrepareStore(7, 1, key * 4),
         m.CommitStore(7, 2**63, 0, 4),
+        m.CommitStore(7, 12345, 0, 4, b"", bytes(32)),
+        m.ReportDamaged(7, 1, key),
         m.Lookup(7, 1, key, hold=True),
         m.FinishRead(7, 12345, 0, 1),
         m.PrepareRetrieve(7, 1, key, 99, 98),
+        m.PrepareRetrieve(7, 1, key, 0, 0, True, True),
         m.RegisterLayout(7, 1, "float16", [2, 2], "KT", 0),
         m.Clear(7, 1),
         m.RenewLease(7, 5),

@@ -99,6 +99,14 @@ def test_a_lease_learns_from_the_next_frame_that_it_expired(node: Node) -> None:
     assert watcher.status()["l1"]["bytes_by_state"]["quarantined"] == 0
 
 
+def test_whoever_waits_for_ready_can_store_at_once(node: Node) -> None:
+    server = node.serve(ready=False)
+    server.line()
+    with server.client() as client:
+        keys, objects = [node.key(at) for at in range(8)], [node.payload(at) for at in range(8)]
+        assert client.store(keys, objects, namespace=node.namespace).stored == 8
+
+
 def test_what_is_asked_before_the_pool_is_populated_is_warming_and_stored_later(node: Node, tmp_path: Path) -> None:
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.pool.populate import Populator
@@ -186,12 +194,12 @@ def test_a_zmq_client_goes_on_with_the_next_server(node: Node, address: str) -> 
         assert client.store([node.key("a")], [node.payload(1)], namespace=node.namespace).stored == 1
         node.zmq_server.kill()
         into = [bytearray(65536)]
-        assert client.retrieve([node.key("a")], into, namespace=node.namespace).hits == 0
+        assert client.retrieve([node.key("b")], into, namespace=node.namespace).hits == 0
         with pytest.raises(DisconnectedError):
             client.ping()
         node.serve("--zmq.ipc", "true")
-        until(lambda: client.store([node.key("a")], [node.payload(2)], namespace=node.namespace).stored, "the next")
-        assert client.retrieve([node.key("a")], into, namespace=node.namespace).hits == 1
+        until(lambda: client.store([node.key("b")], [node.payload(2)], namespace=node.namespace).stored, "the next")
+        assert client.retrieve([node.key("b")], into, namespace=node.namespace).hits == 1
         assert bytes(into[0]) == node.payload(2)
 
 
@@ -327,7 +335,76 @@ def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path:
             found = client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S)
         assert found.statuses == [Status.GRANTED, Status.MISS]
         assert (found.hits, found.done, found.reasons[1]) == (1, True, Reason.LATE)
+        assert client.status()["lookups_throttled"] == 1
         assert client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S).reasons[1] is Reason.NEVER_STORED
         with pytest.raises(UsageError, match="no_such_tier"):
             client.lookup(keys, namespace=node.namespace, hold=True, tiers=["no_such_tier"])
         assert client.status()["l1"]["leases_by_kind"]["promise"] == 0  # the store to the disk may still read
+
+
+def test_one_session_cannot_take_all_the_lookups_that_may_wait(tmp_path: Path, node: Node) -> None:
+    pytest.importorskip("lmcache_mock")
+    from lmcache_core.kernel.answers import Reason
+    from lmcache_core.limits import LOOKUPS_PER_SESSION_MAX, LOOKUPS_WAITING_MAX
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    assert LOOKUPS_PER_SESSION_MAX <= LOOKUPS_WAITING_MAX // 2
+    settings = make_settings(
+        name=node.name,
+        runtime_dir=str(node.run),
+        state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 16 << 20},
+        l2={"slow": {"type": "mock", "faults": ["exists hang"], "deadline_s": 600}},
+        drain_s=0.1,
+    )
+    with Server(settings, load_plugins()) as server, server.connect() as greedy, server.connect() as modest:
+        ask = lambda client, name: client.lookup_nowait([node.key(name)], namespace=node.namespace, wait_s=WAIT_S)  # noqa: E731
+        waiting = [ask(greedy, number) for number in range(LOOKUPS_PER_SESSION_MAX)]
+        refused = ask(greedy, "one more").wait(WAIT_S)
+        assert (refused.statuses, refused.reasons) == ([Status.MISS], [Reason.LATE])
+        other = ask(modest, "mine")
+        until(lambda: server.lookups.under_way == LOOKUPS_PER_SESSION_MAX + 1, "the other session's lookup")
+        assert not other.done
+        waiting.pop().cancel()
+        again = ask(greedy, "and one more")
+        modest.noop()
+        assert not again.done, "what was given up makes room"
+        for handle in (*waiting, other, again):
+            handle.cancel()
+        until(lambda: not server.lookups.under_way, "their end")
+
+
+def test_an_eviction_policy_that_fails_costs_stores_and_no_lookups(tmp_path: Path, node: Node) -> None:
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    settings = make_settings(
+        name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
+    )
+    with Server(settings, load_plugins()) as server, server.connect() as client:
+        assert server.populator.wait(WAIT_S)
+        keys = [node.key(number) for number in range(400)]
+        payloads = [node.payload(number) for number in range(400)]
+        policy: Any = server.kernel._residents.policy
+
+        def broken(nbytes: int) -> list[Any]:
+            raise RuntimeError("the policy's own fault")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(policy.inner, "victims", broken)
+            statuses = client.store(keys, payloads, namespace=node.namespace).statuses
+            there = statuses.count(Status.STORED)
+            assert 0 < there < 400
+            assert statuses[there:] == [Status.FULL] * (400 - there)
+            assert client.lookup(keys, namespace=node.namespace).hits == there
+            into = [bytearray(65536) for _ in range(there)]
+            assert client.retrieve(keys[:there], into, namespace=node.namespace).hits == there
+        status = client.status()
+        assert status["l1"]["eviction_policy"] == "lru"
+        assert status["l1"]["counters"]["policy_faults"] >= 1
+        assert "the policy's own fault" in status["l1"]["policy_error"]
+        assert status["counters"].get("internal_errors", 0) == 0
+        assert client.store(keys[there:], payloads[there:], namespace=node.namespace).stored == 400 - there

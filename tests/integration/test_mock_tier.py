@@ -256,3 +256,39 @@ def test_a_clear_under_a_load_wins(node: Node, bad: Backend) -> None:
     # The same without a clear, so that the absence above means something.
     assert read_back(node, client, keys).hits == KEYS
     assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS
+
+
+@pytest.mark.parametrize("rule", ["any slow s=0.15", "load hang", "store hang", "any error rate=0.5"])
+def test_a_server_that_was_stopped_while_its_backend_is_in_trouble_goes_on(node: Node, bad: Backend, rule: str) -> None:
+    server = node.serve(*bad.options(deadline_s="0.2"))
+    client = node.client()
+    keys = [node.key(i) for i in range(40)]
+    payloads = [node.payload(i) for i in range(40)]
+
+    def stored_and_read() -> int:
+        """How many come back from the tier; what does is right."""
+        client.store(keys, payloads, namespace=node.namespace)
+        until(lambda: not client.status()["tiers"]["stores"]["in_flight_bytes"], "the stores")
+        client.clear(node.namespace)
+        found = client.lookup(keys, namespace=node.namespace, prefix=False, hold=True, wait_s=10)
+        into = [bytearray(len(payload)) for payload in payloads]
+        result = client.retrieve(keys, into, namespace=node.namespace, prefix=False, promises=found.promises)
+        hits = [at for at, status in enumerate(result.statuses) if status is Status.HIT]
+        assert all(bytes(into[at]) == payloads[at] for at in hits)
+        return len(hits)
+
+    until(lambda: stored_and_read() == 40, "all well")
+    bad.rules(rule)
+    client.clear(node.namespace)
+    for first in range(0, 40, 10):
+        client.store([node.key(f"more {i}") for i in range(first, first + 10)], payloads[:10], namespace=node.namespace)
+        handle = client.lookup_nowait(keys[first : first + 10], namespace=node.namespace, wait_s=0.1)
+        server.signal(signal.SIGSTOP)
+        time.sleep(0.3)  # past the deadline of everything that is under way
+        server.signal(signal.SIGCONT)
+        until(lambda handle=handle: handle.done, "the lookup")
+    bad.rules()
+    until(lambda: stored_and_read() == 40, "the recovery")
+    status = client.status()
+    assert status["tiers"]["faults"] == 0
+    assert status["counters"].get("internal_errors", 0) == 0

@@ -15,6 +15,7 @@ SOURCE = Path(lmcache_core.__file__).parent
 # Each room may import itself and those in the lines above it.
 ORDER = [
     {"limits", "errors"},
+    {"native"},
     {"kernel"},
     {"pool", "tokens"},
     {"protocol", "policies", "serde"},

@@ -13,7 +13,9 @@ import random
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
@@ -36,6 +39,7 @@ pytest.importorskip("lmcache_mock")
 NAMESPACE = Namespace("model", Layout("uint8", (16384,)))
 NBYTES = NAMESPACE.layout.nbytes
 KEYS = 12
+NOBODY = 65534
 DEADLINE_S = 0.3  # of the tier: what hangs or is slow is given up after it
 
 FAULTS = {
@@ -150,18 +154,20 @@ class World:
 
 
 @contextmanager
-def world(folder: Path, **settings: Any) -> Iterator[World]:
+def world(folder: Path, registry: Registry | None = None, **settings: Any) -> Iterator[World]:
+    settings.setdefault("l2", {"bad": {"type": "mock", "deadline_s": DEADLINE_S}})
+    registry = registry or load_plugins()
     made = make_settings(
+        registry=registry,
         name=f"t{uuid4().hex[:10]}",
         l1={"size_bytes": 4 << 20, "backing": "memfd"},
-        l2={"bad": {"type": "mock", "deadline_s": DEADLINE_S}},
         runtime_dir=str(folder / "run"),
         state_dir=str(folder / "state"),
         drain_s=0.2,
         **settings,
     )
     with ExitStack() as stack:
-        server = Server(made, load_plugins())
+        server = Server(made, registry)
         assert server.populator.wait(60)
         stack.enter_context(server)
         yield World(server, stack.enter_context(server.connect()))
@@ -341,23 +347,52 @@ def test_a_directory_deleted_under_the_server_is_made_again(node: Any, tmp_path:
     until(lambda: stored(next(numbers)), "the recovery")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_permission_says_so_and_recovers(node: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir(mode=0o500)
-    node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(folder))
-    client = node.client()
-    client.store([node.key(0)], [node.payload(0)], namespace=node.namespace)
-    until(lambda: "right to" in client.status()["tiers"]["tiers"][0]["last_error"], "the words")
-    folder.chmod(0o700)
-    numbers = itertools.count(1)
+def test_a_directory_without_permission_says_so_and_recovers() -> None:
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        if os.geteuid() == 0:  # who may write everywhere: the server runs as another user, in a child process
+            os.chown(folder, NOBODY, NOBODY)
+        # That user may not be allowed to read the interpreter's own files: what is used is imported before.
+        with tempfile.TemporaryDirectory() as other, world(Path(other), **_on_disk(Path(other))) as at:
+            assert at.round_trip(0)
+        registry = load_plugins()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                if os.geteuid() == 0:
+                    os.setgroups([])
+                    os.setresgid(NOBODY, NOBODY, NOBODY)
+                    os.setresuid(NOBODY, NOBODY, NOBODY)
+                _without_permission(folder, registry)
+                status = 0
+            except BaseException:  # noqa: BLE001 - the parent says that it failed, this says why
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
-    def stored() -> bool:
-        number = next(numbers)
-        client.store([node.key(number)], [node.payload(number)], namespace=node.namespace)
-        return any((folder / "objects").rglob("*/*")) if (folder / "objects").exists() else False
 
-    until(stored, "the recovery")
+def _on_disk(folder: Path) -> dict[str, Any]:
+    return {"l2": {"bad": {"type": "fs", "path": str(folder / "disk")}}}
+
+
+def _without_permission(folder: Path, registry: Registry) -> None:
+    assert os.geteuid() != 0
+    disk = folder / "disk"
+    disk.mkdir(mode=0o500)
+    with world(folder, registry, **_on_disk(folder)) as at:
+
+        def tier() -> Any:
+            return at.status()["tiers"]["tiers"][0]
+
+        keys = at.store(0)
+        until(lambda: "right to" in tier()["last_error"], "the words")
+        assert at.read(keys) == KEYS, "the L1 serves what the tier does not take"
+        disk.chmod(0o700)
+        turns = itertools.count(100, KEYS)
+        until(lambda: at.round_trip(next(turns) % 300), "the recovery")
+        at.account()
 
 
 @pytest.fixture

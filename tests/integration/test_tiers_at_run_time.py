@@ -304,9 +304,10 @@ def test_a_lookup_names_its_own_policy(node: Node, tmp_path: Path) -> None:
     keys = fill(node, client, 0, 4)
     until(lambda: len(files(tmp_path / "a")) == 4, "the files")
     client.clear(node.namespace)
-    for policy, stays in (("", 0), ("retain", 4)):
+    for policy, stays, reads in (("", 0, 4), ("retain", 4, 8)):
         assert client.lookup(keys, namespace=node.namespace, wait_s=30, policy=policy).hits == 4
         assert client.retrieve(keys, [bytearray(OBJECT_BYTES) for _ in keys], namespace=node.namespace).hits == 4
+        until(lambda: client.status()["counters"].get("read", 0) >= reads, "the server to hear of it")  # noqa: B023
         assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == stays
     with pytest.raises(UsageError, match="prefetch policy 'nonsense'"):
         client.lookup(keys, namespace=node.namespace, policy="nonsense")

@@ -8,6 +8,7 @@ the tests start: a Redis URL, an S3 endpoint, a directory.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -19,6 +20,9 @@ import pytest
 
 # The services are a package beside this file, and pytest's importlib mode puts no test folder on the path.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# The misbehaving HTTP front that the S3 adapter's own tests use.
+_FRONT = Path(__file__).parents[2] / "plugins" / "lmcache-s3" / "tests" / "s3_front.py"
 
 # backend → (module, class). A module is imported when its backend is used: not everybody has boto3.
 BACKENDS = {
@@ -109,13 +113,30 @@ def world(node: Any, service: Any, label: str) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def proxy(service: Any) -> Iterator[Any]:
-    """A proxy in front of the service that behaves, until it is told not to."""
-    from services.proxy import Proxy
+def proxies(service: Any) -> Iterator[Any]:
+    """Proxies in front of the service that behave, until they are told not to."""
+    found = service.through() if service.ours else None
+    if found is None:
+        pytest.skip(f"{service.name} has no port of ours to stand in front of")
+    yield found
+    found.mend()
+    if not found.kept:
+        found.stop()
 
-    target = service.proxied() if service.ours else None
-    if target is None:
-        pytest.skip(f"{service.name} has no single port of ours to stand in front of")
-    proxy = Proxy(*target)
-    yield proxy
-    proxy.stop()
+
+@pytest.fixture
+def front_module() -> Any:
+    """See `_FRONT`."""
+    spec = importlib.util.spec_from_file_location("s3_front", _FRONT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def front(service: Any, front_module: Any) -> Iterator[Any]:
+    front = front_module.Front(service.endpoint)
+    yield front
+    front.close()

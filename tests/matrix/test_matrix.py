@@ -54,39 +54,39 @@ def test_a_cleared_namespace_stays_cleared(world: Make) -> None:
 
 
 @pytest.mark.parametrize("fault", ["delay", "reset", "truncate", "black hole"])
-def test_a_bad_line_gives_misses_and_recovers(world: Make, service: Any, proxy: Any, fault: str) -> None:
-    here = world(service.settings_through(proxy.port))
+def test_a_bad_line_gives_misses_and_recovers(world: Make, proxies: Any, fault: str) -> None:
+    here = world(proxies.settings)
     numbers = here.stored_and_forgotten(0)
     if fault == "delay":
-        proxy.delay_s = 0.002
+        proxies.delay(0.002)
         assert here.read(numbers, wait_s=30.0) == KEYS, "slow is not broken"
-        proxy.mend()
+        proxies.mend()
     elif fault == "black hole":
-        proxy.black_hole = True
+        proxies.swallow()
         assert here.read(numbers, wait_s=1.0) == 0
         here.store(KEYS)
         until(lambda: "time" in here.tier["last_error"] or "late" in json.dumps(here.tier), "the tier to be late")
-        proxy.mend()
+        proxies.mend()
     else:
         # In the middle of an object (some services give each a connection of its own), over and over: retries alone
         # must not hide it from the test.
-        proxy.cut_after(200_000, reset=fault == "reset", times=4)
+        proxies.cut_after(200_000, reset=fault == "reset", times=4)
         assert 0 <= here.read(numbers) <= KEYS
-        assert proxy.cuts, "nothing was cut"
-        proxy.mend()
+        assert proxies.cuts, "nothing was cut"
+        proxies.mend()
     here.recover(2 * KEYS)
     here.account()
 
 
-def test_a_line_that_breaks_under_load_never_gives_wrong_bytes(world: Make, service: Any, proxy: Any) -> None:
-    here = world(service.settings_through(proxy.port))
+def test_a_line_that_breaks_under_load_never_gives_wrong_bytes(world: Make, proxies: Any) -> None:
+    here = world(proxies.settings)
     numbers = here.stored_and_forgotten(0)
     for turn in range(6):
-        proxy.cut_after(100_000 * (turn + 1), reset=bool(turn % 2), times=3)
+        proxies.cut_after(100_000 * (turn + 1), reset=bool(turn % 2), times=3)
         here.store(KEYS * (turn + 1), 4)
         here.read(numbers)
         here.client.clear(here.namespace)
-    proxy.mend()
+    proxies.mend()
     here.recover(100 * KEYS)
 
 
@@ -116,23 +116,46 @@ def test_a_service_killed_in_the_middle_of_a_batch_is_used_again_once_it_is_back
 # --- secrets ------------------------------------------------------------------------------------------------
 
 
-def test_no_secret_is_told_anywhere(world: Make, node: Any, service: Any, tmp_path: Path) -> None:
-    secrets = service.secrets()
-    if not secrets:
+SECRET = "s3cret/of@this:test"
+QUOTED = "s3cret%2Fof%40this%3Atest"
+
+# Every setting that may hold a secret, beside those that the service itself needs.
+SECRET_SETTINGS: dict[str, dict[str, object]] = {
+    "s3": {
+        "access_key_id": "somebody",
+        "secret_access_key": SECRET,
+        "session_token": SECRET,
+        "proxy": f"http://user:{QUOTED}@127.0.0.1:9",
+    },
+    "redis": {
+        "url": f"redis://user:{QUOTED}@127.0.0.1:9/0",
+        "password": SECRET,
+        "sentinel_username": "user",
+        "sentinel_password": SECRET,
+    },
+}
+
+
+def test_no_secret_is_told_anywhere(world: Make, node: Any, service: Any) -> None:
+    if service.tier_type not in SECRET_SETTINGS:
         pytest.skip(f"{service.name} has no secret")
-    here = world()
-    here.recover(0)
-    told = [json.dumps(here.status(), default=str), json.dumps(here.client.tiers_list(), default=str)]
-    name = node.server.name
-    for command in (["check"], ["config"], ["plugins", "show", service.tier_type]):
-        settings = service.tier_options(TIER) if command[0] in ("check", "config") else []
-        told.append(_said(*command, *settings))
-    told.append(_said("status", "--name", name, "--runtime_dir", str(node.run)))
-    wrong = {key: "wrong-" + str(value) for key, value in service.adapter_settings().items() if str(value) in secrets}
-    told.append(_said("check", *service.tier_options(TIER, {**service.adapter_settings(), **wrong})))
-    node.server.signal(15)
-    until(lambda: node.server.popen.poll() is not None, "the server's end")
-    told += [node.server.popen.stdout.read(), node.server.popen.stderr.read()]
+    secrets = {*service.secrets(), SECRET, QUOTED}
+    wrong = {**service.adapter_settings(), **SECRET_SETTINGS[service.tier_type]}
+    told = [_said("plugins", "show", service.tier_type)]
+    for settings in (service.adapter_settings(), wrong):
+        here = world(settings)
+        if settings is wrong:
+            here.store(0, 2)
+            until(lambda tier=here: tier.tier["last_error"], "an error")
+            here.read(range(100, 102), wait_s=1.0)
+        else:
+            here.recover(0)
+        told += [json.dumps(here.status(), default=str), json.dumps(here.client.tiers_list(), default=str)]
+        told += [_said(command, *service.tier_options(TIER, settings)) for command in ("check", "config")]
+        told.append(_said("status", "--name", node.server.name, "--runtime_dir", str(node.run)))
+        node.server.signal(15)
+        until(lambda: node.server.popen.poll() is not None, "the server's end")
+        told += [node.server.popen.stdout.read(), node.server.popen.stderr.read()]
     for text in told:
         for secret in secrets:
             assert secret not in text, f"a secret was told: …{text[max(0, text.find(secret) - 200) :][:400]}"

@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matrix_world import KEYS, World, until
+from s3_calls import build, load, store
 
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
+from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.parallel import adapter_context
 
 Make = Callable[..., World]
 S3 = ("s3-moto", "s3-radosgw")
-_FRONT = Path(__file__).parents[2] / "plugins" / "lmcache-s3" / "tests" / "s3_front.py"
 
 
 @pytest.fixture(autouse=True)
 def _only_s3(service: Any) -> None:
     if service.name not in S3 or not service.ours:
         pytest.skip("these tests are for an S3 service of ours")
-
-
-@pytest.fixture
-def front_module() -> Any:
-    """The misbehaving HTTP front that the adapter's own tests use."""
-    spec = importlib.util.spec_from_file_location("s3_front", _FRONT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def front(service: Any, front_module: Any) -> Iterator[Any]:
-    front = front_module.Front(service.endpoint)
-    yield front
-    front.close()
-
-
-def build(service: Any, **more: object) -> L2Adapter:
-    settings = {**service.adapter_settings(), **more}
-    adapter = load_plugins().build(Kind.L2_ADAPTER, "s3", settings, adapter_context("cold", 4))
-    assert isinstance(adapter, L2Adapter)
-    return adapter
-
-
-def store(adapter: L2Adapter, key: bytes, content: bytes = b"content" * 1000) -> Outcome:
-    return adapter.store([StoreItem(key, [memoryview(content)])], time.monotonic() + 30)[0]
-
-
-def load(adapter: L2Adapter, key: bytes, nbytes: int) -> tuple[Outcome, bytes]:
-    into = bytearray(nbytes)
-    (outcome,) = adapter.load([LoadItem(key, [memoryview(into)])], time.monotonic() + 30)
-    return outcome, bytes(into)
 
 
 @pytest.mark.parametrize("transport", ["direct", "plain"])

@@ -295,7 +295,7 @@ class Soak:
             if status["counters"].get(name):
                 self.problems.append(f"the server counted {name}: {status['counters'][name]}")
         if status["tiers"]["faults"]:
-            self.problems.append("the tiers counted faults")
+            self.problems.append(f"the tiers counted faults: {(self.folder / 'log').read_text()[-3000:]}")
         self.server.send_signal(signal.SIGTERM)
         if self.server.wait(SETTLE_S) != 0:
             self.problems.append("the server did not end well")

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 
 _CHUNK_BYTES = 64 << 10
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
@@ -137,3 +138,39 @@ class Proxy:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(each)
             each.close()
+
+
+class Proxies:
+    """A proxy in front of each of a service's ports, all told the same. `settings` lead an adapter through them."""
+
+    def __init__(self, targets: Sequence[tuple[str, int]], *, kept: bool = False) -> None:
+        self._each = [Proxy(*target) for target in targets]
+        self.ports = [proxy.port for proxy in self._each]
+        self.settings: dict[str, object] = {}
+        self.kept = kept  # the service stops them, with itself
+
+    @property
+    def cuts(self) -> int:
+        return sum(proxy.cuts for proxy in self._each)
+
+    def delay(self, seconds: float) -> None:
+        for proxy in self._each:
+            proxy.delay_s = seconds
+
+    def swallow(self) -> None:
+        for proxy in self._each:
+            proxy.black_hole = True
+
+    def cut_after(self, nbytes: int, *, reset: bool, times: int = 1) -> None:
+        """For each port."""
+        for proxy in self._each:
+            proxy.cuts = 0
+            proxy.cut_after(nbytes, reset=reset, times=times)
+
+    def mend(self) -> None:
+        for proxy in self._each:
+            proxy.mend()
+
+    def stop(self) -> None:
+        for proxy in self._each:
+            proxy.stop()

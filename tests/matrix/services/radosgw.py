@@ -117,6 +117,14 @@ class RadosGateway(S3Service):
     def secrets(self) -> Sequence[str]:
         return (SECRET_KEY,)
 
+    # --- keys, beside the one of `adapter_settings` ---------------------------------------------------------
+    def make_key(self, access_key: str, secret_key: str) -> None:
+        words = ("--uid", "matrix", "--key-type", "s3", "--access-key", access_key, "--secret", secret_key)
+        self._run("radosgw-admin", "-n", "client.rgw", "key", "create", *words)
+
+    def remove_key(self, access_key: str) -> None:
+        self._run("radosgw-admin", "-n", "client.rgw", "key", "rm", "--uid", "matrix", "--access-key", access_key)
+
     # --- one after the other ------------------------------------------------------------------------------
     def _make_keys(self) -> None:
         keyring = str(self._folder / "keyring")

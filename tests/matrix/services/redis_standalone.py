@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import redis
 
@@ -110,6 +111,11 @@ class RedisService(Service):
         if self.endpoint is None:
             with self.door() as door:
                 door.flushall()
+
+    def secrets(self) -> Sequence[str]:
+        """Of one of the user's own: the password in its URL."""
+        password = urlsplit(self.endpoint).password if self.endpoint is not None else None
+        return sorted({password, unquote(password)}) if password else ()
 
     def daemons(self) -> Sequence[RedisDaemon]:
         return ()

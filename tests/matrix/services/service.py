@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from services.proxy import Proxies
+
 START_S = 60.0  # a safety net: services answer within a second or twenty
 STOP_S = 20.0
 
@@ -64,6 +66,16 @@ class Service(ABC):
     def settings_through(self, port: int) -> dict[str, object]:
         """`adapter_settings` with the port of `proxied` replaced."""
         raise NotImplementedError(f"{self.name} has no single port")
+
+    def through(self) -> Proxies | None:
+        """Proxies in front of the service, or of another of its kind whose nodes name the proxies as their own
+        addresses. None: it has no port."""
+        target = self.proxied()
+        if target is None:
+            return None
+        proxies = Proxies([target])
+        proxies.settings = self.settings_through(proxies.ports[0])
+        return proxies
 
     # --- for the conformance kit ----------------------------------------------------------------------------
     def corner(self, label: str) -> dict[str, object] | None:

@@ -1,0 +1,439 @@
+"""Why did it miss? Each reason is brought about on a server, and asked for by another process, over the wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from lmcache_core.cli.main import main
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import EXPLAINS_PER_SESSION_MAX
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.keys import chunk_keys
+from lmcache_core.tokens.namespace import Namespace
+
+pytest.importorskip("lmcache_mock")
+
+MIB = 1 << 20
+NS = Namespace("model", Layout("uint8", (65536,)))
+NBYTES = NS.layout.nbytes
+SLOTS = 4 * MIB // NBYTES
+TIER = {"cold": {"type": "mock", "deadline_s": 0.3}}
+NO_HEADROOM = {"size_bytes": 4 * MIB, "backing": "memfd", "watermark": 1.0}
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.003)
+    return value
+
+
+def key(name: object) -> bytes:
+    return str(name).encode().rjust(32, b"\0")
+
+
+class World:
+    """A server in this process, a client of it, and a way to ask from another process."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
+        registry = load_plugins()
+        self.run = folder / "run"
+        self.name = f"t{uuid4().hex[:10]}"
+        self.stack = stack
+        settings = {"l1": NO_HEADROOM, "drain_s": 0.2, **settings}
+        made = make_settings(
+            registry=registry, name=self.name, runtime_dir=str(self.run), state_dir=str(folder / "state"), **settings
+        )
+        self.server = Server(made, registry)
+        assert self.server.populator.wait(60)
+        stack.enter_context(self.server)
+        self.client = self.another()
+        self.client.register_layout(NS)
+
+    def another(self, **options: Any) -> Client:
+        return self.stack.enter_context(Client.connect(self.name, runtime_dir=self.run, **options))
+
+    def store(self, *names: object) -> list[bytes]:
+        keys = [key(name) for name in names]
+        self.client.store(keys, [bytes(NBYTES)] * len(keys), namespace=NS)
+        return keys
+
+    def overflow(self) -> None:
+        """Push out everything that may go."""
+        self.store(*(uuid4().hex[:16] for _ in range(2 * SLOTS)))
+
+    def faults(self, *rules: str) -> None:
+        assert self.server.tiering is not None
+        adapter: Any = self.server.tiering._tiers["cold"].adapter
+        adapter.set_faults(*rules)
+
+    def tier(self) -> dict[str, Any]:
+        tier: dict[str, Any] = self.client.status()["tiers"]["tiers"][0]
+        return tier
+
+    def holds(self, objects: int) -> None:
+        until(lambda: self.tier()["objects"] >= objects, f"{objects} objects in the tier")
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "lmcache_core.cli.main", "explain", "--name", self.name]
+        argv += ["--runtime-dir", str(self.run), "--dtype", "uint8", "--shape", str(NBYTES), *arguments]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+    def ask(self, name: object) -> dict[str, Any]:
+        """What another process is told about one key."""
+        done = self.command("--model", "model", "--json", key(name).hex())
+        assert done.returncode == 0, done.stderr
+        (told,) = json.loads(done.stdout)
+        assert told["key"] == key(name).hex()
+        return dict(told)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+        yield lambda **settings: World(tmp_path, stack, **settings)
+
+
+# --- one function for each reason: it loses the key "k" ------------------------------------------------------------
+
+
+def never_seen(at: World) -> None:
+    at.store("another")
+
+
+def evicted(at: World) -> None:
+    at.store("k")
+    at.overflow()
+
+
+def cleared(at: World) -> None:
+    at.store("k")
+    assert at.client.clear(NS).objects == 1
+
+
+def cleared_while_written(at: World) -> None:
+    lease = at.client.prepare_store([key("k")], namespace=NS)
+    assert at.client.clear(NS).doomed == 1
+    lease.abort()
+
+
+def expired(at: World) -> None:
+    lease = at.client.prepare_store([key("k")], namespace=NS)
+    until(lambda: at.client.status()["l1"]["bytes_by_state"]["quarantined"], "the expiry")
+    lease.abort()
+
+
+def being_written(at: World) -> None:
+    at.stack.callback(at.client.prepare_store([key("k")], namespace=NS).abort)
+
+
+def aborted(at: World) -> None:
+    at.client.prepare_store([key("k")], namespace=NS).abort()
+
+
+def writer_died(at: World) -> None:
+    code = (
+        "import sys; from lmcache_core.client.client import Client\n"
+        "from lmcache_core.pool.layout import Layout; from lmcache_core.tokens.namespace import Namespace\n"
+        f"ns = Namespace('model', Layout('uint8', ({NBYTES},)))\n"
+        "client = Client.connect(sys.argv[1], runtime_dir=sys.argv[2])\n"
+        f"lease = client.prepare_store([bytes.fromhex('{key('k').hex()}')], namespace=ns)\n"
+        "print('granted', flush=True); sys.stdin.readline()\n"
+    )
+    argv = [sys.executable, "-c", code, at.name, str(at.run)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "granted\n"
+        worker.kill()
+        worker.wait()
+    until(lambda: not at.client.status()["l1"]["leases_by_kind"]["write"], "its death")
+
+
+def no_room(at: World) -> None:
+    kept = at.store(*range(SLOTS))
+    lease = at.client.prepare_retrieve(kept, namespace=NS)
+    at.stack.callback(lease.finish)
+    assert at.client.store([key("k")], [bytes(NBYTES)], namespace=NS).statuses == [Status.FULL]
+
+
+def quota(at: World) -> None:
+    lease = at.client.prepare_store([key(number) for number in range(4)], namespace=NS)
+    at.stack.callback(lease.abort)
+    until(lambda: at.client.status()["l1"]["bytes_by_state"]["quarantined"], "the expiry")
+    assert at.client.store([key("k")], [bytes(NBYTES)], namespace=NS).statuses == [Status.QUOTA]
+
+
+def other_layout(at: World) -> None:
+    wide = Layout("uint8", (2 * NBYTES,))
+    other = at.another()
+    link = other._links.current()
+    link.bind_id(NS.id, wide)
+    granted = link.channel.call(lambda rid: m.PrepareStore(rid, NS.id, key("k")))
+    assert isinstance(granted, m.Granted)
+    link.channel.call(lambda rid: m.CommitStore(rid, granted.lease, 0, 1))
+
+
+def queue_full(at: World) -> None:
+    def stores() -> dict[str, Any]:
+        found: dict[str, Any] = at.client.status()["tiers"]["stores"]
+        return found
+
+    at.faults("store hang")
+    while not stores()["dirty"].get("cold"):  # until the lanes are full, and what comes next waits
+        at.store(uuid4().hex[:16])
+        until(lambda: not stores()["arrived"], "the plan")
+    at.store("k")
+    for number in range(8):
+        at.store(f"behind {number}")
+    until(lambda: stores()["counts"].get("lost_throttled", 0) >= 5, "the full queue")
+    at.overflow()
+
+
+def tier_error_at_lookup(at: World) -> None:
+    at.faults("exists gone")
+
+
+def tier_error_at_store(at: World) -> None:
+    at.faults("store error")
+    at.store("k")
+    until(lambda: at.client.status()["tiers"]["stores"]["counts"].get("lost_tier_error"), "the failure")
+    at.overflow()
+
+
+def tier_hangs(at: World) -> None:
+    at.faults("exists hang")
+
+
+def damaged(at: World) -> None:
+    at.store("k")
+    at.holds(1)
+    at.client.clear(NS)
+    at.faults("load flipped_bits")
+    assert at.client.lookup([key("k")], namespace=NS, wait_s=10.0).hits == 0
+    until(lambda: not at.tier()["objects"], "its removal")
+
+
+def evicted_from_tier(at: World) -> None:
+    for number in range(12):
+        at.store(number or "k")
+        until(lambda: not any(at.client.status()["tiers"]["stores"]["dirty"].values()), "the store")
+    until(lambda: at.tier()["deletes"]["evicted"], "an eviction there")
+    at.client.clear(NS)
+
+
+def gone_from_tier(at: World) -> None:
+    """The store policy keeps objects on the tier alone, and somebody emptied it."""
+    at.store("k")
+    at.holds(1)
+    assert at.server.tiering is not None
+    adapter: Any = at.server.tiering._tiers["cold"].adapter
+    until(lambda: not at.client.status()["l1"]["objects_by_state"]["ready"], "the L1 to drop it")
+    for found in adapter.scan(None, time.monotonic() + 10).entries:
+        adapter.memory.delete([found.key], time.monotonic() + 10)
+
+
+@pytest.mark.parametrize(
+    ("lose", "reason", "words", "settings"),
+    [
+        (never_seen, "never_seen", "nobody has offered it", {}),
+        (evicted, "evicted", "evicted from the pool .* ago by lru to make room for session", {}),
+        (cleared, "cleared", "cleared .* ago by session", {}),
+        (cleared_while_written, "cleared", "cleared .* ago by session", {}),
+        (expired, "expired", "did not commit in time: its lease expired .* ago", {"lease": {"write_ttl_s": 0.2}}),
+        (being_written, "being_written", "being written now", {}),
+        (aborted, "aborted", r"its writer \(session \d+.*gave up .* ago", {}),
+        (writer_died, "writer_died", r"its writer \(session \d+\) died before the commit .* ago", {}),
+        (no_room, "no_room", "the pool was full of what could not be evicted", {}),
+        (quota, "quota", "quota", {"lease": {"write_ttl_s": 0.2}, "quarantine": {"fraction_per_uid_max": 0.03}}),
+        (other_layout, "other_layout", "another layout", {}),
+        (queue_full, "queue_full", "tier cold: dropped by its full queue .* ago",
+         {"l2": {"cold": {"type": "mock", "deadline_s": 600}}}),
+        (tier_error_at_lookup, "tier_error", r"tier cold: did not answer \(tier_error\): .+", {"l2": TIER}),
+        (tier_error_at_store, "tier_error", "tier cold: failed .* ago: .+", {"l2": TIER}),
+        (tier_hangs, "late", r"tier cold: did not answer \(late\)", {"l2": TIER}),
+        (damaged, "damaged", "tier cold: damaged there, found .* ago: .+", {"l2": TIER}),
+        (evicted_from_tier, "cleared", "tier cold: evicted .* ago by LruEviction",
+         {"l2": {"cold": {**TIER["cold"], "capacity_bytes": 8 * NBYTES}}}),
+        (gone_from_tier, "dropped", "left the pool .* ago", {"l2": TIER, "store_policy": "skip_l1"}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)  # fmt: skip
+def test_every_miss_has_its_reason(
+    make: Callable[..., World],
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[World], None],
+    reason: str,
+    words: str,
+    settings: dict[str, Any],
+) -> None:
+    monkeypatch.setattr("lmcache_core.tiers.store.DIRTY_OBJECTS_MAX", 4 if lose is queue_full else 1 << 18)
+    monkeypatch.setattr("lmcache_core.tiers.whereabouts.TIER_LOOKUP_S", 0.3 if lose is tier_hangs else 5.0)
+    at = make(**settings)
+    before = time.time()
+    lose(at)
+    told = at.ask("k")
+    assert (told["hit"], told["where"]) == (False, [])
+    assert told["reason"] == reason, told
+    assert re.search(words, told["why"]), told["why"]
+    if told["at_unix_s"] is not None:
+        assert before - 0.1 <= told["at_unix_s"] <= time.time() + 0.1
+        assert 0 <= told["age_s"] <= time.time() - before + 0.1
+    elif reason not in ("never_seen", "being_written", "other_layout"):
+        assert told["tiers"][0]["found"] is None, "what has no time is happening now"
+    if "l2" in settings:
+        at.faults()
+
+
+def test_a_hit_says_all_the_places_that_have_it(make: Callable[..., World]) -> None:
+    at = make(l2={**TIER, "colder": {"type": "mock"}}, l2_order=["cold", "colder"])
+    at.store("k")
+    at.holds(1)
+    until(lambda: at.client.status()["tiers"]["tiers"][1]["objects"], "the other tier")
+    told = at.ask("k")
+    assert (told["hit"], told["where"], told["reason"]) == (True, ["l1", "cold", "colder"], "")
+    at.client.clear(NS)
+    assert at.ask("k")["where"] == ["cold", "colder"]
+    at.faults("exists gone")
+    told = at.ask("k")
+    assert told["where"] == ["colder"], "a tier in trouble does not hide what another has"
+    assert [word["found"] for word in told["tiers"]] == [None, True]
+
+
+def test_explaining_changes_nothing(make: Callable[..., World]) -> None:
+    at = make()
+    keys = [at.store(number)[0] for number in range(SLOTS)]
+    at.client.explain(keys[:1], namespace=NS)  # were this a use, it would not be the coldest any more
+    at.store("one more")
+    assert at.client.lookup(keys[:1], namespace=NS, tiers=[]).hits == 0
+    before = at.client.status()["l1"]
+    at.client.explain(keys, namespace=NS)
+    assert at.client.status()["l1"] == before
+    assert not any(before["leases_by_kind"].values())
+
+
+# --- who may ask ---------------------------------------------------------------------------------------------------
+
+
+def test_only_namespaces_that_the_session_has_registered_are_explained(make: Callable[..., World]) -> None:
+    at = make()
+    keys = at.store("k")
+    stranger = at.another(maps_pool=False)
+    with pytest.raises(UsageError, match=r"not registered in this session.*register_layout"):
+        stranger.explain(keys, namespace=NS)
+    with pytest.raises(UsageError, match="not registered in this session"):
+        stranger.explain(tokens=range(600), namespace=NS)
+    stranger.register_layout(Namespace("another model", NS.layout))
+    with pytest.raises(UsageError, match="not registered in this session"):
+        stranger.explain(keys, namespace=NS)
+    stranger.register_layout(NS)
+    assert [each.hit for each in stranger.explain(keys, namespace=NS)] == [True]
+
+
+def test_tokens_are_explained_chunk_by_chunk_with_the_servers_chunk_size(make: Callable[..., World]) -> None:
+    at = make(chunk_tokens=16)
+    tokens = list(range(16 * 300 + 5))
+    keys = chunk_keys(tokens, NS, 16)
+    at.client.store(keys[:2], [bytes(NBYTES)] * 2, namespace=NS)
+    told = at.client.explain(tokens=tokens, namespace=NS)
+    assert [each.key for each in told] == keys
+    assert [each.hit for each in told] == [True, True] + [False] * 298
+    with pytest.raises(UsageError, match="one of them"):
+        at.client.explain(keys, tokens=tokens, namespace=NS)
+    with pytest.raises(UsageError, match="one of them"):
+        at.client.explain(namespace=NS)
+
+
+def test_what_was_registered_before_a_reconnect_is_explained_after_it(make: Callable[..., World]) -> None:
+    at = make()
+    keys = at.store("k")
+    link = at.client._links.current()
+    link.channel.close("a broken connection")
+    assert at.client.explain(keys, namespace=NS)[0].hit
+    assert at.client._links.current() is not link
+
+
+def test_explanations_that_wait_for_tiers_are_bounded_for_each_session(make: Callable[..., World]) -> None:
+    at = make(l2=TIER)
+    at.faults("exists hang")
+    link = at.client._links.current()
+    ask = lambda rid: m.Explain(rid, NS.id, key("k"))  # noqa: E731
+    waiting = [link.channel.start(ask) for _ in range(EXPLAINS_PER_SESSION_MAX)]
+    with pytest.raises(LimitError, match=f"{EXPLAINS_PER_SESSION_MAX} explanations of this session"):
+        link.channel.call(ask)
+    other = at.another()
+    other.register_layout(NS)
+    pending = other._links.current().channel.start(ask)
+    at.faults()
+    for each in waiting:
+        assert isinstance(link.channel.wait(each, 60.0), m.Explained)
+    assert isinstance(other._links.current().channel.wait(pending, 60.0), m.Explained)
+    assert at.client.explain([key("k")], namespace=NS)
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_explains_keys_and_tokens_by_description_and_by_id(make: Callable[..., World]) -> None:
+    at = make(chunk_tokens=4)
+    tokens = [5, 6, 7, 8, 9, 10, 11, 12, 13]
+    keys = chunk_keys(tokens, NS, 4)
+    at.client.store(keys[:1], [bytes(NBYTES)], namespace=NS)
+    listed = at.run.parent / "tokens.json"
+    listed.write_text(json.dumps(tokens))
+    table = at.command("--model", "model", "--tokens-file", str(listed))
+    assert table.returncode == 0, table.stderr
+    lines = table.stdout.splitlines()[2:]
+    assert [line.split()[:2] for line in lines] == [[keys[0].hex()[:16], "yes"], [keys[1].hex()[:16], "no"]]
+    assert "never_seen" in lines[1]
+    by_id = at.command("--namespace", f"{NS.id:016x}", "--json", *(each.hex() for each in keys))
+    assert [each["hit"] for each in json.loads(by_id.stdout)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "m"], "one of them"),
+        (["--model", "m", "--tokens", "1,2", "ab" * 32], "one of them"),
+        (["--tokens", "1"], "--model"),
+        (["--namespace", "1", "--tokens", "1"], "nothing about tokens"),
+        (["--namespace", "x", "ab" * 32], "hexadecimal"),
+        (["--model", "m", "abc"], "64 hexadecimal digits"),
+        (["--model", "m", "--tokens", "1;2"], "whole numbers"),
+        (["--model", "m", "--tokens", "1", "--kv-shard", "2"], "I/N"),
+        (["--model", "m", "--tokens-file", "/nowhere"], "cannot be read"),
+        (["--model", "m", "--tokens", "1", "--tenant-salt-file", "/nowhere"], "cannot be read"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_what_is_wrong(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fixed = ["--runtime-dir", str(tmp_path), "--dtype", "uint8", "--shape", "8"]
+    assert main(["explain", *fixed, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_without_a_server_the_command_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["--dtype", "uint8", "--shape", "8", "--model", "m", "ab" * 32]
+    assert main(["explain", "--name", f"t{uuid4().hex[:10]}", "--runtime-dir", str(tmp_path), *arguments]) == 2
+    assert capsys.readouterr().err.startswith("lmcache-core: ")
