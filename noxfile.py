@@ -23,14 +23,34 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: crash, fuzz, matrix(…), soak, and plugin(…) for those that need a server.
-LONG = ["tests/crash", "tests/fuzz", "tests/matrix", "tests/soak", "plugins/lmcache-redis", "plugins/lmcache-s3"]
+# With sessions of their own: native, crash, fuzz, matrix(…), soak, and plugin(…) for those that need a server.
+LONG = [
+    "core/tests/native",
+    "tests/crash",
+    "tests/fuzz",
+    "tests/matrix",
+    "tests/soak",
+    "plugins/lmcache-redis",
+    "plugins/lmcache-s3",
+]
 
 
-def install(session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = ()) -> None:
-    """Core and local packages, in one call so that they find each other, under the repository's constraints."""
+# What knows of core's C extension: tests of it, and those that hold it and the way in Python together.
+NATIVE = ["tests/native", "tests/tokens", "tests/client/test_hits.py"]
+# Those that build programs and packages of their own, which a sanitizer around the interpreter would only slow down.
+NATIVE_BUILDS = ["test_build.py", "test_programs.py", "test_hunt.py"]
+
+
+def install(
+    session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = (), native: str | None = None
+) -> None:
+    """Core and local packages, in one call so that they find each other, under the repository's constraints.
+
+    `native`: LMCACHE_CORE_NATIVE, whether core's C extension is built; without it, what the environment says.
+    """
     local = [f"{CORE}{extras}", *(str(path) for path in packages)]
-    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools)
+    env = {"LMCACHE_CORE_NATIVE": native} if native else {}
+    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools, env=env)
 
 
 def test_requirements(path: Path) -> list[str]:
@@ -63,9 +83,46 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def core(session: nox.Session) -> None:
-    """Core alone, as a node image has it: no torch, no plugin, no extra."""
-    install(session, tools=(*TEST_TOOLS, *test_requirements(CORE)))
-    session.run("python", "-m", "pytest", "-q", "--timeout=300", str(CORE / "tests"), *session.posargs)
+    """Core alone, as a node image without a compiler has it: no torch, no plugin, no extra, no C extension."""
+    install(session, tools=(*TEST_TOOLS, *test_requirements(CORE)), native="off")
+    chosen = ["-q", "--timeout=300", str(CORE / "tests"), *session.posargs]
+    session.run("python", "-m", "pytest", *chosen, env={"LMCACHE_CORE_NATIVE": "off"})
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """The C extension: how it is built, its C programs, Python against C; then again under a sanitizer.
+
+    `-- quick` leaves the sanitizer out.
+    """
+    install(session, tools=(*TEST_TOOLS, *test_requirements(CORE), "setuptools>=77"), native="require")
+    pytest = ["python", "-m", "pytest", "-q", "--timeout=300", "-p", "no:cacheprovider"]
+    required = {"LMCACHE_CORE_NATIVE": "require"}
+    session.run(*pytest, *(str(CORE / each) for each in NATIVE), env=required)
+    if "quick" in session.posargs:
+        return
+    libraries = [
+        str(session.run("gcc", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "core"
+        shutil.copytree(CORE, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "*.so", "__pycache__"))
+        with session.chdir(source):
+            sanitized = required | {"LMCACHE_CORE_NATIVE_SANITIZE": "address,undefined"}
+            session.run("python", "setup.py", "-q", "build_ext", "--inplace", env=sanitized)
+        env = required | {
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter keeps what it has until the end
+            "PYTHONMALLOC": "malloc",  # each object with its red zones
+            "PYTHONPATH": str(source / "src"),
+        }
+        told = "from lmcache_core.native import native; print(native.__file__)"
+        if folder not in str(session.run("python", "-c", told, env=env, silent=True)):
+            session.error("the sanitized extension is not the one that is imported")
+        under = [str(source / each) for each in NATIVE]
+        under += [f"--ignore={source / 'tests/native' / each}" for each in NATIVE_BUILDS]
+        session.run(*pytest, "-c", str(ROOT / "pyproject.toml"), "--rootdir", folder, *under, env=env)
 
 
 @nox.session
@@ -86,14 +143,14 @@ def plugin(session: nox.Session, name: str) -> None:
 @nox.session
 def crash(session: nox.Session) -> None:
     """kill -9 for workers and servers, at every step of what they do."""
-    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], tools=tuple(TEST_TOOLS))
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], tools=tuple(TEST_TOOLS), native="require")
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/crash", *session.posargs)
 
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
     """Garbage on the wire, damaged segments, and the kernel against a plain model."""
-    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS))
+    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS), native="require")
     where = ["tests/fuzz", "core/tests/kernel", "core/tests/pool"]
     session.run("python", "-m", "pytest", "-q", "--timeout=300", *where, *session.posargs)
 
@@ -101,7 +158,7 @@ def fuzz(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Four workers, two tiers, random kills, every byte checked. Three minutes; `-- --seconds 36000` for a night."""
-    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"])
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], native="require")
     session.run("python", "tests/soak/run.py", *session.posargs)
 
 
@@ -125,7 +182,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benches named as arguments, or all of them, quickly."""
     install(session, *installable(), extras="[cli,torch]")
-    names = session.posargs or ["rpc", "copy", "prompt", "alloc", "l2", "policy", "serde", "hooks"]
+    names = session.posargs or ["rpc", "copy", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
     for name in names:
         session.run("lmcache-core", "bench", name, "--quick")
 
