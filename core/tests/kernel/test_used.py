@@ -140,3 +140,23 @@ def test_as_many_checksums_as_positions_or_nothing_happens(kernel: Kernel, posit
     assert found(kernel, 1, 2) == [False, False]
     kernel.commit_store(WORKER, lease, 0.0)
     assert found(kernel, 1, 2) == [True, True]
+
+
+# --- what is at the head of a queue -------------------------------------------------------------------------
+
+
+def test_leading_misses_end_at_the_first_that_is_ready_and_look_no_further(kernel: Kernel) -> None:
+    store(kernel, 1, 2)
+    offer(kernel, 3)
+    asked: list[int] = []
+
+    def ask(*numbers: int) -> int:
+        asked.clear()
+        return kernel.leading_misses(NS, (asked.append(number) or keys(number)[0] for number in numbers))
+
+    assert ask(3, 4, 1, 2) == 2
+    assert asked == [3, 4, 1], "a key that is being written is not there, and 2 was not asked for"
+    assert ask(1) == 0
+    assert ask(4, 5) == 2
+    assert kernel.leading_misses(NS2, keys(1)) == 1
+    assert kernel.leading_misses(NS, []) == 0

@@ -42,7 +42,8 @@ def slice_s() -> float:
 def test_a_short_slice_changes_neither_policy_nor_niceness_and_stays_with_its_thread() -> None:
     def work() -> tuple[bool, int, int, float, float]:
         given = ask_for_short_slices()
-        return given, os.sched_getscheduler(0), nice(), slice_s(), on_a_thread(slice_s)
+        policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
+        return given, policy, nice(), slice_s(), on_a_thread(slice_s)
 
     before = slice_s()
     given, policy, niceness, own_s, childs_s = on_a_thread(work)
@@ -50,7 +51,8 @@ def test_a_short_slice_changes_neither_policy_nor_niceness_and_stays_with_its_th
     assert slice_s() == before, "the thread of another is left alone"
     if not given or own_s == 0.0:
         pytest.skip("this kernel gives no slices to ask for")
-    assert own_s == childs_s == pytest.approx(LOOP_SLICE_S), "lanes inherit it"
+    assert own_s == pytest.approx(LOOP_SLICE_S)
+    assert childs_s != own_s, "lanes have the usual ones: the loop waits for the one that has the GIL"
 
 
 def test_a_policy_of_somebodys_choice_is_left_alone() -> None:

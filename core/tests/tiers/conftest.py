@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
@@ -82,6 +83,9 @@ class MemoryL1:
         return sum(map(len, self.holds.values())) + sum(map(len, self.loads.values()))
 
     # --- the interface ------------------------------------------------------------------------------------
+    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda key: (namespace, key) not in self.ready, keys))
+
     def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
         slots = [self.ready.get((namespace, key)) for key in keys]
@@ -199,8 +203,9 @@ class ScriptedAdapter(L2Adapter):
         if gate is not None:
             self.entered.release()
             assert gate.wait(SAFETY_S)
-        if method in self.errors:
-            raise self.errors[method]
+        error = self.errors.get(method)  # it may go at this moment
+        if error is not None:
+            raise error
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
         self._enter("store")

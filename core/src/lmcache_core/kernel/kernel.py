@@ -7,7 +7,7 @@ raised, and applies them before it replies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.adoption import Adoption
@@ -201,6 +201,10 @@ class Kernel:
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix)
+
+    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
+        """How many of the keys come before the first that is ready. No adopted object is made for it."""
+        return self._reading.leading_misses(namespace, keys)
 
     def explain(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], now: float

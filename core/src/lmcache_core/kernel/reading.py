@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Lookup, Reason, Settled
@@ -205,6 +205,18 @@ class Reading:
             residents.remove(spent, Reason.DROPPED)
             residents.effects.append(Read(found))
         return len(found)
+
+    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
+        """How many of the keys come before the first that is ready."""
+        table = self._residents.table.of(namespace)
+        shards, mask = table.shards, table.mask
+        misses = 0
+        for key in keys:
+            item = shards[(key[0] ^ key[31]) & mask].get(key)
+            if item is not None and item.state is READY:
+                break
+            misses += 1
+        return misses
 
     # --- lookup and promises --------------------------------------------------------------------------------
 

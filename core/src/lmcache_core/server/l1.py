@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -193,6 +193,9 @@ class L1:
             self.note_uses()
 
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
+
+    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
+        return self.kernel.leading_misses(namespace, keys)
 
     def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
         grants = self.kernel.prepare_retrieve(SERVER_SESSION, namespace, keys, self.now)

@@ -138,7 +138,7 @@ class Server:
         # longer than that are not made on the data path.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(5_000, 1_000_000, 1_000_000)
+        gc.set_threshold(1_000, 1_000_000, 1_000_000)
         with self._signals():
             self._started()
             if on_ready is not None:

@@ -6,7 +6,7 @@ Every method is called on the loop's thread, and only there. Lanes see nothing o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -68,6 +68,10 @@ class Loading(NamedTuple):
 
 class L1(Protocol):
     """The caller (tiering) settles every position it was granted; the implementation never calls back."""
+
+    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
+        """How many of the keys come before the first that is there. Looks no further than that."""
+        ...
 
     def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
         """Hold ready objects so that a lane can read them. Positions without an offset hold nothing."""

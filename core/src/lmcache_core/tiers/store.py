@@ -11,50 +11,24 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, islice
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import groupby, islice, takewhile
+from typing import Any
 
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePolicy
+from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty
 from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key, tier_keys
-from lmcache_core.tiers.l1 import L1, Committed, Pinned, TierReason
+from lmcache_core.tiers.l1 import L1, Committed, TierReason
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-_PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
 _LET_GO_AT_ONCE = 256
-_NAMESPACE = attrgetter("namespace")
-
-
-class Dirty:
-    """A committed object on its way to its tiers."""
-
-    __slots__ = ("drop", "epoch", "failed", "held", "object", "targets_left")
-
-    def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
-        self.object = committed
-        self.epoch = epoch
-        self.targets_left = 0
-        self.drop = drop
-        self.failed = False
-        self.held: tuple[int, int] | None = None  # lease and position, where it is kept in the L1 until stored
-
-
-class _Arrival(NamedTuple):
-    """Committed objects of one namespace that are not planned yet. `kept` holds them in the L1 meanwhile."""
-
-    objects: Sequence[Committed]
-    kept: Pinned | None
-
-    def held(self) -> list[int]:
-        """Positions that are held."""
-        return [] if self.kept is None else [at for at, offset in enumerate(self.kept.offsets) if offset is not None]
+_FORGET_AT_ONCE = 16
 
 
 class StoreController:
@@ -77,7 +51,7 @@ class StoreController:
         self._epochs = epochs
         self._in_flight_bytes_max = in_flight_bytes_max
         self._keep = keep
-        self._arrived: deque[_Arrival] = deque()
+        self._arrived = Arrivals(l1)
         self._queues: dict[str, deque[Dirty]] = {}
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
@@ -93,22 +67,21 @@ class StoreController:
         if not self.policy.wants_reuse:
             objects = [item for item in objects if not item.reused]
         keeps = self._keep and all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
-        for namespace, group in groupby(objects, key=_NAMESPACE):
-            batch = list(group)
-            for at in range(0, len(batch), _PLAN_KEYS):
-                part = batch[at : at + _PLAN_KEYS]
-                kept = self._l1.pin_for_store(namespace, [item.key for item in part]) if keeps else None
-                self._arrived.append(_Arrival(part, kept))
+        self._arrived.add(objects, keeps=keeps)
+        while self._arrived.objects > DIRTY_OBJECTS_MAX:
+            self._lose_unplanned(self._arrived.take(), TierReason.THROTTLED)
 
     def unblock(self) -> None:
         """Time has passed, or a call has ended: every tier may be able to take more."""
         self._blocked.clear()
 
     def plan_some(self) -> bool:
-        """Plan one batch of what has arrived. False: there is none."""
+        """Plan one batch of what has arrived. False: there is none, or no tier takes more."""
         if not self._arrived:
             return False
-        arrival = self._arrived.popleft()
+        if not self._plans:
+            return self._forget_unplanned()
+        arrival = self._arrived.take()
         left = set(arrival.held())
         try:
             self._plan(arrival, left)
@@ -133,7 +106,8 @@ class StoreController:
     @property
     def has_work(self) -> bool:
         """Whether there is something to do now, without a completion before it."""
-        return bool(self._arrived) or any(queue and name not in self._blocked for name, queue in self._queues.items())
+        plans = bool(self._arrived) and self._plans
+        return plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
 
     @property
     def next_at(self) -> float | None:
@@ -149,7 +123,7 @@ class StoreController:
     def idle(self) -> bool:
         """Nothing is waiting or under way, apart from what waits for a tier that is not answering."""
         return (
-            not self._arrived
+            not (self._arrived and self._plans)
             and not any(self._in_flight.values())
             and not any(queue for name, queue in self._queues.items() if self._answers(name))
         )
@@ -160,12 +134,8 @@ class StoreController:
         def stays(committed: Committed) -> bool:
             return namespace is not None and committed.namespace != namespace
 
-        arrived, self._arrived = self._arrived, deque()
-        for arrival in arrived:
-            if stays(arrival.objects[0]):
-                self._arrived.append(arrival)
-            else:
-                self._give_up(arrival)
+        for arrival in self._arrived.take_all(namespace):
+            self._arrived.let_go(arrival)
         for name, queue in self._queues.items():
             gone = [dirty for dirty in queue if not stays(dirty.object)]
             if gone:
@@ -183,25 +153,54 @@ class StoreController:
 
     def close(self) -> None:
         """Give up what waits."""
-        while self._arrived:
-            self._give_up(self._arrived.popleft())
+        for arrival in self._arrived.take_all(None):
+            self._arrived.let_go(arrival)
         for name in list(self._queues):
             self.tier_removed(name)
 
     def status(self) -> dict[str, Any]:
         return {
-            "arrived": sum(len(arrival.objects) for arrival in self._arrived),
+            "arrived": self._arrived.objects,
             "dirty": {name: len(queue) for name, queue in self._queues.items()},
             "in_flight_bytes": self._in_flight_bytes,
             "counts": dict(self.counts),
         }
 
     # --- plans --------------------------------------------------------------------------------------------
-    def _give_up(self, arrival: _Arrival) -> None:
-        if arrival.kept is not None:
-            self._l1.finish(arrival.kept.lease, arrival.held())
+    @property
+    def _plans(self) -> bool:
+        """Whether what has arrived is planned now. Where nothing holds it in the L1, that waits until a tier takes
+        more: behind a slow one most objects leave the L1 before their turn, and this way they cost next to nothing."""
+        if self._keep:
+            return True
+        takers = False
+        for name, tier in self._tiers.items():
+            if tier.draining:
+                continue
+            takers = True
+            # One that does not answer has something in its queue to be tried with, once it is time for that.
+            wants = tier.has_room_for_stores or not self._answers(name)
+            if wants and len(self._queues.get(name, ())) < PLAN_KEYS:
+                return True
+        return not takers
 
-    def _plan(self, arrival: _Arrival, held: set[int]) -> None:
+    def _forget_unplanned(self) -> bool:
+        """Whether the oldest arrival had left the L1 as a whole, unplanned."""
+        gone = self._arrived.take_if_gone()
+        if gone is not None:
+            self._lose_unplanned(gone, TierReason.EVICTED)
+        return gone is not None
+
+    def _lose_unplanned(self, arrival: Arrival, reason: TierReason) -> None:
+        """No tier gets these. They count for each: nobody knows what the policy would have made of them."""
+        self._arrived.let_go(arrival)
+        names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
+        for tier in self._tiers.values():
+            if not tier.draining:
+                self.counts[f"lost_{reason}"] += len(names)
+                tier.losses.note(names, reason)
+
+    def _plan(self, arrival: Arrival, held: set[int]) -> None:
         """Takes the positions that it goes on holding out of `held`."""
         batch = arrival.objects
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
@@ -215,8 +214,8 @@ class StoreController:
         dropped = set(plan.drop)
         planned: dict[int, Dirty] = {}
         keeps = all(self._answers(view.name) for view in views)  # one may have ceased to since they arrived
-        epoch = self._epochs.of(batch[0].namespace)
-        names = tier_keys([item.key for item in batch], batch[0].namespace, epoch)  # on any tier
+        epoch = self._epochs.of(arrival.namespace)
+        names = tier_keys(arrival.keys, arrival.namespace, epoch)  # on any tier
         for view in views:
             # Equal keys have equal bytes: what the tier has need not be stored again.
             known = self._tiers[view.name].accounting.known(names)
@@ -264,7 +263,7 @@ class StoreController:
         queue = self._queues.get(name)
         if not queue:
             return False
-        if self._keep and self._lets_go(name, queue):
+        if self._forget_gone(name, queue) or (self._keep and self._lets_go(name, queue)):
             return True
         if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
@@ -282,6 +281,15 @@ class StoreController:
         if room is not None or not tier.stores_allowed():
             return False
         return self._store(name, tier, self._take(queue, tier, nbytes))
+
+    def _forget_gone(self, name: str, queue: deque[Dirty]) -> bool:
+        """Whether the head of the queue had left the L1 before its turn. A few at once and whatever the tier does: a
+        slow one has thousands of them waiting by the time that it takes its next batch."""
+        namespace = queue[0].object.namespace
+        head = takewhile(lambda dirty: dirty.object.namespace == namespace, islice(queue, _FORGET_AT_ONCE))
+        gone = self._l1.leading_misses(namespace, (dirty.object.key for dirty in head))
+        self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
+        return gone > 0
 
     def _lets_go(self, name: str, queue: deque[Dirty]) -> bool:
         """Whether there was something to let go: a tier that does not answer may be gone for long, and the L1 must
@@ -385,7 +393,7 @@ class StoreController:
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
 
     def _drop(self, objects: Sequence[Committed]) -> None:
-        for namespace, group in groupby(objects, key=_NAMESPACE):
+        for namespace, group in groupby(objects, key=NAMESPACE):
             keys = [item.key for item in group]
             self.counts["dropped"] += len(keys)
             self._l1.drop(namespace, keys)

@@ -246,9 +246,14 @@ class Tier:
             self.accounting.bytes_reserved += reserved
         return refused
 
+    @property
+    def has_room_for_stores(self) -> bool:
+        """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""
+        return self._stores.backlog < 2
+
     def stores_allowed(self) -> bool:
         """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
-        return self._stores.backlog < 2 and self.writes.allows(self._now)
+        return self.has_room_for_stores and self.writes.allows(self._now)
 
     def cancel(self, call: Call) -> bool:
         """Take a load back. True: it never runs, and nothing is called back."""

@@ -80,7 +80,8 @@ class Tiering:
         self._turn = 0  # which kind of work comes next
         self._touched = True  # something has changed since the last step
         self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
-        self._next_at = 0.0  # when there is something to do although nothing has changed
+        self._next_at = 0.0  # when there is something to do although nothing has changed …
+        self._tiers_at = 0.0  # … and when a tier has
         self._tiers: dict[str, Tier] = {}
         self._epochs = Epochs(config.epochs_path)
         self._stores = StoreController(
@@ -144,10 +145,13 @@ class Tiering:
             return
         self._touched = False
         self._lookups.loads.tick(now)
-        if self._settled or now >= self._next_at:
-            self._settled = False
-            for tier in list(self._tiers.values()):
+        due = self._settled or now >= self._tiers_at
+        self._settled = False
+        for tier in list(self._tiers.values()):
+            if due:
                 self._guarded(tier.step, now)
+            else:
+                tier.tick(now)
         self._stores.unblock()
         pieces = (self._end_one, self._stores.plan_some, self._stores.submit_some)
         until, nothing_done = time.monotonic() + TIERING_STEP_S, 0
@@ -159,7 +163,12 @@ class Tiering:
                 break
         self._lookups.step(now)
         # The loop turns for its housekeeping anyway: what an adapter or a policy changed in silence is found then.
-        self._next_at = min(self._soonest(now), now + HOUSEKEEPING_S)
+        self._tiers_at = now + HOUSEKEEPING_S
+        for tier in self._tiers.values():
+            at = tier.next_deadline()
+            if at is not None and at < self._tiers_at:
+                self._tiers_at = at
+        self._next_at = self._soonest(now)
 
     def next_deadline(self, now: float) -> float:
         """When `step` should be called even if nothing wakes the loop. `now` if there is work left already."""
@@ -170,11 +179,8 @@ class Tiering:
     def _soonest(self, now: float) -> float:
         if self._stores.has_work or self._lookups.has_work:
             return now
-        times = [self._lookups.next_deadline]
-        times += [at for tier in self._tiers.values() if (at := tier.next_deadline()) is not None]
-        if (at := self._stores.next_at) is not None:
-            times.append(at)
-        return min(times)
+        at = self._stores.next_at
+        return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
 
     def clear(self, namespace: int | None, now: float, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the

@@ -1,0 +1,93 @@
+"""What was committed to the L1 and is on its way to the tiers: before its plan, in order, and after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
+
+from lmcache_core.tiers.l1 import L1, Committed, Pinned
+
+PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
+NAMESPACE = attrgetter("namespace")
+
+
+class Arrival(NamedTuple):
+    """Committed objects of one namespace. `kept` holds them in the L1 meanwhile."""
+
+    objects: Sequence[Committed]
+    kept: Pinned | None
+
+    @property
+    def namespace(self) -> int:
+        return self.objects[0].namespace
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [item.key for item in self.objects]
+
+    def held(self) -> list[int]:
+        """Positions that are held."""
+        return [] if self.kept is None else [at for at, offset in enumerate(self.kept.offsets) if offset is not None]
+
+
+class Dirty:
+    """One object after its plan, which its tiers are still to get."""
+
+    __slots__ = ("drop", "epoch", "failed", "held", "object", "targets_left")
+
+    def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
+        self.object = committed
+        self.epoch = epoch
+        self.targets_left = 0
+        self.drop = drop
+        self.failed = False
+        self.held: tuple[int, int] | None = None  # lease and position, where it is kept in the L1 until stored
+
+
+class Arrivals:
+    """The queue before the plan. `objects` counts what is in it."""
+
+    def __init__(self, l1: L1) -> None:
+        self._l1 = l1
+        self._queue: deque[Arrival] = deque()
+        self.objects = 0
+
+    def add(self, objects: Sequence[Committed], *, keeps: bool) -> None:
+        """`keeps`: hold them in the L1 from now on."""
+        for namespace, group in groupby(objects, key=NAMESPACE):
+            batch = list(group)
+            for at in range(0, len(batch), PLAN_KEYS):
+                part = batch[at : at + PLAN_KEYS]
+                kept = self._l1.pin_for_store(namespace, [item.key for item in part]) if keeps else None
+                self._queue.append(Arrival(part, kept))
+                self.objects += len(part)
+
+    def take(self) -> Arrival:
+        """The oldest. Whoever takes it settles what it holds."""
+        arrival = self._queue.popleft()
+        self.objects -= len(arrival.objects)
+        return arrival
+
+    def take_if_gone(self) -> Arrival | None:
+        """The oldest, if the L1 has nothing of it any more."""
+        keys = self._queue[0].keys
+        return self.take() if self._l1.leading_misses(self._queue[0].namespace, keys) == len(keys) else None
+
+    def take_all(self, namespace: int | None) -> Iterator[Arrival]:
+        """Those of a namespace, or (None) of all; the others stay in their order."""
+        for _ in range(len(self._queue)):
+            if namespace in (None, self._queue[0].namespace):
+                yield self.take()
+            else:
+                self._queue.rotate(-1)
+
+    def let_go(self, arrival: Arrival) -> None:
+        """Hold nothing of one that was taken."""
+        if arrival.kept is not None:
+            self._l1.finish(arrival.kept.lease, arrival.held())
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
