@@ -164,3 +164,13 @@ def test_a_position_that_a_lease_does_not_have_is_named(node: Node) -> None:
 def test_a_layout_that_cannot_be_is_refused_where_it_is_made(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Layout(*arguments)
+
+
+@pytest.mark.parametrize("tiers", ["disk", 7, [7], {"disk": 1}, b"disk"])
+def test_tiers_that_are_no_list_of_names_are_refused_by_every_lookup(node: Node, tiers: Any) -> None:
+    node.serve()
+    client = node.client()
+    for lookup in (client.lookup, client.lookup_nowait):
+        with pytest.raises(UsageError, match="give a list of names"):
+            lookup([node.key("a")], namespace=node.namespace, tiers=tiers)
+    assert client.lookup([node.key("a")], namespace=node.namespace, tiers=()).hits == 0

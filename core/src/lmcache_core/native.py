@@ -26,6 +26,9 @@ try:
     from lmcache_core import _native as native
 except ImportError as error:
     if mode == "require":
-        raise
+        raise UsageError(
+            f"{MODE_VARIABLE} is require, and the C extension is not there ({error}): install lmcache-core where "
+            f"there is a C compiler, or set {MODE_VARIABLE} to auto"
+        ) from error
     native = None  # type: ignore[assignment]
     why_not = f"the C extension is not in use: {error}"

@@ -160,3 +160,9 @@ def test_at_run_time_off_does_without_and_another_word_is_refused() -> None:
     done = run("perhaps", "import lmcache_core.native")
     assert done.returncode != 0
     assert "LMCACHE_CORE_NATIVE is 'perhaps': use auto, require, off" in done.stderr
+    missing = "import sys; sys.modules['lmcache_core._native'] = None; import lmcache_core.native"
+    done = run("require", missing)
+    assert done.returncode != 0
+    assert "LMCACHE_CORE_NATIVE is require, and the C extension is not there" in done.stderr
+    assert "set LMCACHE_CORE_NATIVE to auto" in done.stderr
+    assert run("auto", missing).returncode == 0

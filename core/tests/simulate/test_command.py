@@ -91,3 +91,9 @@ def test_a_plot_that_cannot_be_written_is_an_error_with_its_path(trace_file: Pat
 def test_what_cannot_be_replayed_is_said(words: tuple[str, ...], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         command(*words)
+
+
+def test_a_trace_behind_the_capacities_is_no_riddle(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command("--policy", "lru", "--capacity", "4", str(trace_file))
+    assert "no number of blocks; traces go before the options" in capsys.readouterr().err

@@ -128,8 +128,10 @@ def _tokens(arguments: argparse.Namespace) -> Sequence[int] | None:
     elif arguments.tokens_file is not None:
         try:
             text = Path(arguments.tokens_file).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--tokens-file {arguments.tokens_file} cannot be read: {error}") from error
+        except OSError as error:
+            raise UsageError(f"--tokens-file {arguments.tokens_file} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--tokens-file {arguments.tokens_file} is no text: {error}") from error
     if text is None:
         return None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +44,7 @@ def add_options(parser: ArgumentParser) -> None:
         help="eviction policies, also with settings: s3fifo:small_fraction=0.2,promote_uses=1",
     )
     parser.add_argument(
-        "--capacity", nargs="+", required=True, type=int, metavar="N", dest="capacities", help="in blocks"
+        "--capacity", nargs="+", required=True, type=_blocks, metavar="N", dest="capacities", help="in blocks"
     )
     parser.add_argument(
         "--order",
@@ -54,6 +54,13 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="records of trace, policy, capacity, hit_rate")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves (needs lmcache-core[plot])")
+
+
+def _blocks(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of blocks; traces go before the options") from None
 
 
 def run(options: Namespace) -> int:

@@ -27,6 +27,7 @@ EXIT_INTERRUPTED = 130
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
     """Settings are read as `serve` reads them: the tiers are those of the server."""
+    parser.epilog = "Any setting may be given as a flag, as for serve: --l2.NAME.path DIR (lmcache-core serve --help)."
     parser.add_argument("--config", metavar="FILE", help="settings file (default: lmcache.toml here, if there)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("-h", "--help", action="help", help="show this and exit")

@@ -125,6 +125,11 @@ def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> Looku
     )
 
 
+def _check_tiers(tiers: object) -> None:
+    if not isinstance(tiers, list | tuple) or not all(isinstance(name, str) for name in tiers):
+        raise UsageError(f"tiers is {tiers!r}: give a list of names, or None for all of them")
+
+
 class _Part(NamedTuple):
     """A lookup of which the server was asked for a part: the keys at `rest`; the index had the others."""
 
@@ -201,6 +206,8 @@ class Lookups:
     def _find(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> bytes | None:
         """What the index says, where it may answer: promises and pins are given by the server alone, and it alone
         knows policies, and what makes no sense."""
+        if options.tiers is not None:
+            _check_tiers(options.tiers)
         if options.hold or options.window or options.policy or options.pin_s != 0:
             return None
         if not (options.wait_s >= 0 and options.deadline_s >= 0):
