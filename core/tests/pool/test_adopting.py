@@ -13,7 +13,7 @@ from lmcache_core.pool.backing import Access, segment_path
 from lmcache_core.pool.header import HEADER_BYTES
 from lmcache_core.pool.lifelock import LifeLock
 from lmcache_core.pool.ownership import OnStale
-from lmcache_core.pool.populate import holes
+from lmcache_core.pool.populate import Holes
 from lmcache_core.pool.segment import Segment
 
 MIB = 1 << 20
@@ -124,11 +124,39 @@ def test_holes_are_counted_and_data_is_not(tmp_path: Path) -> None:
     fd = os.memfd_create("holes", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, 8 * MIB)
-        assert holes(fd, 0, 8 * MIB) == 8 * MIB
+        assert Holes(fd).missing_bytes(0, 8 * MIB) == 8 * MIB
         os.pwrite(fd, b"x" * MIB, 2 * MIB)
-        assert holes(fd, 0, 8 * MIB) == 7 * MIB
-        assert holes(fd, 2 * MIB, MIB) == 0
-        assert holes(fd, MIB, 2 * MIB) == MIB
-        assert holes(fd, 3 * MIB, MIB) == MIB
+        assert Holes(fd).missing_bytes(0, 8 * MIB) == 7 * MIB
+        assert Holes(fd).missing_bytes(2 * MIB, MIB) == 0
+        assert Holes(fd).missing_bytes(MIB, 2 * MIB) == MIB
+        assert Holes(fd).missing_bytes(3 * MIB, MIB) == MIB
+    finally:
+        os.close(fd)
+
+
+def test_a_stretch_of_data_is_walked_once_however_many_steps_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = os.memfd_create("holes", os.MFD_CLOEXEC)
+    asked: list[int] = []
+    seek = os.lseek
+
+    def counting(fd: int, offset: int, how: int) -> int:
+        asked.append(how)
+        return seek(fd, offset, how)
+
+    try:
+        os.ftruncate(fd, 64 * MIB)
+        for first, last in ((4, 30), (33, 50), (63, 64)):
+            for at in range(first, last):
+                os.pwrite(fd, b"x" * MIB, at * MIB)
+        monkeypatch.setattr(os, "lseek", counting)
+        steps = Holes(fd)
+        missing = [steps.missing_bytes(at * MIB, 2 * MIB) // MIB for at in range(0, 64, 2)]
+        assert missing == [Holes(fd).missing_bytes(at * MIB, 2 * MIB) // MIB for at in range(0, 64, 2)]
+        assert sum(missing) == 64 - 26 - 17 - 1
+        asked.clear()
+        steps = Holes(fd)
+        for at in range(0, 64, 2):
+            steps.missing_bytes(at * MIB, 2 * MIB)
+        assert len(asked) <= 8, "two for each stretch, and one for what follows the last"
     finally:
         os.close(fd)

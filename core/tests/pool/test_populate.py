@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -13,8 +14,8 @@ import pytest
 
 from lmcache_core.errors import NotEnoughMemoryError
 from lmcache_core.pool.backing import Backing
-from lmcache_core.pool.hugepages import huge_page_fraction
-from lmcache_core.pool.mapping import Mapping
+from lmcache_core.pool.hugepages import _from_smaps, huge_page_fraction
+from lmcache_core.pool.mapping import MADV_COLLAPSE, Mapping, advise
 from lmcache_core.pool.populate import Populator, populate
 from lmcache_core.pool.room import LimitedBy, Room
 from lmcache_core.pool.segment import Segment
@@ -131,7 +132,25 @@ def test_memory_on_reserved_huge_pages_is_populated_and_counted(make: Make, huge
     assert huge_page_fraction(segment) == 1.0
 
 
-def test_the_huge_page_fraction_is_what_the_kernel_counts(make: Make, tmp_path: Path) -> None:
+def test_the_huge_page_fraction_is_what_the_kernel_counts_in_either_way(make: Make) -> None:
+    segment = make(200 * MIB)  # more than is looked at in one step
+    assert huge_page_fraction(segment) == 0.0
+    header = segment.header
+    os.posix_fallocate(segment.fileno(), header.data_offset, header.data_bytes)
+    advise(segment.mapping.address + header.data_offset, 40 * MIB, MADV_COLLAPSE)  # may be refused: then it is 0 again
+    populate(segment.mapping, header.data_offset, header.data_bytes)
+    counted = huge_page_fraction(segment)
+    assert counted == _from_smaps(segment, Path("/proc/self/smaps")) / header.data_bytes
+    assert counted in (0.0, pytest.approx(0.2))
+
+
+def test_without_a_scan_the_huge_page_fraction_comes_from_the_sum_that_the_kernel_prints(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.ENOTTY, "no such call")
+
+    monkeypatch.setattr("fcntl.ioctl", refused)
     segment = make(8 * MIB)
     assert huge_page_fraction(segment) == 0.0
     start, end = segment.mapping.address, segment.mapping.address + segment.mapping.nbytes

@@ -99,6 +99,11 @@ class Adopting:
             if not more:
                 self._pool = None  # it keeps the mapping
                 self._made_s = time.monotonic() - self._began_s
+        return self.makes_objects
+
+    @property
+    def makes_objects(self) -> bool:
+        """Whether some are still to be made."""
         return self._pool is not None
 
     @property
