@@ -141,7 +141,7 @@ def test_the_huge_page_fraction_is_what_the_kernel_counts_in_either_way(make: Ma
     populate(segment.mapping, header.data_offset, header.data_bytes)
     counted = huge_page_fraction(segment)
     assert counted == _from_smaps(segment, Path("/proc/self/smaps")) / header.data_bytes
-    assert counted in (0.0, pytest.approx(0.2))
+    assert 0.0 <= counted <= 0.2, "all of what was collapsed, or what the machine had huge pages for"
 
 
 def test_without_a_scan_the_huge_page_fraction_comes_from_the_sum_that_the_kernel_prints(

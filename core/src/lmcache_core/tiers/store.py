@@ -288,7 +288,8 @@ class StoreController:
         namespace = queue[0].object.namespace
         head = takewhile(lambda dirty: dirty.object.namespace == namespace, islice(queue, _FORGET_AT_ONCE))
         gone = self._l1.leading_misses(namespace, (dirty.object.key for dirty in head))
-        self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
+        if gone:
+            self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
         return gone > 0
 
     def _lets_go(self, name: str, queue: deque[Dirty]) -> bool:
