@@ -162,7 +162,39 @@ def test_behind_a_tier_that_does_not_answer_some_is_ready_to_try_it_with(doubles
     loop.until(lambda: stores(loop)["dirty"]["mem"] >= 64)
     assert stores(loop)["arrived"] > 0
     loop.until(lambda: loop.tiering.drained)  # nothing is owed that could be done now
+    assert stores(loop)["dirty"]["mem"] < 128, "two plans at most"
+    assert stores(loop)["arrived"] + stores(loop)["dirty"]["mem"] >= 295, "and the rest waits, but for a probe"
     assert loop.tiering.status()["tiers"][0]["writes"]["breaker"] == "open"
     del adapter.errors["store"]
     loop.until(lambda: all(any(n.startswith(doubles.key(first + i)) for n in list(adapter.objects)) for i in (0, 299)))
     loop.idle()
+
+
+def test_while_the_lanes_are_full_nothing_is_planned_in_the_place_of_what_has_gone(doubles: Any, behind: Any) -> None:
+    planned = len(behind.policy.planned)
+    for number in range(480):
+        behind.l1.evict(doubles.key(number))
+    behind.store(doubles.contents(1, first=500))
+    behind.until(lambda: stores(behind)["arrived"] == 21)
+    assert len(behind.policy.planned) == planned
+    behind.adapter.release("store")
+    behind.idle()
+    assert all(any(name.startswith(doubles.key(number)) for name in behind.adapter.objects) for number in (480, 500))
+
+
+def test_what_was_planned_for_another_tier_too_and_has_gone_is_forgotten_while_this_one_hangs(doubles: Any) -> None:
+    slow, quick = doubles.adapter(), doubles.adapter()
+    loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("slow", slow), doubles.tier("quick", quick))
+    loop.idle()
+    slow.hang("store")
+    loop.store(doubles.contents(400))
+    loop.until(lambda: len(quick.objects) == 400)
+    waiting = stores(loop)["dirty"]["slow"]
+    assert waiting >= 400 - 4 * 64, "all but what the lanes have"
+    for _, key in list(loop.l1.ready):
+        loop.l1.evict(key)
+    loop.store(doubles.contents(1, first=400))
+    loop.until(lambda: stores(loop)["counts"].get("lost_evicted") == waiting)
+    slow.release("store")
+    loop.idle()
+    assert len(slow.objects) == 400 - waiting + 1

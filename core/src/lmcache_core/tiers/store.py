@@ -178,9 +178,8 @@ class StoreController:
             if tier.draining:
                 continue
             takers = True
-            # One that does not answer has something in its queue to be tried with, once it is time for that.
-            wants = tier.has_room_for_stores or not self._answers(name)
-            if wants and len(self._queues.get(name, ())) < PLAN_KEYS:
+            # One that does not answer gets as much, too: something to be tried with, once it is time for that.
+            if tier.has_room_for_stores and len(self._queues.get(name, ())) < PLAN_KEYS:
                 return True
         return not takers
 
