@@ -5,9 +5,13 @@ preloaded). No instruction-set flags: one build runs on every machine of its arc
 """
 
 import os
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit("lmcache-l0 needs a Python with its global lock: use python3.13, not python3.13t")
 
 HERE = Path(__file__).parent
 flags = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-Wall", "-Wextra"]

@@ -1,15 +1,16 @@
-/* Who writes, and who is dead: writer rows, life locks, and the lock of a slot.
+/* Who writes, and who is dead: writer rows, life locks, and the lock of a slot or a stripe.
  *
  * A process that writes owns one row of the writer table. It holds a lock on that row's byte of the file, taken on
- * an open file description of its own that is never mapped, sent or inherited past a fork (the at-fork handler of
- * the module closes it in the child). The operating system frees the lock when the process ends, however it ends.
+ * an open file description of its own. What keeps that description is not a descriptor, which anything in the process
+ * may close (a daemon closes them all), but a mapping of one page, which no child keeps after a fork (MADV_DONTFORK).
+ * The operating system frees the lock with the mapping: when the process ends, however it ends, or replaces itself.
  * So "the byte can be locked" is proof of death, in any pid namespace; a process id proves nothing there, and is
  * soon somebody else's.
  *
- * A slot's lock word names its owner as row << 48 | epoch. The epoch moves each time a row is taken, before its new
- * owner takes any slot. An owner is dead, then, if its row's epoch has moved on (whoever moved it held the life
- * lock, so the former owner had lost it), or if the row's life lock is free. Only then may its slots be taken, by
- * one compare-and-swap from exactly that owner.
+ * A lock word names its owner as row << 48 | epoch. The epoch moves each time a row is taken, before its new owner
+ * takes any slot. An owner is dead, then, if its row's epoch has moved on (whoever moved it held the life lock, so the
+ * former owner had lost it), or if the row's life lock is free. Only then may what it locked be taken, by one
+ * compare-and-swap from exactly that owner.
  */
 #ifndef L0_OWNER_H
 #define L0_OWNER_H
@@ -19,17 +20,21 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
 
-#ifdef F_OFD_SETLK
+#if defined(F_OFD_SETLK) && defined(MADV_DONTFORK)
+#define L0_OWN_LOCKS 1
 #define L0_SETLK F_OFD_SETLK
 #define L0_GETLK F_OFD_GETLK
 #else
 /* Without open-file-description locks the lock belongs to the process: as good a proof of death between processes, but
- * two handles of one process do not see each other's, and closing one drops the lock of both. There, keep one handle
- * of a table in a process (docs/guide/l0.md says so). */
+ * two handles of one process do not see each other's, and closing any descriptor of the file drops the lock of all.
+ * There, keep one handle of a table in a process (docs/guide/l0.md says so). */
+#define L0_OWN_LOCKS 0
 #define L0_SETLK F_SETLK
 #define L0_GETLK F_GETLK
 #endif
@@ -42,8 +47,34 @@ static inline void l0_row_range(struct flock *range, uint64_t row) {
     range->l_len = 1;
 }
 
-/* Take a free row with `fd`, an own open description of the table's file. 0, or EAGAIN when every row is taken, or
- * the errno of the lock call. The caller keeps fd open for as long as it may write. */
+/* Is `fd` still a descriptor of this table's file? */
+static inline bool l0_same_file(const l0_table *t, int fd) {
+    struct stat st;
+    return fd >= 0 && fstat(fd, &st) == 0 && (uint64_t)st.st_dev == t->dev && (uint64_t)st.st_ino == t->ino;
+}
+
+/* Give the descriptor's lock to a mapping, and close it. Where the system cannot, the descriptor stays. */
+static inline int l0_keep_lock(l0_table *t, int fd) {
+    t->life_fd = fd;
+    t->life = NULL;
+#if L0_OWN_LOCKS
+    void *page = mmap(NULL, L0_HEADER_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    if (page == MAP_FAILED)
+        return errno;
+    if (madvise(page, L0_HEADER_BYTES, MADV_DONTFORK) != 0) {
+        int failed = errno;
+        munmap(page, L0_HEADER_BYTES);
+        return failed;
+    }
+    t->life = page;
+    t->life_fd = -1;
+    close(fd);
+#endif
+    return 0;
+}
+
+/* Take a free row with `fd`, an own open description of the table's file, which is used up if this succeeds. 0, or
+ * EAGAIN when every row is taken, or the errno of a call that failed. */
 static inline int l0_writer_join(l0_table *t, int fd) {
     uint64_t start = (uint64_t)getpid();
     for (uint64_t i = 0; i < L0_WRITERS_MAX; i++) {
@@ -55,6 +86,9 @@ static inline int l0_writer_join(l0_table *t, int fd) {
                 continue;
             return errno;
         }
+        int failed = l0_keep_lock(t, fd);
+        if (failed)
+            return failed;
         l0_writer_row *r = l0_row(t, row);
         uint64_t epoch = (atomic_load(&r->epoch) + 1) & ((UINT64_C(1) << 48) - 1);
         if (epoch == 0)
@@ -62,10 +96,28 @@ static inline int l0_writer_join(l0_table *t, int fd) {
         atomic_store(&r->pid, (uint64_t)getpid());
         atomic_store(&r->epoch, epoch); /* seq_cst, before the first lock word that carries it */
         t->me = row << 48 | epoch;
-        t->lock_fd = fd;
         return 0;
     }
     return EAGAIN;
+}
+
+static inline void l0_writer_leave(l0_table *t) {
+    if (t->life != NULL)
+        munmap(t->life, L0_HEADER_BYTES);
+    if (t->life_fd >= 0)
+        close(t->life_fd);
+    t->life = NULL;
+    t->life_fd = -1;
+    t->me = 0;
+}
+
+/* In a forked child: the parent's lock is the parent's alone. Nothing to unmap: the page did not come along. */
+static inline void l0_writer_forked(l0_table *t) {
+    if (t->life_fd >= 0)
+        close(t->life_fd);
+    t->life = NULL;
+    t->life_fd = -1;
+    t->me = 0;
 }
 
 static inline bool l0_owner_dead(const l0_table *t, uint64_t owner) {
@@ -75,10 +127,10 @@ static inline bool l0_owner_dead(const l0_table *t, uint64_t owner) {
     if (atomic_load(&l0_row(t, row)->epoch) != (owner & ((UINT64_C(1) << 48) - 1)))
         return true;
     if (row == t->me >> 48)
-        return false; /* our own row: another thread of this handle (asking would not see our own lock) */
+        return false; /* our own row: another thread of this handle */
     struct flock range;
     l0_row_range(&range, row);
-    if (fcntl(t->lock_fd, L0_GETLK, &range) != 0)
+    if (!l0_same_file(t, t->ask_fd) || fcntl(t->ask_fd, L0_GETLK, &range) != 0)
         return false; /* not proven */
     return range.l_type == F_UNLCK;
 }
@@ -99,20 +151,19 @@ static inline uint64_t l0_now_ns(void) {
 
 typedef enum l0_locked { L0_LOCKED = 0, L0_LOCKED_FROM_DEAD, L0_LOCK_BUSY } l0_locked;
 
-static inline bool l0_lock_try(const l0_table *t, l0_meta *m) {
+static inline bool l0_lock_try(const l0_table *t, _Atomic uint64_t *lock) {
     uint64_t free = 0;
-    return atomic_compare_exchange_strong_explicit(&m->lock, &free, t->me, memory_order_acquire,
-                                                   memory_order_relaxed);
+    return atomic_compare_exchange_strong_explicit(lock, &free, t->me, memory_order_acquire, memory_order_relaxed);
 }
 
-static inline void l0_unlock(l0_meta *m) { atomic_store_explicit(&m->lock, 0, memory_order_release); }
+static inline void l0_unlock(_Atomic uint64_t *lock) { atomic_store_explicit(lock, 0, memory_order_release); }
 
 #define L0_SPINS 200u
 
-/* Lock a slot, taking it from a dead owner if need be. With wait_ns 0 it only spins for a moment and asks nobody. */
-static inline l0_locked l0_lock(const l0_table *t, l0_meta *m, uint64_t wait_ns) {
+/* Take a lock, from a dead owner if need be. With wait_ns 0 it only spins for a moment and asks nobody. */
+static inline l0_locked l0_lock(const l0_table *t, _Atomic uint64_t *lock, uint64_t wait_ns) {
     for (unsigned i = 0; i < L0_SPINS; i++) {
-        if (atomic_load_explicit(&m->lock, memory_order_relaxed) == 0 && l0_lock_try(t, m))
+        if (atomic_load_explicit(lock, memory_order_relaxed) == 0 && l0_lock_try(t, lock))
             return L0_LOCKED;
         l0_pause();
     }
@@ -120,14 +171,14 @@ static inline l0_locked l0_lock(const l0_table *t, l0_meta *m, uint64_t wait_ns)
         return L0_LOCK_BUSY;
     uint64_t until = l0_now_ns() + wait_ns;
     for (long nap_ns = 20000;; nap_ns = nap_ns < 1000000 ? nap_ns * 2 : nap_ns) {
-        uint64_t owner = atomic_load_explicit(&m->lock, memory_order_relaxed);
+        uint64_t owner = atomic_load_explicit(lock, memory_order_relaxed);
         if (owner == 0) {
-            if (l0_lock_try(t, m))
+            if (l0_lock_try(t, lock))
                 return L0_LOCKED;
             continue;
         }
         if (l0_owner_dead(t, owner)) {
-            if (atomic_compare_exchange_strong_explicit(&m->lock, &owner, t->me, memory_order_acquire,
+            if (atomic_compare_exchange_strong_explicit(lock, &owner, t->me, memory_order_acquire,
                                                         memory_order_relaxed))
                 return L0_LOCKED_FROM_DEAD;
             continue;

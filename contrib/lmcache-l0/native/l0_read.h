@@ -1,21 +1,22 @@
 /* Reading: never blocked, never torn.
  *
- * Why a copy that passes is whole. A slot has `versions` + 1 buffers, and each next
- * generation of a key goes into the next one, round and round. A writer that is about to touch the bytes of generation W does, in this order:
- *     writing := W             (relaxed)
+ * Why a copy that passes is whole. A version is a slot and a generation; no two versions of a stripe are the same. Its
+ * key, lengths, tag and bytes lie in one buffer, which is stamped with it. A writer that puts version V into a buffer,
+ * which no slot names at that time, does in this order:
+ *     stamp := 0               (relaxed)
  *     fence                    (release)
- *     bytes                    (relaxed words)
- *     current := W, live       (release)
+ *     key, bytes               (relaxed words)
+ *     stamp := V               (release)
+ *     current := V, buffer     (release)
  * and a reader does
- *     current -> G, live       (acquire: all bytes of G are visible)
- *     key and bytes            (relaxed words)
+ *     current -> V, buffer     (acquire: all words of V are visible)
+ *     key, bytes               (relaxed words)
  *     fence                    (acquire)
- *     writing -> W             (relaxed)      and keeps the copy if W - G <= versions.
- * If any word that the reader loaded was stored by a later writer, that writer's release fence and the reader's
- * acquire fence synchronise (C11 7.17.4), so the reader's last load sees that writer's announcement or a later one.
- * The first generation that touches the buffer of G is G + versions + 1, and the check refuses it. A slot that is
- * claimed for another key jumps by at least versions + 1 generations before its key bytes are touched, so the same
- * check covers the comparison of the key: key and value are of one incarnation.
+ *     stamp -> V ?             (relaxed)      and keeps the copy only then.
+ * If any word that the reader loaded was stored by a later writer of that buffer, that writer's release fence and the
+ * reader's acquire fence synchronise (C11 7.17.4), so the reader's last load sees that writer's 0 or something later;
+ * and nothing later is V. The key is compared in the same buffer, so the same check covers it: that a key is *not* the
+ * one looked for is believed only after it, too.
  *
  * On x86-64 the fences cost no instruction; on arm64 they are a DMB each.
  */
@@ -27,7 +28,7 @@
 #include "l0_probe.h"
 #include "l0_words.h"
 
-#define L0_READ_TRIES 10000 /* each is lost to `versions` writes of this one key during one copy: then we say so */
+#define L0_READ_TRIES 10000 /* each is lost to a writer that took the buffer during one copy: then we say so */
 #define L0_HIT_SAMPLE_SHIFT 58 /* one read in 64 is counted: counting all would bounce lines between readers */
 #define L0_HIT_SAMPLE 64u
 
@@ -45,7 +46,8 @@ static inline l0_key l0_key_of(const l0_table *t, const unsigned char *bytes, si
 /* A value as it was found: it is what it says for as long as l0_intact holds. */
 typedef struct l0_found {
     l0_meta *meta;
-    uint64_t slot, generation, tag;
+    l0_buffer_head *head;
+    uint64_t slot, stamp, tag;
     size_t n;
     const unsigned char *bytes;
 } l0_found;
@@ -54,50 +56,69 @@ typedef enum l0_result {
     L0_DONE = 0,
     L0_MISS,
     L0_FULL,       /* no slot within reach */
-    L0_BUSY,       /* a living writer holds the slot of this key */
+    L0_BUSY,       /* a living writer holds the slot of this key, or its stripe */
     L0_UNSETTLED,  /* lost L0_READ_TRIES times in a row */
     L0_OTHER_SIZE, /* the value is not of the size asked for */
+    L0_OTHER_TYPE, /* nor of the type */
     L0_MOVED,      /* insert: the key is there, or the ticket is old */
 } l0_result;
 
-static inline bool l0_intact(const l0_table *t, const l0_meta *m, uint64_t generation) {
+static inline bool l0_intact(const l0_found *found) {
     atomic_thread_fence(memory_order_acquire);
 #ifdef L0_TEST_NO_VALIDATION
     /* The negative control of the torn-read tests: with this they must find torn reads. Never in a real build. */
-    (void)t, (void)m, (void)generation;
+    (void)found;
     return true;
 #else
-    return atomic_load_explicit(&m->writing, memory_order_relaxed) - generation <= t->g.versions;
+    return atomic_load_explicit(&found->head->stamp, memory_order_relaxed) == found->stamp;
 #endif
 }
 
-static inline bool l0_slot_has_key(const l0_table *t, const l0_meta *m, uint64_t slot, l0_key key) {
-    return atomic_load_explicit(&m->hash, memory_order_relaxed) == key.hash &&
-           atomic_load_explicit(&m->key_bytes, memory_order_relaxed) == key.n &&
-           l0_equal(l0_key_at(t, slot), key.bytes, key.n);
+/* What a live slot's word leads to. In pieces, perhaps: ask l0_intact after use. `n` is within the buffer, whatever the
+ * file says. */
+static inline void l0_open(const l0_table *t, uint64_t slot, uint64_t word, l0_found *found) {
+    l0_buffer_head *head = l0_buffer_at(t, slot, l0_buffer_of(t, slot, word));
+    uint64_t n = atomic_load_explicit(&head->bytes, memory_order_relaxed) & UINT32_MAX;
+    found->meta = l0_meta_at(t, slot);
+    found->head = head;
+    found->slot = slot;
+    found->stamp = l0_stamp(t, slot, l0_generation(word));
+    found->tag = atomic_load_explicit(&head->tag, memory_order_relaxed);
+    found->n = n < t->g.value_bytes_max ? (size_t)n : t->g.value_bytes_max;
+    found->bytes = l0_value_at(t, head);
 }
 
-/* Find a key that is not longer than key_bytes_max. L0_DONE or L0_MISS. What it found may be in pieces: use it, then
- * ask l0_intact, and look again if that says no. `n` is within the buffer, whatever the file says. */
+static inline bool l0_has_key(const l0_table *t, l0_buffer_head *head, l0_key key) {
+    return atomic_load_explicit(&head->bytes, memory_order_relaxed) >> 32 == key.n &&
+           l0_equal(l0_key_at(t, head), key.bytes, key.n);
+}
+
+/* Does this key live in the slot? L0_DONE (`found` may be in pieces), L0_MISS (proven), L0_UNSETTLED. */
+static inline l0_result l0_look_at(const l0_table *t, uint64_t slot, l0_key key, l0_found *found) {
+    l0_meta *m = l0_meta_at(t, slot);
+    for (int tries = 0; tries < L0_READ_TRIES; tries++) {
+        uint64_t word = atomic_load_explicit(&m->current, memory_order_acquire);
+        if (l0_state(word) != L0_LIVE || atomic_load_explicit(&m->hash, memory_order_relaxed) != key.hash)
+            return L0_MISS;
+        l0_open(t, slot, word, found);
+        if (l0_has_key(t, found->head, key))
+            return L0_DONE;
+        if (l0_intact(found))
+            return L0_MISS;
+        l0_pause();
+    }
+    return L0_UNSETTLED;
+}
+
+/* Find a key that is not longer than key_bytes_max. What it found may be in pieces: use it, then ask l0_intact, and look
+ * again if that says no. */
 static inline l0_result l0_look(const l0_table *t, l0_key key, l0_found *found) {
     uint64_t home = l0_home(t, key.hash);
     uint64_t reach = l0_reach(t, atomic_load_explicit(&l0_meta_at(t, home)->bound, memory_order_acquire));
     for (uint64_t d = 0; d < reach; d++) {
-        uint64_t slot = l0_position(t, home, d);
-        l0_meta *m = l0_meta_at(t, slot);
-        uint64_t current = atomic_load_explicit(&m->current, memory_order_acquire);
-        if (l0_state(current) != L0_LIVE || !l0_slot_has_key(t, m, slot, key))
-            continue;
-        uint64_t buffer = l0_buffer_of(t, current);
-        l0_value_head *head = l0_value_head_at(t, slot, buffer);
-        uint64_t n = atomic_load_explicit(&head->bytes, memory_order_relaxed);
-        found->meta = m;
-        found->slot = slot;
-        found->generation = l0_generation(current);
-        found->tag = atomic_load_explicit(&head->tag, memory_order_relaxed);
-        found->n = n < t->g.value_bytes_max ? (size_t)n : t->g.value_bytes_max;
-        found->bytes = l0_buffer_at(t, slot, buffer);
-        return L0_DONE;
+        l0_result result = l0_look_at(t, l0_position(t, home, d), key, found);
+        if (result != L0_MISS)
+            return result;
     }
     return L0_MISS;
 }
@@ -105,24 +126,35 @@ static inline l0_result l0_look(const l0_table *t, l0_key key, l0_found *found) 
 /* As l0_look, and what it found is of one piece at that moment (the length can be trusted, bytes may be viewed). */
 static inline l0_result l0_find(const l0_table *t, l0_key key, l0_found *found) {
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
-        if (l0_look(t, key, found) == L0_MISS)
-            return L0_MISS;
-        if (l0_intact(t, found->meta, found->generation))
-            return L0_DONE;
+        l0_result result = l0_look(t, key, found);
+        if (result != L0_DONE || l0_intact(found))
+            return result;
         l0_pause();
     }
     return L0_UNSETTLED;
 }
 
-/* Copy the value of `key` if it has exactly n bytes. L0_DONE, L0_MISS, L0_OTHER_SIZE, L0_UNSETTLED. */
-static inline l0_result l0_get_exactly(const l0_table *t, l0_key key, unsigned char *to, size_t n, l0_found *found) {
+/* May a value with this tag be read as that? Bytes may be read as anything, and anything as bytes (0). */
+static inline bool l0_type_fits(uint64_t stored, uint64_t asked) {
+    return stored == 0 || asked == 0 || stored == asked;
+}
+
+/* Copy the value of `key` if it has exactly n bytes of this type. L0_DONE, L0_MISS, L0_OTHER_SIZE, L0_OTHER_TYPE,
+ * L0_UNSETTLED; nothing is written but for a copy that goes well, or that is made again. */
+static inline l0_result l0_get_exactly(const l0_table *t, l0_key key, unsigned char *to, size_t n, uint64_t tag,
+                                       l0_found *found) {
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
-        if (l0_look(t, key, found) == L0_MISS)
-            return L0_MISS;
-        if (found->n == n)
+        l0_result result = l0_look(t, key, found);
+        if (result != L0_DONE)
+            return result;
+        if (found->n != n)
+            result = L0_OTHER_SIZE;
+        else if (!l0_type_fits(found->tag, tag))
+            result = L0_OTHER_TYPE;
+        else
             l0_copy_out(to, found->bytes, n);
-        if (l0_intact(t, found->meta, found->generation))
-            return found->n == n ? L0_DONE : L0_OTHER_SIZE;
+        if (l0_intact(found))
+            return result;
         l0_pause();
     }
     return L0_UNSETTLED;

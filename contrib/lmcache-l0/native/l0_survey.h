@@ -10,26 +10,25 @@
 typedef struct l0_resident {
     unsigned char key[L0_KEY_BYTES_MAX];
     size_t key_bytes, value_bytes;
-    uint64_t generation, hits;
+    uint64_t hits;
 } l0_resident;
 
 /* Read the key of a slot. False: nothing lives there. */
 static inline bool l0_resident_at(const l0_table *t, uint64_t slot, l0_resident *r) {
     l0_meta *m = l0_meta_at(t, slot);
+    l0_found found;
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
-        uint64_t current = atomic_load_explicit(&m->current, memory_order_acquire);
-        if (l0_state(current) != L0_LIVE)
+        uint64_t word = atomic_load_explicit(&m->current, memory_order_acquire);
+        if (l0_state(word) != L0_LIVE)
             return false;
-        r->generation = l0_generation(current);
-        r->key_bytes = atomic_load_explicit(&m->key_bytes, memory_order_relaxed);
+        l0_open(t, slot, word, &found);
+        r->key_bytes = atomic_load_explicit(&found.head->bytes, memory_order_relaxed) >> 32;
         if (r->key_bytes > t->g.key_bytes_max)
             r->key_bytes = t->g.key_bytes_max; /* torn, or damaged: refused below, or nobody's key */
-        l0_copy_out(r->key, l0_key_at(t, slot), r->key_bytes);
-        l0_value_head *head = l0_value_head_at(t, slot, l0_buffer_of(t, current));
-        uint64_t n = atomic_load_explicit(&head->bytes, memory_order_relaxed);
-        r->value_bytes = n < t->g.value_bytes_max ? (size_t)n : t->g.value_bytes_max;
+        l0_copy_out(r->key, l0_key_at(t, found.head), r->key_bytes);
+        r->value_bytes = found.n;
         r->hits = (uint64_t)atomic_load_explicit(&m->hits, memory_order_relaxed) * L0_HIT_SAMPLE;
-        if (l0_intact(t, m, r->generation))
+        if (l0_intact(&found))
             return true;
     }
     return false;
@@ -57,14 +56,15 @@ static inline void l0_survey_add(const l0_table *t, uint64_t from, uint64_t to, 
             continue;
         uint64_t home = l0_home(t, atomic_load_explicit(&m->hash, memory_order_relaxed));
         uint64_t length = 1 + (slot >= home ? slot - home : slot + t->g.slots - home);
-        l0_value_head *head = l0_value_head_at(t, slot, l0_buffer_of(t, current));
-        uint64_t n = atomic_load_explicit(&head->bytes, memory_order_relaxed);
+        l0_found found;
+        l0_open(t, slot, current, &found);
+        uint64_t key_bytes = atomic_load_explicit(&found.head->bytes, memory_order_relaxed) >> 32;
         s->keys++;
         s->found_probes += length;
         s->found_probes_max = length > s->found_probes_max ? length : s->found_probes_max;
         s->found_lengths[length < L0_LENGTHS ? length : L0_LENGTHS]++;
-        s->key_bytes += atomic_load_explicit(&m->key_bytes, memory_order_relaxed);
-        s->value_bytes += n < t->g.value_bytes_max ? n : t->g.value_bytes_max;
+        s->key_bytes += key_bytes < t->g.key_bytes_max ? key_bytes : t->g.key_bytes_max;
+        s->value_bytes += found.n;
         s->hits += (uint64_t)atomic_load_explicit(&m->hits, memory_order_relaxed) * L0_HIT_SAMPLE;
     }
 }

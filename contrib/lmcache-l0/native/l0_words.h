@@ -1,6 +1,6 @@
 /* Hashing, and copies between private and shared memory.
  *
- * Shared bytes may change while they are read: that is the design, and the generation check throws such a copy away.
+ * Shared bytes may change while they are read: that is the design, and the check of the stamp throws such a copy away.
  * In C11 it is a race, and so undefined, unless the accesses are atomic. So shared memory is read and written in
  * relaxed 8-byte atomics, which cost what plain loads and stores cost and which thread sanitizers understand.
  * Keys and buffers in the table are 8-aligned and padded to 8 bytes.

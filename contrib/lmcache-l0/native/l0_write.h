@@ -1,9 +1,11 @@
 /* Writing: beside the current version, visible in one step, one writer a slot.
  *
- * A slot is changed only under its lock (l0_owner.h), so writers of one key take turns and writers of different
- * keys never meet. What a killed writer leaves behind is harmless wherever it was stopped: an announced generation
- * that never became current (the next writer takes the same one again: nobody has ever been given it), a claim
- * (nothing of it was visible; whoever needs the slot frees it), or a finished write with its lock still taken.
+ * A slot is changed only under its lock (l0_owner.h), so writers of one key take turns; the buffer for a write is chosen
+ * and filled under the lock of the stripe (l0_stripe.h), so writers of one stripe take turns while they copy. A stripe's
+ * lock is taken last and nothing is waited for under it. What a killed writer leaves behind is harmless wherever it was
+ * stopped: a spare buffer with half a value in it and no stamp, or with a stamp that no slot's word has (the next write
+ * of the slot has the same generation again: nobody has ever been given it), a claim (nothing of it was visible;
+ * whoever needs the slot frees it), or a finished write with its locks still taken.
  *
  * Two writers that insert one new key at one time must not end in two slots. Each claims a free slot, which shows the
  * key's hash, moves the home's bound, and then looks at the whole reach of the home again. All three steps are
@@ -18,6 +20,7 @@
 #include "l0_owner.h"
 #include "l0_probe.h"
 #include "l0_read.h"
+#include "l0_stripe.h"
 #include "l0_words.h"
 
 typedef struct l0_value {
@@ -26,44 +29,53 @@ typedef struct l0_value {
     uint64_t tag;
 } l0_value;
 
-/* Say which bytes will change before they do: see l0_read.h. */
-static inline void l0_announce(l0_meta *m, uint64_t generation) {
-    atomic_store_explicit(&m->writing, generation, memory_order_relaxed);
+/* Put a version into a buffer that no slot names: see l0_read.h. */
+static inline void l0_fill(const l0_table *t, l0_buffer_head *head, uint64_t stamp, l0_key key, l0_value value) {
+    atomic_store_explicit(&head->stamp, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
-}
-
-static inline void l0_write_value(const l0_table *t, uint64_t slot, uint64_t buffer, l0_value value) {
-    l0_value_head *head = l0_value_head_at(t, slot, buffer);
-    atomic_store_explicit(&head->bytes, value.n, memory_order_relaxed);
+    atomic_store_explicit(&head->bytes, (uint64_t)key.n << 32 | value.n, memory_order_relaxed);
     atomic_store_explicit(&head->tag, value.tag, memory_order_relaxed);
-    l0_copy_in(l0_buffer_at(t, slot, buffer), value.bytes, value.n);
+    l0_copy_in(l0_key_at(t, head), key.bytes, key.n);
+    l0_copy_in(l0_value_at(t, head), value.bytes, value.n);
+    atomic_store_explicit(&head->stamp, stamp, memory_order_release);
 }
 
-/* The slot is locked by us and not live. Readers of its former key are turned away from here on. */
-static inline uint64_t l0_claim(const l0_table *t, l0_meta *m, uint64_t hash) {
-    uint64_t last = l0_generation(atomic_load(&m->current)), announced = atomic_load(&m->writing);
-    uint64_t generation = (last > announced ? last : announced) + t->g.buffers;
-    l0_announce(m, generation);
-    atomic_store_explicit(&m->hash, hash, memory_order_relaxed);
-    atomic_store(&m->current, l0_word(generation, 0, L0_CLAIMED));
-    return generation;
+/* Write the next version of a slot that we have locked, and make it live. L0_DONE, or L0_BUSY for its stripe. */
+static inline l0_result l0_write(const l0_table *t, uint64_t slot, l0_key key, l0_value value, uint64_t wait_ns) {
+    l0_meta *m = l0_meta_at(t, slot);
+    uint64_t word = atomic_load_explicit(&m->current, memory_order_relaxed), buffer;
+    uint64_t owned = l0_buffer_of(t, slot, word), generation = l0_generation(word) + 1;
+    if (!l0_take(t, slot, owned, wait_ns, &buffer))
+        return L0_BUSY;
+    l0_fill(t, l0_buffer_at(t, slot, buffer), l0_stamp(t, slot, generation), key, value);
+    atomic_store_explicit(&m->current, l0_word(generation, buffer, L0_LIVE), memory_order_release);
+    l0_retire(t, slot, owned);
+    return L0_DONE;
+}
+
+/* The state of a slot that we have locked; its buffer stays its own. */
+static inline void l0_turn(const l0_table *t, uint64_t slot, uint64_t state) {
+    l0_meta *m = l0_meta_at(t, slot);
+    uint64_t word = atomic_load(&m->current);
+    atomic_store(&m->current, l0_word(l0_generation(word), l0_buffer_of(t, slot, word), state));
 }
 
 /* Give a claim up. The slot stays locked by us. */
-static inline void l0_unclaim(const l0_table *t, l0_meta *m) {
-    uint64_t home = l0_home(t, atomic_load(&m->hash));
-    atomic_store(&m->current, l0_word(atomic_load(&m->writing), 0, L0_FREE));
+static inline void l0_unclaim(const l0_table *t, uint64_t slot) {
+    uint64_t home = l0_home(t, atomic_load(&l0_meta_at(t, slot)->hash));
+    l0_turn(t, slot, L0_FREE);
     l0_bound_lower(t, home);
 }
 
 /* Lock the slot and clear what a dead owner left. BUSY where l0_lock says so. */
-static inline l0_locked l0_lock_clean(const l0_table *t, l0_meta *m, uint64_t wait_ns) {
-    l0_locked locked = l0_lock(t, m, wait_ns);
+static inline l0_locked l0_lock_clean(const l0_table *t, uint64_t slot, uint64_t wait_ns) {
+    l0_meta *m = l0_meta_at(t, slot);
+    l0_locked locked = l0_lock(t, &m->lock, wait_ns);
     if (locked == L0_LOCK_BUSY)
         return locked;
     /* A claim whose lock could be taken has no living owner. */
     if (l0_state(atomic_load(&m->current)) == L0_CLAIMED)
-        l0_unclaim(t, m);
+        l0_unclaim(t, slot);
     if (locked == L0_LOCKED_FROM_DEAD)
         atomic_fetch_add(&l0_head(t)->recovered, 1);
     return locked;
@@ -72,6 +84,7 @@ static inline l0_locked l0_lock_clean(const l0_table *t, l0_meta *m, uint64_t wa
 /* Lock the slot in which the key lives. L0_DONE, L0_MISS, or L0_BUSY. Waits for a writer that is inserting it. */
 static inline l0_result l0_lock_key(const l0_table *t, l0_key key, uint64_t wait_ns, uint64_t *slot_of_key) {
     uint64_t home = l0_home(t, key.hash);
+    l0_found found;
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
         uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
         uint64_t d = 0;
@@ -81,15 +94,19 @@ static inline l0_result l0_lock_key(const l0_table *t, l0_key key, uint64_t wait
             uint64_t state = l0_state(atomic_load(&m->current));
             if (state == L0_FREE || atomic_load(&m->hash) != key.hash)
                 continue;
-            if (state == L0_LIVE && !l0_slot_has_key(t, m, slot, key))
+            if (state == L0_LIVE && l0_look_at(t, slot, key, &found) == L0_MISS)
                 continue;
-            if (l0_lock_clean(t, m, wait_ns) == L0_LOCK_BUSY)
+            if (l0_lock_clean(t, slot, wait_ns) == L0_LOCK_BUSY)
                 return L0_BUSY;
-            if (l0_state(atomic_load(&m->current)) == L0_LIVE && l0_slot_has_key(t, m, slot, key)) {
+            uint64_t word = atomic_load(&m->current); /* under the lock it stands still, and so does its buffer */
+            bool same = l0_state(word) == L0_LIVE && atomic_load(&m->hash) == key.hash;
+            if (same && l0_has_key(t, l0_buffer_at(t, slot, l0_buffer_of(t, slot, word)), key)) {
                 *slot_of_key = slot;
                 return L0_DONE;
             }
-            l0_unlock(m);
+            l0_unlock(&m->lock);
+            if (same)
+                continue; /* another key with this hash */
             break; /* it was settled otherwise while we waited: look again */
         }
         if (d == reach)
@@ -103,26 +120,27 @@ static inline l0_result l0_lock_free(const l0_table *t, uint64_t home, uint64_t 
     for (uint64_t d = 0; d < t->g.probe_max; d++) {
         l0_meta *m = l0_meta_at(t, l0_position(t, home, d));
         if (l0_state(atomic_load_explicit(&m->current, memory_order_relaxed)) != L0_FREE ||
-            atomic_load_explicit(&m->lock, memory_order_relaxed) != 0 || !l0_lock_try(t, m))
+            atomic_load_explicit(&m->lock, memory_order_relaxed) != 0 || !l0_lock_try(t, &m->lock))
             continue;
         *distance = d;
         if (l0_state(atomic_load(&m->current)) == L0_FREE)
             return L0_DONE;
-        l0_unlock(m);
+        l0_unlock(&m->lock);
     }
     if (wait_ns == 0)
         return L0_BUSY;
     for (uint64_t d = 0; d < t->g.probe_max; d++) {
-        l0_meta *m = l0_meta_at(t, l0_position(t, home, d));
+        uint64_t slot = l0_position(t, home, d);
+        l0_meta *m = l0_meta_at(t, slot);
         uint64_t owner = atomic_load(&m->lock);
         if (l0_state(atomic_load(&m->current)) == L0_LIVE || (owner != 0 && !l0_owner_dead(t, owner)))
             continue;
-        if (l0_lock_clean(t, m, 1) == L0_LOCK_BUSY)
+        if (l0_lock_clean(t, slot, 1) == L0_LOCK_BUSY)
             continue;
         *distance = d;
         if (l0_state(atomic_load(&m->current)) == L0_FREE)
             return L0_DONE;
-        l0_unlock(m);
+        l0_unlock(&m->lock);
     }
     return L0_FULL;
 }
@@ -131,20 +149,25 @@ static inline l0_result l0_lock_free(const l0_table *t, uint64_t home, uint64_t 
 static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t home, uint64_t mine,
                                         uint64_t wait_ns) {
     uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+    l0_found found;
     for (uint64_t d = 0; d < reach; d++) {
         uint64_t slot = l0_position(t, home, d);
         l0_meta *m = l0_meta_at(t, slot);
         uint64_t state = l0_state(atomic_load(&m->current));
         if (d == mine || state == L0_FREE || atomic_load(&m->hash) != key.hash)
             continue;
-        if (state == L0_LIVE ? l0_slot_has_key(t, m, slot, key) : d < mine)
-            return L0_MOVED;
-        if (state == L0_LIVE)
+        if (state == L0_LIVE) {
+            l0_result there = l0_look_at(t, slot, key, &found);
+            if (there != L0_MISS)
+                return there == L0_DONE ? L0_MOVED : L0_BUSY;
             continue;
-        if (l0_lock_clean(t, m, wait_ns) == L0_LOCK_BUSY)
+        }
+        if (d < mine)
+            return L0_MOVED;
+        if (l0_lock_clean(t, slot, wait_ns) == L0_LOCK_BUSY)
             return L0_BUSY;
-        bool there = l0_state(atomic_load(&m->current)) == L0_LIVE && l0_slot_has_key(t, m, slot, key);
-        l0_unlock(m);
+        bool there = l0_look_at(t, slot, key, &found) == L0_DONE;
+        l0_unlock(&m->lock);
         if (there)
             return L0_MOVED;
     }
@@ -160,7 +183,8 @@ static inline l0_result l0_put_new(const l0_table *t, l0_key key, l0_value value
         return result;
     uint64_t slot = l0_position(t, home, distance);
     l0_meta *m = l0_meta_at(t, slot);
-    uint64_t generation = l0_claim(t, m, key.hash);
+    atomic_store_explicit(&m->hash, key.hash, memory_order_relaxed);
+    l0_turn(t, slot, L0_CLAIMED);
     if (ticket == NULL)
         l0_bound_raise(t, home, distance);
     else if (!l0_bound_raise_from(t, home, distance, *ticket))
@@ -169,38 +193,30 @@ static inline l0_result l0_put_new(const l0_table *t, l0_key key, l0_value value
         result = l0_claim_stands(t, key, home, distance, wait_ns);
     if (result == L0_DONE) {
         atomic_store_explicit(&m->hits, 0, memory_order_relaxed);
-        atomic_store_explicit(&m->key_bytes, (uint32_t)key.n, memory_order_relaxed);
-        l0_copy_in(l0_key_at(t, slot), key.bytes, key.n);
-        l0_write_value(t, slot, 0, value);
-        atomic_store_explicit(&m->current, l0_word(generation, 0, L0_LIVE), memory_order_release);
-        atomic_fetch_add_explicit(&l0_head(t)->keys, 1, memory_order_relaxed);
-    } else {
-        l0_unclaim(t, m);
+        result = l0_write(t, slot, key, value, wait_ns);
     }
-    l0_unlock(m);
+    if (result == L0_DONE)
+        atomic_fetch_add_explicit(&l0_head(t)->keys, 1, memory_order_relaxed);
+    else
+        l0_unclaim(t, slot);
+    l0_unlock(&m->lock);
     return result;
 }
 
 /* Set a key. The caller has joined as a writer; key and value are within the table's limits. L0_DONE; L0_FULL; or
- * L0_BUSY: a living writer has held this key's slot for wait_ns. With wait_ns 0 it makes no system call, and
- * L0_BUSY means: ask again with time to wait. `inserted` says whether the key is new. */
+ * L0_BUSY: a living writer has held this key's slot, or its stripe, for wait_ns. With wait_ns 0 it makes no system
+ * call, and L0_BUSY means: ask again with time to wait. `inserted` says whether the key is new. */
 static inline l0_result l0_put(const l0_table *t, l0_key key, l0_value value, uint64_t wait_ns, bool *inserted) {
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
         uint64_t slot;
         l0_result result = l0_lock_key(t, key, wait_ns, &slot);
         *inserted = result == L0_MISS;
         if (result == L0_DONE) {
-            l0_meta *m = l0_meta_at(t, slot);
-            uint64_t current = atomic_load_explicit(&m->current, memory_order_relaxed);
-            uint64_t generation = l0_generation(current) + 1;
-            uint64_t buffer = l0_buffer_after(t, l0_buffer_of(t, current));
-            l0_announce(m, generation);
-            l0_write_value(t, slot, buffer, value);
-            atomic_store_explicit(&m->current, l0_word(generation, buffer, L0_LIVE), memory_order_release);
-            l0_unlock(m);
-        }
-        if (result == L0_MISS)
+            result = l0_write(t, slot, key, value, wait_ns);
+            l0_unlock(&l0_meta_at(t, slot)->lock);
+        } else if (result == L0_MISS) {
             result = l0_put_new(t, key, value, wait_ns, NULL);
+        }
         if (result != L0_MOVED)
             return result;
     }
@@ -217,7 +233,7 @@ static inline l0_result l0_insert(const l0_table *t, l0_key key, l0_value value,
     uint64_t slot;
     l0_result result = l0_lock_key(t, key, wait_ns, &slot);
     if (result == L0_DONE) {
-        l0_unlock(l0_meta_at(t, slot));
+        l0_unlock(&l0_meta_at(t, slot)->lock);
         return L0_MOVED;
     }
     return result == L0_MISS ? l0_put_new(t, key, value, wait_ns, &ticket) : result;
@@ -231,10 +247,9 @@ static inline l0_result l0_delete(const l0_table *t, l0_key key, uint64_t wait_n
     l0_result result = l0_lock_key(t, key, wait_ns, &slot);
     if (result != L0_DONE)
         return result;
-    l0_meta *m = l0_meta_at(t, slot);
-    atomic_store(&m->current, (atomic_load(&m->current) & ~UINT64_C(3)) | L0_FREE);
+    l0_turn(t, slot, L0_FREE);
     atomic_fetch_sub_explicit(&l0_head(t)->keys, 1, memory_order_relaxed);
-    l0_unlock(m);
+    l0_unlock(&l0_meta_at(t, slot)->lock);
     l0_bound_lower(t, home);
     return L0_DONE;
 }

@@ -1,6 +1,10 @@
 /* lmcache_l0._table: the shared table as a Python type. The algorithms stand in the headers beside it and know no
  * Python; here are mapping, arguments, errors, batches, and views.
  *
+ * Anything that runs Python (an iterator, a signal handler, a warning's filter, a finalizer) may close the table, or
+ * fork. So no method looks at the table by itself: it asks to_read() or to_write() for it, which answer for as long as
+ * no Python runs, and asks again behind whatever may have run some.
+ *
  * Every method holds the GIL except where it says otherwise, so a handle's own fields need no lock. Work without the
  * GIL is counted in `busy`, views in `exports`: the mapping stays until both are zero, even past close().
  */
@@ -18,6 +22,9 @@
 #define SLICE_NS 50000000u            /* without the GIL, between two looks for signals */
 #define GIL_BYTES (256u << 10)        /* a copy of this much is worth a release of the GIL */
 #define BATCH_KEYS 1024u              /* keys of a batch that are in flight together */
+#define HUGE_BYTES (2u << 20)
+#define COLLAPSE_BYTES (32u << 20)    /* collapsed between two looks for signals: some 10 ms */
+#define WAIT_S_MAX 86400
 #define SURVEY_SLOTS (1u << 16)       /* slots between two looks for signals */
 
 /* ---- names from Python, fetched once ------------------------------------------------------------------------ */
@@ -75,25 +82,28 @@ static int import_arrays(void) {
 /* The (dtype, itemsize, tag) of a dtype-like; borrowed. */
 static PyObject *describe(PyObject *dtype) {
     PyObject *known = PyDict_GetItemWithError(described, dtype);
-    if (known != NULL || PyErr_Occurred())
+    if (known != NULL)
         return known;
+    bool hashable = !PyErr_Occurred();
+    PyErr_Clear();
     if (import_arrays() < 0)
         return NULL;
     PyObject *made = PyObject_CallOneArg(describe_dtype, dtype);
     if (made == NULL)
         return NULL;
-    int failed = PyDict_SetItem(described, dtype, made);
+    PyObject *kept = hashable ? dtype : PyTuple_GET_ITEM(made, 0); /* a list of fields is kept by what it means */
+    int failed = PyDict_SetItem(described, kept, made);
+    known = failed < 0 ? NULL : PyDict_GetItemWithError(described, kept);
     Py_DECREF(made);
-    return failed < 0 ? NULL : PyDict_GetItemWithError(described, dtype);
+    return known;
 }
 
 /* ---- the handle --------------------------------------------------------------------------------------------- */
 
 typedef struct Table {
     PyObject_HEAD
-    l0_table t;
+    l0_table t;                        /* by to_read() and to_write() only */
     size_t mapped;
-    int fd;
     bool writable, closed, warned;
     int busy;
     Py_ssize_t exports;
@@ -104,14 +114,10 @@ typedef struct Table {
 
 static Table *handles;
 
-/* In a forked child: the parent's life lock is on an open file description that both now share. Closing our end lets
- * the parent's death be seen; the child takes a row of its own when it first writes. close() is safe here. */
+/* In a forked child. The child takes a row of its own when it first writes. */
 static void after_fork_in_child(void) {
     for (Table *h = handles; h != NULL; h = h->next) {
-        if (h->t.lock_fd >= 0)
-            close(h->t.lock_fd);
-        h->t.lock_fd = -1;
-        h->t.me = 0;
+        l0_writer_forked(&h->t);
         h->busy = 0; /* the threads that were at work are not here */
         h->dice ^= (uint64_t)getpid() << 20;
     }
@@ -131,14 +137,12 @@ static void close_handle(Table *self) {
             self->next->link = self->link;
         self->link = NULL;
     }
-    if (self->busy == 0 && self->t.lock_fd >= 0) {
-        close(self->t.lock_fd);
-        self->t.lock_fd = -1;
-        self->t.me = 0;
+    if (self->busy == 0) {
+        l0_writer_leave(&self->t);
+        if (l0_same_file(&self->t, self->t.ask_fd))
+            close(self->t.ask_fd);
+        self->t.ask_fd = -1;
     }
-    if (self->fd >= 0)
-        close(self->fd);
-    self->fd = -1;
     self->closed = true;
     unmap_if_unused(self);
 }
@@ -151,45 +155,55 @@ static void leave(Table *self) {
         close_handle(self);
 }
 
-static bool usable(Table *self) {
+/* The table, until Python runs again; NULL with an error set. */
+static l0_table *to_read(Table *self) {
     if (!self->closed && self->t.base != NULL)
-        return true;
+        return &self->t;
     PyErr_Format(usage_error, "the table %V is closed: attach it again", self->path, "?");
-    return false;
+    return NULL;
 }
 
-/* Reopen the file for the life lock: by descriptor where the system has such paths (the name may be gone), else by
- * name if that is still the same file. */
-static int open_again(Table *self) {
+/* An open description of our own of the table's file: by descriptor where the system has such paths (the name may be
+ * gone), else by name. Never another file that has come to stand in their place. */
+static int open_again(Table *self, int flags) {
     char by_fd[64];
-    snprintf(by_fd, sizeof by_fd, "/proc/self/fd/%d", self->fd);
-    int fd = open(by_fd, O_RDWR | O_CLOEXEC);
-    if (fd >= 0 || errno == EACCES || errno == EPERM)
-        return fd;
+    if (l0_same_file(&self->t, self->t.ask_fd)) {
+        snprintf(by_fd, sizeof by_fd, "/proc/self/fd/%d", self->t.ask_fd);
+        int fd = open(by_fd, flags | O_CLOEXEC);
+        if (l0_same_file(&self->t, fd))
+            return fd;
+        if (fd >= 0)
+            close(fd);
+        else if (errno == EACCES || errno == EPERM)
+            return -1;
+    }
     PyObject *path = NULL;
     if (!PyUnicode_FSConverter(self->path, &path))
         return -1;
-    fd = open(PyBytes_AS_STRING(path), O_RDWR | O_CLOEXEC);
+    int fd = open(PyBytes_AS_STRING(path), flags | O_CLOEXEC | O_NOFOLLOW);
     Py_DECREF(path);
-    struct stat ours, theirs;
-    if (fd >= 0 && (fstat(self->fd, &ours) != 0 || fstat(fd, &theirs) != 0 || ours.st_ino != theirs.st_ino ||
-                    ours.st_dev != theirs.st_dev)) {
-        close(fd);
-        errno = ENOENT;
-        return -1;
-    }
-    return fd;
+    if (fd < 0 || l0_same_file(&self->t, fd))
+        return fd;
+    close(fd);
+    errno = ENOENT;
+    return -1;
 }
 
-static bool ensure_writer(Table *self) {
-    if (self->t.me != 0)
-        return true;
+/* Somebody in the process may have closed every descriptor, ours too: then get another. */
+static void ensure_asking(Table *self) {
+    if (l0_same_file(&self->t, self->t.ask_fd))
+        return;
+    self->t.ask_fd = open_again(self, self->writable ? O_RDWR : O_RDONLY);
+    PyErr_Clear(); /* without one no owner is proven dead: the wait says that it was in vain */
+}
+
+static bool join(Table *self) {
     if (!self->writable) {
         PyErr_Format(usage_error, "the table %U was attached read-only: attach it with read_only=False to write",
                      self->path);
         return false;
     }
-    int fd = open_again(self);
+    int fd = open_again(self, O_RDWR);
     if (fd < 0) {
         if (!PyErr_Occurred())
             PyErr_Format(table_error,
@@ -211,15 +225,45 @@ static bool ensure_writer(Table *self) {
     return false;
 }
 
+/* The table, with a writer's row that is this process's own, until Python runs again; NULL with an error set. */
+static l0_table *to_write(Table *self) {
+    l0_table *t = to_read(self);
+    return t != NULL && (t->me != 0 || join(self)) ? t : NULL;
+}
+
+/* A mapping whose offsets are whole huge pages where its addresses are: nothing else can be mapped by them. */
+static void *map_aligned(int fd, size_t bytes, int protection) {
+    unsigned char *room = mmap(NULL, bytes + HUGE_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (room == MAP_FAILED)
+        return MAP_FAILED;
+    size_t ahead = (HUGE_BYTES - (uintptr_t)room % HUGE_BYTES) % HUGE_BYTES;
+    void *base = mmap(room + ahead, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (base == MAP_FAILED) {
+        int failed = errno;
+        munmap(room, bytes + HUGE_BYTES);
+        errno = failed;
+        return MAP_FAILED;
+    }
+    if (ahead)
+        munmap(room, ahead);
+    munmap(room + ahead + bytes, HUGE_BYTES - ahead);
+    return base;
+}
+
 static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"path", "fd", "writable", "wait_s", "warn_load", NULL};
+    static char *names[] = {"path", "fd", "writable", "wait_s", "warn_load", "huge_pages", NULL};
     PyObject *path;
-    int fd, writable;
+    int fd, writable, huge_pages;
     double wait_s, warn_load;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Uipdd:Table", names, &path, &fd, &writable, &wait_s, &warn_load))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Uipddp:Table", names, &path, &fd, &writable, &wait_s, &warn_load,
+                                     &huge_pages))
         return -1;
     if (self->path != NULL) {
         PyErr_SetString(usage_error, "a table handle is made once: attach again for another");
+        return -1;
+    }
+    if (!(wait_s > 0 && wait_s <= WAIT_S_MAX)) {
+        PyErr_Format(usage_error, "wait_s must be above zero and at most %d", WAIT_S_MAX);
         return -1;
     }
     struct stat st;
@@ -229,7 +273,8 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
     }
     uint64_t bytes = st.st_size < 0 ? 0 : (uint64_t)st.st_size;
     if (bytes < L0_HEADER_BYTES) {
-        PyErr_Format(damaged_error, "%U has %llu bytes and is no L0 table: remove it, or name another path", path,
+        PyErr_Format(damaged_error, "%U has %llu bytes and is no L0 table: name another path, or remove "
+                     "it if it is yours to remove", path,
                      (unsigned long long)bytes);
         return -1;
     }
@@ -253,13 +298,16 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
         PyErr_Format(damaged_error, "%U has %llu bytes and its header says %llu: it was cut off; remove it", path,
                      (unsigned long long)bytes, says);
     else if (verdict == L0_NOT_READY)
-        PyErr_Format(damaged_error, "%U was never finished: remove it", path);
+        PyErr_Format(damaged_error, "%U is no finished L0 table (none of this version is ever seen unfinished): remove it if "
+                     "it is yours to remove, or name another path", path);
     else if (verdict != L0_OK_HEADER)
-        PyErr_Format(damaged_error, "%U is no L0 table, or its header is damaged: remove it, or name another path",
-                     path);
+        PyErr_Format(damaged_error, "%U is no L0 table, or its header is damaged: name another path, or remove it if it is "
+                     "yours to remove", path);
     if (verdict != L0_OK_HEADER)
         return -1;
-    void *base = mmap(NULL, g.file_bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, fd, 0);
+    int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void *base = huge_pages && g.file_bytes >= HUGE_BYTES ? map_aligned(fd, g.file_bytes, protection)
+                                                          : mmap(NULL, g.file_bytes, protection, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
@@ -274,7 +322,9 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
     self->t.base = base;
     self->t.g = g;
     self->mapped = g.file_bytes;
-    self->fd = own;
+    self->t.dev = (uint64_t)st.st_dev;
+    self->t.ino = (uint64_t)st.st_ino;
+    self->t.ask_fd = own;
     self->writable = writable;
     self->wait_ns = (uint64_t)(wait_s * 1e9);
     self->warn_at_keys = (uint64_t)(warn_load * (double)g.slots);
@@ -291,9 +341,8 @@ static PyObject *Table_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     (void)args, (void)kwargs;
     Table *self = (Table *)type->tp_alloc(type, 0);
     if (self != NULL) {
-        self->fd = -1;
-        self->t.lock_fd = -1;
-        self->closed = false;
+        self->t.ask_fd = -1;
+        self->t.life_fd = -1;
     }
     return (PyObject *)self;
 }
@@ -344,17 +393,23 @@ static void say_too_large(Table *self, size_t n) {
 }
 
 static void say_full(Table *self, PyObject *key) {
-    unsigned long long keys = atomic_load(&l0_head(&self->t)->keys), slots = self->t.g.slots;
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return;
+    unsigned long long keys = atomic_load(&l0_head(t)->keys), slots = t->g.slots;
     PyErr_Format(full_error, "the table %U is full: no free slot for %R; %llu of %llu slots are taken. Create it "
                  "anew with hash_slots=%llu (the keys that it must hold, divided by 0.7), or delete keys", self->path,
                  key, keys, slots, (slots > keys ? slots : keys) * 2);
 }
 
 static bool warn_of_load(Table *self) {
-    if (self->warned || atomic_load_explicit(&l0_head(&self->t)->keys, memory_order_relaxed) < self->warn_at_keys)
+    l0_table *t = self->warned ? NULL : to_read(self);
+    if (t == NULL)
+        return !PyErr_Occurred();
+    if (atomic_load_explicit(&l0_head(t)->keys, memory_order_relaxed) < self->warn_at_keys)
         return true;
     self->warned = true;
-    unsigned long long slots = self->t.g.slots;
+    unsigned long long slots = t->g.slots;
     return PyErr_WarnFormat(load_warning, 1, "the table %U is 70%% full: probes grow long from here on and it will "
                             "refuse keys when it is full; it has %llu slots, plan for keys / 0.7", self->path,
                             slots) == 0;
@@ -370,59 +425,74 @@ typedef struct Change {
     bool inserted;
 } Change;
 
+/* Off, a set stores nothing: it takes the older value away, which would be wrong when the table is on again. */
 static l0_result run_change(const l0_table *t, Change *c, uint64_t wait_ns) {
-    if (c->task == TASK_PUT)
-        return l0_put(t, c->key, c->value, wait_ns, &c->inserted);
+    c->inserted = false;
     if (c->task == TASK_DELETE)
         return l0_delete(t, c->key, wait_ns);
+    if (!l0_enabled(t)) {
+        if (c->task == TASK_INSERT)
+            return L0_MOVED;
+        l0_result gone = l0_delete(t, c->key, wait_ns);
+        return gone == L0_MISS ? L0_DONE : gone;
+    }
+    if (c->task == TASK_PUT)
+        return l0_put(t, c->key, c->value, wait_ns, &c->inserted);
     l0_result result = l0_insert(t, c->key, c->value, c->ticket, wait_ns);
     c->inserted = result == L0_DONE;
     return result;
 }
 
-/* Make one change: at once if it can be, else without the GIL, in slices, for at most wait_s. The result is never
- * L0_BUSY or L0_FULL: those are raised, and L0_UNSETTLED is returned. */
-static l0_result change(Table *self, PyObject *key, Change *c) {
-    if (!ensure_writer(self))
-        return L0_UNSETTLED;
-    l0_result result = run_change(&self->t, c, 0);
-    uint64_t until = result == L0_BUSY ? l0_now_ns() + self->wait_ns : 0;
-    while (result == L0_BUSY && l0_now_ns() < until) {
-        enter(self);
-        Py_BEGIN_ALLOW_THREADS
-        result = run_change(&self->t, c, SLICE_NS < self->wait_ns ? SLICE_NS : self->wait_ns);
-        Py_END_ALLOW_THREADS
-        leave(self);
-        if (PyErr_CheckSignals() < 0 || !usable(self))
-            return L0_UNSETTLED;
+/* Make one change: at once if it can be, else without the GIL, in slices, for at most wait_s. False with an error set. */
+static bool change(Table *self, PyObject *key, Change *c, l0_result *result) {
+    uint64_t until = 0;
+    for (uint64_t wait_ns = 0;; wait_ns = SLICE_NS < self->wait_ns ? SLICE_NS : self->wait_ns) {
+        l0_table *t = to_write(self);
+        if (t == NULL)
+            return false;
+        if (wait_ns == 0 && c->value.n < GIL_BYTES) {
+            *result = run_change(t, c, 0);
+        } else {
+            ensure_asking(self);
+            enter(self);
+            Py_BEGIN_ALLOW_THREADS
+            *result = run_change(t, c, wait_ns);
+            Py_END_ALLOW_THREADS
+            leave(self);
+        }
+        if (*result != L0_BUSY)
+            break;
+        uint64_t now = l0_now_ns();
+        until = until ? until : now + self->wait_ns;
+        if (now >= until)
+            break;
+        if (PyErr_CheckSignals() < 0)
+            return false;
     }
-    if (result == L0_FULL)
+    if (*result == L0_FULL)
         say_full(self, key);
-    if (result == L0_BUSY)
-        PyErr_Format(busy_error, "the slot of %R in %U has been held for %llu ms by a writer that is alive but does "
-                     "not move (stopped, or starved): try again, or end that process", key, self->path,
+    if (*result == L0_BUSY)
+        PyErr_Format(busy_error, "the slot of %R in %U, or its stripe, has been held for %llu ms by a writer that is "
+                     "alive but does not move (stopped, or starved): try again, or end that process", key, self->path,
                      (unsigned long long)(self->wait_ns / 1000000u));
-    if (result == L0_FULL || result == L0_BUSY)
-        return L0_UNSETTLED;
-    if (c->inserted && result == L0_DONE && !warn_of_load(self))
-        return L0_UNSETTLED;
-    return result;
+    return *result != L0_FULL && *result != L0_BUSY && (!c->inserted || warn_of_load(self));
 }
 
 static bool put(Table *self, PyObject *key_object, Py_buffer *value, uint64_t tag) {
     Change c = {.task = TASK_PUT, .value = {value->buf, (size_t)value->len, tag}};
+    l0_result result;
     if (!key_of(self, key_object, &c.key))
         return false;
     if ((size_t)value->len > self->t.g.value_bytes_max) {
         say_too_large(self, (size_t)value->len);
         return false;
     }
-    return change(self, key_object, &c) == L0_DONE && !PyErr_Occurred();
+    return change(self, key_object, &c, &result);
 }
 
 static PyObject *unsettled(Table *self, PyObject *key) {
     return PyErr_Format(busy_error, "%R in %U was written again and again while it was read, %d times over (or the "
-                        "file is damaged): create the table with more versions", key, self->path, L0_READ_TRIES);
+                        "file is damaged): create the table with versions=2, or more of them", key, self->path, L0_READ_TRIES);
 }
 
 static inline void count(Table *self, l0_found *found) {
@@ -431,144 +501,277 @@ static inline void count(Table *self, l0_found *found) {
         l0_count_hit(found->meta, &self->dice);
 }
 
+/* ---- arguments -------------------------------------------------------------------------------------------------- */
+
+/* What a method takes, by place or by name; the first `required` must be given. */
+typedef struct Signature {
+    const char *name;
+    int required, places, count; /* names beyond `places` are by name only */
+    const char *names[6];
+} Signature;
+
+static bool no_such_call(const Signature *s, const char *trouble, PyObject *name) {
+    PyObject *all = PyUnicode_FromString("");
+    for (int i = 0; all != NULL && i < s->count; i++) {
+        PyObject *longer = PyUnicode_FromFormat(i < s->required ? "%U%s%s" : "%U%s%s=...", all,
+                                                i == 0 ? "" : i == s->places ? ", *, " : ", ", s->names[i]);
+        Py_SETREF(all, longer);
+    }
+    if (all != NULL && name != NULL)
+        PyErr_Format(PyExc_TypeError, "%s(%U) has %s %R", s->name, all, trouble, name);
+    else if (all != NULL)
+        PyErr_Format(PyExc_TypeError, "%s(%U): %s", s->name, all, trouble);
+    Py_XDECREF(all);
+    return false;
+}
+
+/* Sort the arguments of a vectorcall into `to`, by `s`; what is not given is NULL. */
+static bool sorted_arguments(const Signature *s, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+                             PyObject **to) {
+    if (nargs > s->places)
+        return no_such_call(s, "too many arguments", NULL);
+    for (int i = 0; i < s->count; i++)
+        to[i] = i < nargs ? args[i] : NULL;
+    for (Py_ssize_t n = 0; names != NULL && n < PyTuple_GET_SIZE(names); n++) {
+        PyObject *name = PyTuple_GET_ITEM(names, n);
+        int i = 0;
+        while (i < s->count && PyUnicode_CompareWithASCIIString(name, s->names[i]) != 0)
+            i++;
+        if (i == s->count)
+            return no_such_call(s, "no argument", name);
+        if (to[i] != NULL)
+            return no_such_call(s, "twice the argument", name);
+        to[i] = args[nargs + n];
+    }
+    for (int i = 0; i < s->required; i++)
+        if (to[i] == NULL)
+            return no_such_call(s, "an argument is missing", NULL);
+    return true;
+}
+
+static inline __attribute__((always_inline)) bool arguments(const Signature *s, PyObject *const *args,
+                                                            Py_ssize_t nargs, PyObject *names, PyObject **to) {
+    if (names == NULL && nargs == s->required) { /* as most calls are; a loop of known length, since this is inline */
+        for (int i = 0; i < s->count; i++)
+            to[i] = i < s->required ? args[i] : NULL;
+        return true;
+    }
+    return sorted_arguments(s, args, nargs, names, to);
+}
+
+/* Does a buffer's format have Python objects in it? Their bytes are pointers. Names of fields stand between colons. */
+static bool has_objects(const char *format) {
+    for (; format != NULL && *format; format++) {
+        if (*format == 'O')
+            return true;
+        if (*format == ':')
+            format = strchr(format + 1, ':');
+        if (format == NULL)
+            break;
+    }
+    return false;
+}
+
+/* The bytes of a value, and by `tag`, if wanted, what they are. numpy's dates have no format: asked for by their dtype. */
+static bool buffer_of(PyObject *object, int flags, Py_buffer *buffer, uint64_t *tag) {
+    PyObject *about = NULL;
+    if (PyObject_GetBuffer(object, buffer, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) == 0) {
+        if (has_objects(buffer->format)) {
+            PyErr_Format(usage_error, "%s holds Python objects, which are not shared: use a type of plain bytes",
+                         Py_TYPE(object)->tp_name);
+            PyBuffer_Release(buffer);
+            return false;
+        }
+        if (tag == NULL)
+            return true;
+        *tag = 0;
+        if (buffer->format == NULL || strcmp(buffer->format, "B") == 0)
+            return true;
+        PyObject *type = PyObject_HasAttr(object, dtype_name) ? PyObject_GetAttr(object, dtype_name)
+                                                              : PyUnicode_FromString(buffer->format);
+        about = type != NULL ? describe(type) : NULL;
+        Py_XDECREF(type);
+    } else {
+        PyObject *type = PyErr_ExceptionMatches(PyExc_ValueError) ? PyObject_GetAttr(object, dtype_name) : NULL;
+        if (type == NULL)
+            return false;
+        PyErr_Clear();
+        about = describe(type);
+        Py_DECREF(type);
+        if (about == NULL || PyObject_GetBuffer(object, buffer, flags | PyBUF_C_CONTIGUOUS) < 0)
+            return false;
+    }
+    if (about == NULL) {
+        PyBuffer_Release(buffer);
+        return false;
+    }
+    if (tag != NULL)
+        *tag = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2));
+    return true;
+}
+
 /* ---- one key -------------------------------------------------------------------------------------------------- */
 
-/* A new bytes or bytearray with the value, or NULL: missed, or an error that is set. */
-static PyObject *fetch(Table *self, PyObject *key_object, bool as_bytearray) {
+/* Copy what was found, without the GIL where it is much, and say whether it is of one piece. */
+static bool copy(Table *self, l0_found *found, unsigned char *to) {
+    if (found->n < GIL_BYTES) {
+        l0_copy_out(to, found->bytes, found->n);
+        return l0_intact(found);
+    }
+    enter(self);
+    Py_BEGIN_ALLOW_THREADS
+    l0_copy_out(to, found->bytes, found->n);
+    Py_END_ALLOW_THREADS
+    bool intact = l0_intact(found);
+    leave(self); /* may unmap, if close() came in between */
+    return intact;
+}
+
+/* A new bytes with the value, or NULL: missed, or an error that is set. */
+static PyObject *fetch(Table *self, PyObject *key_object) {
     l0_key key;
     l0_found found;
-    if (!usable(self) || !key_of(self, key_object, &key))
+    if (!key_of(self, key_object, &key))
         return NULL;
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
-        if (l0_look(&self->t, key, &found) == L0_MISS) {
+        l0_table *t = to_read(self);
+        if (t == NULL)
+            return NULL;
+        l0_result result = l0_enabled(t) ? l0_look(t, key, &found) : L0_MISS;
+        if (result == L0_MISS) {
             self->misses++;
             return NULL;
         }
-        PyObject *value = as_bytearray ? PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)found.n)
-                                       : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)found.n);
+        if (result == L0_UNSETTLED)
+            break;
+        PyObject *value = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)found.n);
         if (value == NULL)
             return NULL;
-        unsigned char *to = (unsigned char *)(as_bytearray ? PyByteArray_AS_STRING(value) : PyBytes_AS_STRING(value));
-        if (found.n >= GIL_BYTES) {
-            enter(self);
-            Py_BEGIN_ALLOW_THREADS
-            l0_copy_out(to, found.bytes, found.n);
-            Py_END_ALLOW_THREADS
-            bool intact = l0_intact(&self->t, found.meta, found.generation);
-            if (intact)
-                count(self, &found);
-            leave(self); /* may unmap, if close() came in between */
-            if (intact)
-                return value;
-            if (!usable(self)) {
-                Py_DECREF(value);
-                return NULL;
-            }
-        } else {
-            l0_copy_out(to, found.bytes, found.n);
-            if (l0_intact(&self->t, found.meta, found.generation)) {
-                count(self, &found);
-                return value;
-            }
+        if (copy(self, &found, (unsigned char *)PyBytes_AS_STRING(value))) {
+            count(self, &found);
+            return value;
         }
         Py_DECREF(value);
     }
     return unsettled(self, key_object);
 }
 
-static PyObject *Table_get(Table *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs < 1 || nargs > 2)
-        return PyErr_Format(PyExc_TypeError, "get(key, default=None) takes 1 or 2 arguments, not %zd", nargs);
-    PyObject *value = fetch(self, args[0], false);
+static PyObject *Table_get(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"get", 1, 2, 2, {"key", "default"}};
+    PyObject *to[2] = {NULL, NULL};
+    if (names == NULL && nargs == 1)
+        to[0] = args[0];
+    else if (!arguments(&signature, args, nargs, names, to))
+        return NULL;
+    PyObject *value = fetch(self, to[0]);
     if (value != NULL || PyErr_Occurred())
         return value;
-    return Py_NewRef(nargs == 2 ? args[1] : Py_None);
+    return Py_NewRef(to[1] != NULL ? to[1] : Py_None);
 }
 
-static PyObject *Table_set(Table *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "set(key, value) takes 2 arguments, not %zd", nargs);
+static bool set(Table *self, PyObject *key, PyObject *object) {
     Py_buffer value;
-    if (!usable(self) || PyObject_GetBuffer(args[1], &value, PyBUF_SIMPLE) < 0)
-        return NULL;
-    bool stored = put(self, args[0], &value, 0);
+    if (!buffer_of(object, 0, &value, NULL))
+        return false;
+    bool stored = put(self, key, &value, 0);
     PyBuffer_Release(&value);
-    return stored ? Py_NewRef(Py_None) : NULL;
+    return stored;
 }
 
-static PyObject *Table_delete(Table *self, PyObject *key_object) {
+static PyObject *Table_set(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"set", 2, 2, 2, {"key", "value"}};
+    PyObject *to[2];
+    if (!arguments(&signature, args, nargs, names, to) || !set(self, to[0], to[1]))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+/* 1: it was there; 0: it was not; -1: an error is set. */
+static int drop(Table *self, PyObject *key_object) {
     Change c = {.task = TASK_DELETE};
-    if (!usable(self) || !key_of(self, key_object, &c.key))
-        return NULL;
-    l0_result result = change(self, key_object, &c);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(result == L0_DONE);
+    l0_result result;
+    if (!key_of(self, key_object, &c.key) || !change(self, key_object, &c, &result))
+        return -1;
+    return result == L0_DONE;
 }
 
-static PyObject *Table_ticket(Table *self, PyObject *key_object) {
-    l0_key key;
-    if (!usable(self) || !key_of(self, key_object, &key))
-        return NULL;
-    return PyLong_FromUnsignedLongLong(l0_ticket(&self->t, key));
-}
-
-static PyObject *Table_insert(Table *self, PyObject *args) {
+static PyObject *Table_delete(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"delete", 1, 1, 1, {"key"}};
     PyObject *key_object;
+    int there = arguments(&signature, args, nargs, names, &key_object) ? drop(self, key_object) : -1;
+    return there < 0 ? NULL : PyBool_FromLong(there);
+}
+
+static PyObject *Table_ticket(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"ticket", 1, 1, 1, {"key"}};
+    PyObject *key_object;
+    l0_key key;
+    if (!arguments(&signature, args, nargs, names, &key_object) || !key_of(self, key_object, &key))
+        return NULL;
+    l0_table *t = to_read(self);
+    return t != NULL ? PyLong_FromUnsignedLongLong(l0_ticket(t, key)) : NULL;
+}
+
+static PyObject *Table_insert(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"insert", 3, 3, 3, {"key", "value", "ticket"}};
+    PyObject *to[3];
     Py_buffer value;
-    unsigned long long ticket;
-    if (!usable(self) || !PyArg_ParseTuple(args, "Oy*K:insert", &key_object, &value, &ticket))
+    if (!arguments(&signature, args, nargs, names, to))
+        return NULL;
+    unsigned long long ticket = PyLong_AsUnsignedLongLong(to[2]);
+    if (PyErr_Occurred() || !buffer_of(to[1], 0, &value, NULL))
         return NULL;
     Change c = {.task = TASK_INSERT, .value = {value.buf, (size_t)value.len, 0}, .ticket = ticket};
-    l0_result result = L0_UNSETTLED;
-    if (key_of(self, key_object, &c.key)) {
-        if ((size_t)value.len > self->t.g.value_bytes_max)
-            say_too_large(self, (size_t)value.len);
-        else
-            result = change(self, key_object, &c);
+    l0_result result = L0_MOVED;
+    bool fine = key_of(self, to[0], &c.key);
+    if (fine && (size_t)value.len > self->t.g.value_bytes_max) {
+        say_too_large(self, (size_t)value.len);
+        fine = false;
     }
+    fine = fine && change(self, to[0], &c, &result);
     PyBuffer_Release(&value);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(result == L0_DONE);
+    return fine ? PyBool_FromLong(result == L0_DONE) : NULL;
 }
 
 static int Table_contains(Table *self, PyObject *key_object) {
     l0_key key;
     l0_found found;
-    if (!usable(self) || !key_of(self, key_object, &key))
+    if (!key_of(self, key_object, &key))
         return -1;
-    l0_result result = l0_find(&self->t, key, &found);
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return -1;
+    l0_result result = l0_enabled(t) ? l0_find(t, key, &found) : L0_MISS;
     if (result == L0_UNSETTLED)
         unsettled(self, key_object);
     return result == L0_UNSETTLED ? -1 : result == L0_DONE;
 }
 
 static Py_ssize_t Table_length(Table *self) {
-    if (!usable(self))
+    l0_table *t = to_read(self);
+    if (t == NULL)
         return -1;
     /* A writer killed between a change and its counting leaves it off by one; survey() counts. */
-    uint64_t keys = atomic_load_explicit(&l0_head(&self->t)->keys, memory_order_relaxed);
+    uint64_t keys = atomic_load_explicit(&l0_head(t)->keys, memory_order_relaxed);
     if (keys >> 63)
         return 0;
-    return (Py_ssize_t)(keys < self->t.g.slots ? keys : self->t.g.slots);
+    return (Py_ssize_t)(keys < t->g.slots ? keys : t->g.slots);
 }
 
 static PyObject *Table_subscript(Table *self, PyObject *key_object) {
-    PyObject *value = fetch(self, key_object, false);
+    PyObject *value = fetch(self, key_object);
     if (value == NULL && !PyErr_Occurred())
         PyErr_SetObject(PyExc_KeyError, key_object);
     return value;
 }
 
 static int Table_ass_subscript(Table *self, PyObject *key_object, PyObject *object) {
-    PyObject *result;
-    if (object == NULL) {
-        result = Table_delete(self, key_object);
-        if (result == Py_False)
-            PyErr_SetObject(PyExc_KeyError, key_object);
-    } else {
-        PyObject *args[2] = {key_object, object};
-        result = Table_set(self, args, 2);
-    }
-    Py_XDECREF(result);
-    return PyErr_Occurred() ? -1 : 0;
+    if (object != NULL)
+        return set(self, key_object, object) ? 0 : -1;
+    int there = drop(self, key_object);
+    if (there == 0)
+        PyErr_SetObject(PyExc_KeyError, key_object);
+    return there == 1 ? 0 : -1;
 }
 
 /* ---- views ----------------------------------------------------------------------------------------------------- */
@@ -594,7 +797,7 @@ static int View_getbuffer(View *self, Py_buffer *buffer, int flags) {
 
 static PyObject *View_valid(View *self, PyObject *ignored) {
     (void)ignored;
-    return PyBool_FromLong(l0_intact(&self->table->t, self->found.meta, self->found.generation));
+    return PyBool_FromLong(l0_intact(&self->found)); /* the mapping stays for as long as a view does */
 }
 
 static Py_ssize_t View_length(View *self) { return (Py_ssize_t)self->found.n; }
@@ -628,28 +831,38 @@ static PyObject *view_of(Table *self, l0_found *found, bool readonly) {
     return (PyObject *)view;
 }
 
-static bool may_view(Table *self, bool writable) {
-    if (writable && !self->writable)
+/* Find a value to look at. L0_UNSETTLED: an error is set. */
+static l0_result to_view(Table *self, PyObject *key_object, bool writable, l0_found *found) {
+    l0_key key;
+    if (writable && !self->writable) {
         PyErr_Format(usage_error, "the table %U was attached read-only and gives no writable view", self->path);
-    return usable(self) && !PyErr_Occurred();
+        return L0_UNSETTLED;
+    }
+    if (!key_of(self, key_object, &key))
+        return L0_UNSETTLED;
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return L0_UNSETTLED;
+    l0_result result = l0_enabled(t) ? l0_find(t, key, found) : L0_MISS;
+    if (result == L0_UNSETTLED)
+        unsettled(self, key_object);
+    self->misses += result == L0_MISS;
+    return result;
 }
 
-static PyObject *Table_view(Table *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"key", "writable", NULL};
-    PyObject *key_object;
-    int writable = 0;
-    l0_key key;
+static PyObject *Table_view(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"view", 1, 1, 2, {"key", "writable"}};
+    PyObject *to[2];
     l0_found found;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$p:view", names, &key_object, &writable) ||
-        !may_view(self, writable) || !key_of(self, key_object, &key))
+    if (!arguments(&signature, args, nargs, names, to))
         return NULL;
-    l0_result result = l0_find(&self->t, key, &found);
-    if (result == L0_UNSETTLED)
-        return unsettled(self, key_object);
+    int writable = to[1] != NULL ? PyObject_IsTrue(to[1]) : 0;
+    if (writable < 0)
+        return NULL;
+    l0_result result = to_view(self, to[0], writable, &found);
     if (result == L0_DONE)
         return view_of(self, &found, !writable);
-    self->misses++;
-    Py_RETURN_NONE;
+    return result == L0_MISS ? Py_NewRef(Py_None) : NULL;
 }
 
 /* ---- arrays ---------------------------------------------------------------------------------------------------- */
@@ -678,27 +891,26 @@ refuse:
 }
 
 static PyObject *name_of_tag(uint64_t tag) {
+    if (tag >> 63)
+        return PyUnicode_FromString("another, composed type"); /* a hash: see arrays.py */
     char name[9] = {0};
     memcpy(name, &tag, 8);
     return PyUnicode_DecodeLatin1(name, (Py_ssize_t)strlen(name), NULL);
 }
 
-static bool fits(PyObject *key_object, l0_found *found, Py_ssize_t nbytes, PyObject *shape, PyObject *dtype,
-                 uint64_t tag) {
-    if (found->n != (size_t)nbytes) {
-        PyErr_Format(usage_error, "the value of %R has %zu bytes and shape %R of %R has %zd: ask with the shape and "
-                     "dtype that it was stored with", key_object, found->n, shape, dtype, nbytes);
-        return false;
-    }
-    if (found->tag != 0 && found->tag != tag) {
-        PyObject *stored = name_of_tag(found->tag);
-        if (stored != NULL)
-            PyErr_Format(usage_error, "the value of %R was stored as %U and is asked for as %R: ask with the dtype "
-                         "that it was stored with", key_object, stored, dtype);
-        Py_XDECREF(stored);
-        return false;
-    }
-    return true;
+static bool say_other_size(PyObject *key_object, l0_found *found, Py_ssize_t nbytes, PyObject *shape, PyObject *dtype) {
+    PyErr_Format(usage_error, "the value of %R has %zu bytes and shape %R of %R has %zd: ask with the shape and "
+                 "dtype that it was stored with", key_object, found->n, shape, dtype, nbytes);
+    return false;
+}
+
+static bool say_other_type(PyObject *key_object, uint64_t stored, PyObject *asked) {
+    PyObject *name = name_of_tag(stored);
+    if (name != NULL)
+        PyErr_Format(usage_error, "the value of %R was stored as %U and is asked for as %R: ask with the dtype "
+                     "that it was stored with", key_object, name, asked);
+    Py_XDECREF(name);
+    return false;
 }
 
 /* An array of `type` over a buffer, which it keeps. Takes the reference to buffer. */
@@ -727,81 +939,95 @@ static PyObject *array_over(PyObject *type, PyObject *shape, PyObject *dtype, Py
     return array;
 }
 
-static PyObject *Table_get_numpy(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
-    bool writable = false, snapshot = false;
-    if (nargs != 3)
-        return PyErr_Format(PyExc_TypeError, "get_numpy(key, shape, dtype, *, writable=False, snapshot=False) takes 3 "
-                            "positional arguments, not %zd", nargs);
-    for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
-        PyObject *name = PyTuple_GET_ITEM(names, i);
-        int yes = PyObject_IsTrue(args[nargs + i]);
-        if (yes < 0)
-            return NULL;
-        if (PyUnicode_CompareWithASCIIString(name, "writable") == 0)
-            writable = yes;
-        else if (PyUnicode_CompareWithASCIIString(name, "snapshot") == 0)
-            snapshot = yes;
-        else
-            return PyErr_Format(PyExc_TypeError, "get_numpy() has no argument %R", name);
-    }
-    PyObject *about = describe(args[2]);
+/* An own copy of the value. L0_UNSETTLED: an error is set. */
+static l0_result snapshot_of(Table *self, PyObject *key_object, unsigned char *to, Py_ssize_t nbytes, uint64_t tag,
+                             l0_found *found) {
     l0_key key;
-    if (about == NULL || !may_view(self, writable && !snapshot) || !key_of(self, args[0], &key))
+    if (!key_of(self, key_object, &key))
+        return L0_UNSETTLED;
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return L0_UNSETTLED;
+    l0_result result = L0_MISS;
+    if (l0_enabled(t) && nbytes < (Py_ssize_t)GIL_BYTES) {
+        result = l0_get_exactly(t, key, to, (size_t)nbytes, tag, found);
+    } else if (l0_enabled(t)) {
+        enter(self);
+        Py_BEGIN_ALLOW_THREADS
+        result = l0_get_exactly(t, key, to, (size_t)nbytes, tag, found);
+        Py_END_ALLOW_THREADS
+        if (result == L0_DONE)
+            count(self, found);
+        leave(self);
+    }
+    if (result == L0_DONE && nbytes < (Py_ssize_t)GIL_BYTES)
+        count(self, found);
+    self->misses += result == L0_MISS;
+    if (result == L0_UNSETTLED)
+        unsettled(self, key_object);
+    return result;
+}
+
+static PyObject *Table_get_numpy(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"get_numpy", 3, 3, 5, {"key", "shape", "dtype", "writable", "snapshot"}};
+    PyObject *to[5];
+    if (!arguments(&signature, args, nargs, names, to))
+        return NULL;
+    int writable = to[3] != NULL ? PyObject_IsTrue(to[3]) : 0, snapshot = to[4] != NULL ? PyObject_IsTrue(to[4]) : 0;
+    PyObject *about = writable < 0 || snapshot < 0 ? NULL : describe(to[2]);
+    if (about == NULL)
         return NULL;
     PyObject *dtype = PyTuple_GET_ITEM(about, 0);
-    Py_ssize_t nbytes = bytes_of_shape(args[1], PyLong_AsSsize_t(PyTuple_GET_ITEM(about, 1)));
+    Py_ssize_t nbytes = bytes_of_shape(to[1], PyLong_AsSsize_t(PyTuple_GET_ITEM(about, 1)));
     uint64_t tag = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2));
     if (nbytes < 0)
         return NULL;
     l0_found found;
-    PyObject *buffer;
-    if (!snapshot) {
-        l0_result result = l0_find(&self->t, key, &found);
-        if (result == L0_UNSETTLED)
-            return unsettled(self, args[0]);
-        if (result == L0_MISS) {
-            self->misses++;
-            Py_RETURN_NONE;
-        }
-        if (!fits(args[0], &found, nbytes, args[1], dtype, tag))
-            return NULL;
-        buffer = view_of(self, &found, !writable);
-    } else {
+    l0_result result;
+    PyObject *buffer = NULL;
+    unsigned char *bytes = NULL;
+    if (snapshot) {
         buffer = PyByteArray_FromStringAndSize(NULL, nbytes);
         if (buffer == NULL)
             return NULL;
-        l0_result result = l0_get_exactly(&self->t, key, (unsigned char *)PyByteArray_AS_STRING(buffer),
-                                          (size_t)nbytes, &found);
-        if (result == L0_UNSETTLED)
-            unsettled(self, args[0]);
-        if (result == L0_MISS || result == L0_UNSETTLED || !fits(args[0], &found, nbytes, args[1], dtype, tag)) {
-            Py_DECREF(buffer);
-            self->misses += result == L0_MISS;
-            return result == L0_MISS ? Py_NewRef(Py_None) : NULL;
+        bytes = (unsigned char *)PyByteArray_AS_STRING(buffer);
+        result = snapshot_of(self, to[0], bytes, nbytes, tag, &found);
+    } else {
+        result = to_view(self, to[0], writable, &found);
+        if (result == L0_DONE && found.n != (size_t)nbytes)
+            result = L0_OTHER_SIZE;
+        else if (result == L0_DONE && found.tag != 0 && found.tag != tag)
+            result = L0_OTHER_TYPE;
+        if (result == L0_DONE) {
+            bytes = (unsigned char *)(uintptr_t)found.bytes;
+            buffer = view_of(self, &found, !writable);
         }
-        count(self, &found);
     }
-    if (buffer == NULL)
-        return NULL;
-    unsigned char *bytes = snapshot ? (unsigned char *)PyByteArray_AS_STRING(buffer)
-                                    : (unsigned char *)(uintptr_t)found.bytes;
-    return array_over(snapshot ? array_type : array_view_type, args[1], dtype, buffer, bytes, snapshot || writable);
+    if (result == L0_OTHER_SIZE)
+        say_other_size(to[0], &found, nbytes, to[1], dtype);
+    if (result == L0_OTHER_TYPE)
+        say_other_type(to[0], found.tag, dtype);
+    if (result != L0_DONE || buffer == NULL) {
+        Py_XDECREF(buffer);
+        return result == L0_MISS ? Py_NewRef(Py_None) : NULL;
+    }
+    return array_over(snapshot ? array_type : array_view_type, to[1], dtype, buffer, bytes, snapshot || writable);
 }
 
-static PyObject *Table_set_numpy(Table *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "set_numpy(key, array) takes 2 arguments, not %zd", nargs);
-    if (!usable(self))
+static PyObject *Table_set_numpy(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"set_numpy", 2, 2, 2, {"key", "array"}};
+    PyObject *to[2];
+    if (!arguments(&signature, args, nargs, names, to))
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(args[1], dtype_name);
+    PyObject *dtype = PyObject_GetAttr(to[1], dtype_name);
     if (dtype == NULL)
         return NULL;
     PyObject *about = describe(dtype);
     Py_DECREF(dtype);
     Py_buffer value;
-    if (about == NULL || PyObject_GetBuffer(args[1], &value, PyBUF_C_CONTIGUOUS) < 0)
+    if (about == NULL || PyObject_GetBuffer(to[1], &value, PyBUF_C_CONTIGUOUS) < 0)
         return NULL;
-    bool stored = put(self, args[0], &value, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2)));
+    bool stored = put(self, to[0], &value, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2)));
     PyBuffer_Release(&value);
     return stored ? Py_NewRef(Py_None) : NULL;
 }
@@ -826,21 +1052,21 @@ static inline void ask_meta(const l0_table *t, const l0_key *key) {
 
 static inline void ask_slot(const l0_table *t, const l0_key *key) {
     uint64_t home = l0_home(t, key->hash);
-    uint64_t current = atomic_load_explicit(&l0_meta_at(t, home)->current, memory_order_relaxed);
-    l0_prefetch(l0_slot_at(t, home));
-    l0_prefetch(l0_key_at(t, home));
-    l0_prefetch(l0_buffer_at(t, home, l0_buffer_of(t, current)));
+    uint64_t word = atomic_load_explicit(&l0_meta_at(t, home)->current, memory_order_relaxed);
+    l0_buffer_head *head = l0_buffer_at(t, home, l0_buffer_of(t, home, word));
+    l0_prefetch(head);
+    l0_prefetch(l0_value_at(t, head));
 }
 
 typedef struct Row {
     l0_key key;
     l0_result result;
-    uint32_t found_bytes;
+    uint64_t found_bytes, found_tag;
 } Row;
 
 /* Fill one row of `out` for each key that is there. Needs no GIL. Returns the next state of the dice. */
-static uint64_t fill_rows(const l0_table *t, Row *rows, Py_ssize_t n, unsigned char *out, size_t bytes, bool counting,
-                          uint64_t dice) {
+static uint64_t fill_rows(const l0_table *t, Row *rows, Py_ssize_t n, unsigned char *out, size_t bytes, uint64_t tag,
+                          bool counting, uint64_t dice) {
     l0_found found;
     for (Py_ssize_t i = 0; i < n && i < AHEAD_META; i++)
         ask_meta(t, &rows[i].key);
@@ -849,21 +1075,23 @@ static uint64_t fill_rows(const l0_table *t, Row *rows, Py_ssize_t n, unsigned c
             ask_meta(t, &rows[i + AHEAD_META].key);
         if (i + AHEAD_SLOT < n)
             ask_slot(t, &rows[i + AHEAD_SLOT].key);
-        rows[i].result = l0_get_exactly(t, rows[i].key, out + (size_t)i * bytes, bytes, &found);
+        rows[i].result = l0_get_exactly(t, rows[i].key, out + (size_t)i * bytes, bytes, tag, &found);
         if (rows[i].result == L0_DONE && counting)
             l0_count_hit(found.meta, &dice);
-        else if (rows[i].result == L0_OTHER_SIZE)
-            rows[i].found_bytes = (uint32_t)found.n;
+        if (rows[i].result == L0_OTHER_SIZE || rows[i].result == L0_OTHER_TYPE) {
+            rows[i].found_bytes = found.n;
+            rows[i].found_tag = found.tag;
+        }
     }
     return dice;
 }
 
 /* The bytes of what was found a moment ago, and whether it is still of one piece. */
-static void copy_found(const l0_table *t, Wanted *w, Py_ssize_t n) {
+static void copy_found(Wanted *w, Py_ssize_t n) {
     for (Py_ssize_t i = 0; i < n; i++)
         if (w[i].to != NULL) {
             l0_copy_out(w[i].to, w[i].found.bytes, w[i].n);
-            w[i].result = l0_intact(t, w[i].found.meta, w[i].found.generation) ? L0_DONE : L0_MOVED;
+            w[i].result = l0_intact(&w[i].found) ? L0_DONE : L0_MOVED;
         }
 }
 
@@ -871,18 +1099,21 @@ static void copy_found(const l0_table *t, Wanted *w, Py_ssize_t n) {
  * is asked for again, one by one. */
 static bool get_part(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n, PyObject *values, Wanted *w) {
     size_t total = 0;
-    if (!usable(self))
-        return false;
-    for (Py_ssize_t i = 0; i < n; i++) {
+    for (Py_ssize_t i = 0; i < n; i++)
         if (!key_of(self, PyTuple_GET_ITEM(keys, from + i), &w[i].key))
             return false;
-        ask_meta(&self->t, &w[i].key);
-    }
+    /* From here to the copy no Python runs: making bytes is no call of anything, and collects no garbage. */
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return false;
+    bool enabled = l0_enabled(t);
+    for (Py_ssize_t i = 0; enabled && i < n; i++)
+        ask_meta(t, &w[i].key);
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (i + AHEAD_SLOT < n)
-            ask_slot(&self->t, &w[i + AHEAD_SLOT].key);
+        if (enabled && i + AHEAD_SLOT < n)
+            ask_slot(t, &w[i + AHEAD_SLOT].key);
         w[i].to = NULL;
-        w[i].result = l0_find(&self->t, w[i].key, &w[i].found);
+        w[i].result = enabled ? l0_find(t, w[i].key, &w[i].found) : L0_MISS;
         PyObject *value = NULL;
         if (w[i].result == L0_DONE) {
             value = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)w[i].found.n);
@@ -908,31 +1139,32 @@ static bool get_part(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n,
     if (released) {
         enter(self);
         Py_BEGIN_ALLOW_THREADS
-        copy_found(&self->t, w, n);
+        copy_found(w, n);
         Py_END_ALLOW_THREADS
     } else {
-        copy_found(&self->t, w, n);
+        copy_found(w, n);
     }
-    bool fine = true;
-    for (Py_ssize_t i = 0; fine && i < n; i++) {
-        if (w[i].to == NULL)
-            continue;
-        if (w[i].result == L0_DONE) {
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (w[i].to != NULL && w[i].result == L0_DONE)
             count(self, &w[i].found);
-            continue;
-        }
-        PyObject *value = self->closed ? NULL : fetch(self, PyTuple_GET_ITEM(keys, from + i), false);
-        if (value == NULL)
-            fine = !PyErr_Occurred() && usable(self);
-        if (fine)
-            PyList_SetItem(values, from + i, value != NULL ? value : Py_NewRef(Py_None));
-    }
     if (released)
         leave(self);
-    return fine;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (w[i].to == NULL || w[i].result == L0_DONE)
+            continue;
+        PyObject *value = fetch(self, PyTuple_GET_ITEM(keys, from + i));
+        if (value == NULL && PyErr_Occurred())
+            return false;
+        PyList_SetItem(values, from + i, value != NULL ? value : Py_NewRef(Py_None));
+    }
+    return true;
 }
 
-static PyObject *Table_get_many(Table *self, PyObject *keys_object) {
+static PyObject *Table_get_many(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"get_many", 1, 1, 1, {"keys"}};
+    PyObject *keys_object;
+    if (!arguments(&signature, args, nargs, names, &keys_object))
+        return NULL;
     PyObject *keys = PySequence_Tuple(keys_object); /* frozen: others may run while we copy */
     if (keys == NULL)
         return NULL;
@@ -954,45 +1186,67 @@ static PyObject *Table_get_many(Table *self, PyObject *keys_object) {
 }
 
 static bool rows_part(Table *self, PyObject *keys, Py_ssize_t from, Py_ssize_t n, Row *rows, unsigned char *out,
-                      size_t bytes, char *flags) {
+                      size_t bytes, uint64_t tag, char *flags, PyObject *out_object) {
     for (Py_ssize_t i = 0; i < n; i++)
         if (!key_of(self, PyTuple_GET_ITEM(keys, from + i), &rows[i].key))
             return false;
+    l0_table *t = to_read(self);
+    if (t == NULL)
+        return false;
     bool counting = self->writable;
     uint64_t dice = self->dice;
-    if (n == (Py_ssize_t)BATCH_KEYS || bytes * (size_t)n >= GIL_BYTES) {
+    if (!l0_enabled(t)) {
+        for (Py_ssize_t i = 0; i < n; i++)
+            rows[i].result = L0_MISS;
+    } else if (n == (Py_ssize_t)BATCH_KEYS || bytes * (size_t)n >= GIL_BYTES) {
         enter(self);
         Py_BEGIN_ALLOW_THREADS
-        dice = fill_rows(&self->t, rows, n, out, bytes, counting, dice);
+        dice = fill_rows(t, rows, n, out, bytes, tag, counting, dice);
         Py_END_ALLOW_THREADS
         leave(self);
     } else {
-        dice = fill_rows(&self->t, rows, n, out, bytes, counting, dice);
+        dice = fill_rows(t, rows, n, out, bytes, tag, counting, dice);
     }
     self->dice = dice;
     for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *key_object = PyTuple_GET_ITEM(keys, from + i);
         flags[i] = rows[i].result == L0_DONE;
-        if (rows[i].result == L0_DONE)
+        switch (rows[i].result) {
+        case L0_DONE:
             self->hits++;
-        else if (rows[i].result == L0_MISS)
+            break;
+        case L0_MISS:
             self->misses++;
-        else if (rows[i].result == L0_OTHER_SIZE)
-            return PyErr_Format(usage_error, "the value of %R has %u bytes and a row of out has %zu",
-                                PyTuple_GET_ITEM(keys, from + i), rows[i].found_bytes, bytes) != NULL;
-        else
-            return unsettled(self, PyTuple_GET_ITEM(keys, from + i)) != NULL;
+            break;
+        case L0_OTHER_SIZE:
+            return PyErr_Format(usage_error, "the value of %R has %zu bytes and a row of out has %zu", key_object,
+                                (size_t)rows[i].found_bytes, bytes) != NULL;
+        case L0_OTHER_TYPE: {
+            PyObject *type = PyObject_HasAttr(out_object, dtype_name) ? PyObject_GetAttr(out_object, dtype_name)
+                                                                      : Py_NewRef((PyObject *)Py_TYPE(out_object));
+            if (type != NULL)
+                say_other_type(key_object, rows[i].found_tag, type);
+            Py_XDECREF(type);
+            return false;
+        }
+        default:
+            return unsettled(self, key_object) != NULL;
+        }
     }
     return PyErr_CheckSignals() == 0;
 }
 
-static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2)
-        return PyErr_Format(PyExc_TypeError, "get_many_into(keys, out) takes 2 arguments, not %zd", nargs);
+static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"get_many_into", 2, 2, 2, {"keys", "out"}};
+    PyObject *to[2];
+    if (!arguments(&signature, args, nargs, names, to))
+        return NULL;
     Py_buffer out;
-    PyObject *keys = PySequence_Tuple(args[0]);
+    uint64_t tag;
+    PyObject *keys = PySequence_Tuple(to[0]);
     if (keys == NULL)
         return NULL;
-    if (PyObject_GetBuffer(args[1], &out, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
+    if (!buffer_of(to[1], PyBUF_WRITABLE, &out, &tag)) {
         Py_DECREF(keys);
         return NULL;
     }
@@ -1010,8 +1264,8 @@ static PyObject *Table_get_many_into(Table *self, PyObject *const *args, Py_ssiz
     }
     for (Py_ssize_t from = 0; fine && from < n; from += BATCH_KEYS) {
         Py_ssize_t part = n - from < (Py_ssize_t)BATCH_KEYS ? n - from : (Py_ssize_t)BATCH_KEYS;
-        fine = usable(self) && rows_part(self, keys, from, part, rows, (unsigned char *)out.buf + (size_t)from * row, row,
-                                         PyBytes_AS_STRING(flags) + from);
+        fine = rows_part(self, keys, from, part, rows, (unsigned char *)out.buf + (size_t)from * row, row, tag,
+                         PyBytes_AS_STRING(flags) + from, to[1]);
     }
     PyMem_Free(rows);
     PyBuffer_Release(&out);
@@ -1027,61 +1281,71 @@ typedef struct Given {
     l0_result result;
 } Given;
 
-/* One part of set_many. Returns how many were stored before it failed, or all. */
+/* One part of set_many. How many were stored before it failed (then an error is set), or before one that needs
+ * patience. */
 static Py_ssize_t set_part(Table *self, PyObject *const *pairs, Py_ssize_t n, Given *given, size_t bytes) {
     bool released = bytes >= GIL_BYTES || n >= (Py_ssize_t)(BATCH_KEYS / 2);
     Py_ssize_t done = 0;
+    l0_table *t = to_write(self);
+    if (t == NULL)
+        return 0;
     enter(self);
     PyThreadState *state = released ? PyEval_SaveThread() : NULL;
     for (; done < n; done++) {
-        given[done].result = run_change(&self->t, &given[done].change, 0);
+        given[done].result = run_change(t, &given[done].change, 0);
         if (given[done].result != L0_DONE)
             break;
     }
     if (released)
         PyEval_RestoreThread(state);
     leave(self);
-    if (!usable(self) || !warn_of_load(self))
+    if (!warn_of_load(self))
         return done;
     /* The one that could not be done at once is done the patient way, and the caller goes on behind it. */
-    if (done < n && change(self, PyTuple_GET_ITEM(pairs[done], 0), &given[done].change) == L0_DONE)
+    l0_result result;
+    if (done < n && change(self, PyTuple_GET_ITEM(pairs[done], 0), &given[done].change, &result))
         done++;
     return done;
 }
 
-static PyObject *Table_set_many(Table *self, PyObject *pairs_object) {
-    if (!usable(self) || !ensure_writer(self))
+/* Take one pair's key and value. On failure nothing is held. */
+static bool given_of(Table *self, PyObject *pair, Given *g) {
+    memset(g, 0, sizeof *g);
+    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+        PyErr_Format(usage_error, "set_many takes a dict or (key, value) tuples, not %R", pair);
+        return false;
+    }
+    if (!key_of(self, PyTuple_GET_ITEM(pair, 0), &g->change.key) ||
+        !buffer_of(PyTuple_GET_ITEM(pair, 1), 0, &g->value, NULL))
+        return false;
+    g->change.value = (l0_value){g->value.buf, (size_t)g->value.len, 0};
+    if ((size_t)g->value.len <= self->t.g.value_bytes_max)
+        return true;
+    say_too_large(self, (size_t)g->value.len);
+    PyBuffer_Release(&g->value);
+    return false;
+}
+
+static PyObject *Table_set_many(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
+    static const Signature signature = {"set_many", 1, 1, 1, {"items"}};
+    PyObject *items;
+    if (!arguments(&signature, args, nargs, names, &items) || to_write(self) == NULL)
         return NULL;
-    PyObject *list = PyDict_Check(pairs_object) ? PyDict_Items(pairs_object) : PySequence_List(pairs_object);
+    PyObject *list = PyDict_Check(items) ? PyDict_Items(items) : PySequence_List(items);
     if (list == NULL)
         return NULL;
-    Py_ssize_t total = PyList_GET_SIZE(list), from = 0;
+    PyObject *frozen = PyList_AsTuple(list); /* nobody else's to change while we hold pointers into it */
+    Py_DECREF(list);
     Given *given = PyMem_Malloc(sizeof *given * BATCH_KEYS);
-    if (given == NULL)
+    if (frozen != NULL && given == NULL)
         PyErr_NoMemory();
-    while (given != NULL && from < total && !PyErr_Occurred()) {
-        PyObject *const *pairs = ((PyListObject *)list)->ob_item + from;
-        Py_ssize_t n = 0;
+    Py_ssize_t total = frozen != NULL ? PyTuple_GET_SIZE(frozen) : 0, from = 0;
+    while (from < total && !PyErr_Occurred()) {
+        PyObject *const *pairs = &PyTuple_GET_ITEM(frozen, from);
+        Py_ssize_t n = 0, done = 0;
         size_t bytes = 0;
-        for (; n < (Py_ssize_t)BATCH_KEYS && from + n < total; n++) {
-            Given *g = &given[n];
-            memset(g, 0, sizeof *g);
-            if (!PyTuple_Check(pairs[n]) || PyTuple_GET_SIZE(pairs[n]) != 2) {
-                PyErr_Format(usage_error, "set_many takes a dict or (key, value) tuples, not %R", pairs[n]);
-                break;
-            }
-            if (!key_of(self, PyTuple_GET_ITEM(pairs[n], 0), &g->change.key) ||
-                PyObject_GetBuffer(PyTuple_GET_ITEM(pairs[n], 1), &g->value, PyBUF_SIMPLE) < 0)
-                break;
-            g->change.value = (l0_value){g->value.buf, (size_t)g->value.len, 0};
-            bytes += (size_t)g->value.len;
-            if ((size_t)g->value.len > self->t.g.value_bytes_max) {
-                say_too_large(self, (size_t)g->value.len);
-                PyBuffer_Release(&g->value);
-                break;
-            }
-        }
-        Py_ssize_t done = 0;
+        for (; n < (Py_ssize_t)BATCH_KEYS && from + n < total && given_of(self, pairs[n], &given[n]); n++)
+            bytes += given[n].change.value.n;
         while (done < n && !PyErr_Occurred())
             done += set_part(self, pairs + done, n - done, given + done, bytes);
         for (Py_ssize_t i = 0; i < n; i++)
@@ -1091,7 +1355,7 @@ static PyObject *Table_set_many(Table *self, PyObject *pairs_object) {
             PyErr_CheckSignals();
     }
     PyMem_Free(given);
-    Py_DECREF(list);
+    Py_XDECREF(frozen);
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(total);
 }
 
@@ -1100,7 +1364,7 @@ static PyObject *Table_set_many(Table *self, PyObject *pairs_object) {
 static PyObject *Table_scan(Table *self, PyObject *args) {
     unsigned long long from;
     Py_ssize_t limit;
-    if (!usable(self) || !PyArg_ParseTuple(args, "Kn:scan", &from, &limit))
+    if (!PyArg_ParseTuple(args, "Kn:scan", &from, &limit))
         return NULL;
     PyObject *found = PyList_New(0);
     if (found == NULL)
@@ -1108,10 +1372,12 @@ static PyObject *Table_scan(Table *self, PyObject *args) {
     l0_resident r;
     uint64_t slot = from, slots = self->t.g.slots;
     for (uint64_t looked = 0; slot < slots && PyList_GET_SIZE(found) < limit && looked < SURVEY_SLOTS; looked++, slot++) {
-        if (!l0_resident_at(&self->t, slot, &r))
+        l0_table *t = to_read(self); /* again each time: rows are containers, and those set off the garbage collector */
+        if (t != NULL && !l0_resident_at(t, slot, &r))
             continue;
-        PyObject *row = Py_BuildValue("(y#nK)", r.key, (Py_ssize_t)r.key_bytes, (Py_ssize_t)r.value_bytes,
-                                      (unsigned long long)r.hits);
+        PyObject *row = t == NULL ? NULL
+                                  : Py_BuildValue("(y#nK)", r.key, (Py_ssize_t)r.key_bytes, (Py_ssize_t)r.value_bytes,
+                                                  (unsigned long long)r.hits);
         if (row == NULL || PyList_Append(found, row) < 0) {
             Py_XDECREF(row);
             Py_DECREF(found);
@@ -1126,15 +1392,18 @@ static PyObject *Table_scan(Table *self, PyObject *args) {
 static bool walk(Table *self, l0_survey *s) {
     for (uint64_t slot = 0; slot < self->t.g.slots; slot += SURVEY_SLOTS) {
         uint64_t end = self->t.g.slots - slot < SURVEY_SLOTS ? self->t.g.slots : slot + SURVEY_SLOTS;
+        l0_table *t = s != NULL ? to_read(self) : to_write(self);
+        if (t == NULL)
+            return false;
         enter(self);
         Py_BEGIN_ALLOW_THREADS
         if (s != NULL)
-            l0_survey_add(&self->t, slot, end, s);
+            l0_survey_add(t, slot, end, s);
         else
-            l0_cool(&self->t, slot, end);
+            l0_cool(t, slot, end);
         Py_END_ALLOW_THREADS
         leave(self);
-        if (PyErr_CheckSignals() < 0 || !usable(self))
+        if (PyErr_CheckSignals() < 0)
             return false;
     }
     return true;
@@ -1153,7 +1422,8 @@ static PyObject *Table_survey(Table *self, PyObject *ignored) {
     l0_survey *s = PyMem_Calloc(1, sizeof *s);
     if (s == NULL)
         return PyErr_NoMemory();
-    if (!usable(self) || !walk(self, s)) {
+    l0_table *t = walk(self, s) ? to_read(self) : NULL;
+    if (t == NULL) {
         PyMem_Free(s);
         return NULL;
     }
@@ -1163,31 +1433,61 @@ static PyObject *Table_survey(Table *self, PyObject *ignored) {
         s->keys ? (double)s->found_probes / (double)s->keys : 0.0, "found_probes_p99", percentile(s, 0.99),
         "found_probes_max", s->found_probes_max, "miss_probes_mean",
         (double)s->miss_probes / (double)self->t.g.slots, "miss_probes_max", s->miss_probes_max, "recovered",
-        atomic_load(&l0_head(&self->t)->recovered));
+        (unsigned long long)atomic_load(&l0_head(t)->recovered));
     PyMem_Free(s);
     return all;
 }
 
 static PyObject *Table_cool(Table *self, PyObject *ignored) {
     (void)ignored;
-    if (!usable(self) || !ensure_writer(self) || !walk(self, NULL))
-        return NULL;
-    Py_RETURN_NONE;
+    return walk(self, NULL) ? Py_NewRef(Py_None) : NULL;
+}
+
+/* Gather the file's memory into huge pages, for everybody who has it mapped, without a moment in which it could not be
+ * read or written. Linux 6.1; how much was gathered, as far as it went. */
+static PyObject *Table_collapse(Table *self, PyObject *ignored) {
+    (void)ignored;
+    uint64_t done = 0, bytes = self->t.g.file_bytes / HUGE_BYTES * HUGE_BYTES;
+#ifdef __linux__
+    while (done < bytes) {
+        l0_table *t = to_read(self);
+        if (t == NULL)
+            return NULL;
+        size_t step = bytes - done < COLLAPSE_BYTES ? bytes - done : COLLAPSE_BYTES;
+        enter(self);
+        int failed;
+        Py_BEGIN_ALLOW_THREADS
+        madvise(t->base + done, step, 14 /* MADV_HUGEPAGE */);
+        failed = madvise(t->base + done, step, 25 /* MADV_COLLAPSE */);
+        Py_END_ALLOW_THREADS
+        leave(self);
+        if (PyErr_CheckSignals() < 0)
+            return NULL;
+        if (failed)
+            break; /* no memory in one piece, or no such call: what was gathered stays */
+        done += step;
+    }
+#endif
+    return PyLong_FromUnsignedLongLong(bytes < done ? bytes : done);
 }
 
 static PyObject *Table_writers(Table *self, PyObject *ignored) {
     (void)ignored;
-    if (!usable(self))
-        return NULL;
     PyObject *living = PyList_New(0);
     for (uint64_t row = 0; living != NULL && row < L0_WRITERS_MAX; row++) {
-        l0_writer_row *r = l0_row(&self->t, row);
+        l0_table *t = to_read(self);
+        if (t == NULL) {
+            Py_CLEAR(living);
+            break;
+        }
+        l0_writer_row *r = l0_row(t, row);
         if (atomic_load(&r->epoch) == 0)
             continue;
+        ensure_asking(self);
         struct flock range;
         l0_row_range(&range, row);
-        bool ours = self->t.me != 0 && self->t.me >> 48 == row;
-        if (!ours && (fcntl(self->fd, L0_GETLK, &range) != 0 || range.l_type == F_UNLCK))
+        bool ours = t->me != 0 && t->me >> 48 == row;
+        if (!ours && (t->ask_fd < 0 || fcntl(t->ask_fd, L0_GETLK, &range) != 0 || range.l_type == F_UNLCK))
             continue;
         PyObject *pid = PyLong_FromUnsignedLongLong(atomic_load(&r->pid));
         if (pid == NULL || PyList_Append(living, pid) < 0)
@@ -1199,28 +1499,41 @@ static PyObject *Table_writers(Table *self, PyObject *ignored) {
 
 static PyObject *get_enabled(Table *self, void *ignored) {
     (void)ignored;
-    return usable(self) ? PyBool_FromLong(atomic_load(&l0_head(&self->t)->switched_off) == 0) : NULL;
+    l0_table *t = to_read(self);
+    return t != NULL ? PyBool_FromLong(l0_enabled(t)) : NULL;
 }
 
 static int set_enabled(Table *self, PyObject *value, void *ignored) {
     (void)ignored;
     int yes = value == NULL ? 0 : PyObject_IsTrue(value);
-    if (yes < 0 || !usable(self) || !ensure_writer(self))
+    l0_table *t = yes < 0 ? NULL : to_write(self);
+    if (t == NULL)
         return -1;
-    atomic_store(&l0_head(&self->t)->switched_off, !yes);
+    atomic_store(&l0_head(t)->switched_off, !yes);
     return 0;
+}
+
+/* What one slot costs, with its share of the spares, rounded. */
+static uint64_t bytes_of_slot(const l0_geometry *g) {
+    uint64_t slots = UINT64_C(1) << g->stripe_shift;
+    return L0_LINE_BYTES + (g->stripe_buffers * g->buffer_bytes + slots / 2) / slots;
 }
 
 static PyObject *get_figure(Table *self, void *which) {
     const l0_geometry *g = &self->t.g;
-    uint64_t figures[] = {g->slots, g->slot_bytes, g->value_bytes_max, g->key_bytes_max, g->versions, g->file_bytes,
-                          g->table_id, g->created_unix_s, self->hits, self->misses};
+    uint64_t figures[] = {g->slots, bytes_of_slot(g), g->value_bytes_max, g->key_bytes_max, g->versions, g->file_bytes,
+                          g->table_id, g->created_unix_s, self->hits, self->misses, g->spares};
     return PyLong_FromUnsignedLongLong(figures[(size_t)(uintptr_t)which]);
 }
 
 static PyObject *get_closed(Table *self, void *ignored) {
     (void)ignored;
     return PyBool_FromLong(self->closed);
+}
+
+static PyObject *get_read_only(Table *self, void *ignored) {
+    (void)ignored;
+    return PyBool_FromLong(!self->writable);
 }
 
 static PyObject *get_path(Table *self, void *ignored) {
@@ -1232,43 +1545,47 @@ static PyObject *get_path(Table *self, void *ignored) {
 
 static PyGetSetDef Table_getset[] = {
     FIGURE("hash_slots", 0, "Slots of the table."),
-    FIGURE("slot_bytes", 1, "Bytes of a slot: heads, key, versions + 1 buffers."),
+    FIGURE("slot_bytes", 1, "Bytes of a slot: its line, its buffer, its share of the spare ones."),
     FIGURE("max_value_size", 2, "The largest value, in bytes."),
     FIGURE("max_key_size", 3, "The longest key, in bytes."),
-    FIGURE("versions", 4, "Further writes that a view outlives."),
+    FIGURE("versions", 4, "Further writes of its key that a view outlives; 0: the buffers are shared by stripes."),
     FIGURE("file_bytes", 5, "Bytes of the table's file."),
     FIGURE("table_id", 6, "The table's random identity."),
     FIGURE("created_unix_s", 7, "When the table was made."),
     FIGURE("hits", 8, "Reads of this handle that found their key."),
     FIGURE("misses", 9, "Reads of this handle that did not."),
+    FIGURE("spares", 10, "Spare buffers of a stripe."),
     {"enabled", (getter)get_enabled, (setter)set_enabled, "The switch in the header, for all processes.", NULL},
     {"closed", (getter)get_closed, NULL, "Whether close() was called.", NULL},
+    {"read_only", (getter)get_read_only, NULL, "Whether the handle was attached without the right to write.", NULL},
     {"path", (getter)get_path, NULL, "The table's file.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMethodDef Table_methods[] = {
-    {"get", (PyCFunction)(void (*)(void))Table_get, METH_FASTCALL,
+    {"get", (PyCFunction)(void (*)(void))Table_get, METH_FASTCALL | METH_KEYWORDS,
      "get(key, default=None): the value as bytes, a consistent copy."},
-    {"set", (PyCFunction)(void (*)(void))Table_set, METH_FASTCALL, "set(key, value): store bytes."},
-    {"delete", (PyCFunction)Table_delete, METH_O, "delete(key): whether it was there."},
-    {"view", (PyCFunction)(void (*)(void))Table_view, METH_VARARGS | METH_KEYWORDS,
+    {"set", (PyCFunction)(void (*)(void))Table_set, METH_FASTCALL | METH_KEYWORDS, "set(key, value): store bytes."},
+    {"delete", (PyCFunction)(void (*)(void))Table_delete, METH_FASTCALL | METH_KEYWORDS, "delete(key): whether it was there."},
+    {"view", (PyCFunction)(void (*)(void))Table_view, METH_FASTCALL | METH_KEYWORDS,
      "view(key, *, writable=False): the bytes where they lie, or None."},
     {"get_numpy", (PyCFunction)(void (*)(void))Table_get_numpy, METH_FASTCALL | METH_KEYWORDS,
      "get_numpy(key, shape, dtype, *, writable=False, snapshot=False): an array, or None."},
-    {"set_numpy", (PyCFunction)(void (*)(void))Table_set_numpy, METH_FASTCALL,
+    {"set_numpy", (PyCFunction)(void (*)(void))Table_set_numpy, METH_FASTCALL | METH_KEYWORDS,
      "set_numpy(key, array): store a C-contiguous array."},
-    {"get_many", (PyCFunction)Table_get_many, METH_O, "get_many(keys): a list of bytes or None."},
-    {"get_many_into", (PyCFunction)(void (*)(void))Table_get_many_into, METH_FASTCALL,
+    {"get_many", (PyCFunction)(void (*)(void))Table_get_many, METH_FASTCALL | METH_KEYWORDS, "get_many(keys): a list of bytes or None."},
+    {"get_many_into", (PyCFunction)(void (*)(void))Table_get_many_into, METH_FASTCALL | METH_KEYWORDS,
      "get_many_into(keys, out): one row a key; returns one byte a key, 1 where it was found."},
-    {"set_many", (PyCFunction)Table_set_many, METH_O, "set_many(items): store a dict or pairs; how many."},
-    {"ticket", (PyCFunction)Table_ticket, METH_O, "ticket(key): for insert()."},
-    {"insert", (PyCFunction)Table_insert, METH_VARARGS,
+    {"set_many", (PyCFunction)(void (*)(void))Table_set_many, METH_FASTCALL | METH_KEYWORDS, "set_many(items): store a dict or pairs; how many."},
+    {"ticket", (PyCFunction)(void (*)(void))Table_ticket, METH_FASTCALL | METH_KEYWORDS, "ticket(key): for insert()."},
+    {"insert", (PyCFunction)(void (*)(void))Table_insert, METH_FASTCALL | METH_KEYWORDS,
      "insert(key, value, ticket): store it if nobody set or deleted it since the ticket."},
     {"scan", (PyCFunction)Table_scan, METH_VARARGS,
      "scan(cursor, limit): (next cursor or 0, [(key, value bytes, hits)])."},
     {"survey", (PyCFunction)Table_survey, METH_NOARGS, "survey(): figures counted over all slots."},
     {"cool", (PyCFunction)Table_cool, METH_NOARGS, "cool(): halve the counts of hits."},
+    {"collapse", (PyCFunction)Table_collapse, METH_NOARGS,
+     "collapse(): gather the memory of a handle with huge_pages into huge pages; how many bytes were."},
     {"writers", (PyCFunction)Table_writers, METH_NOARGS, "writers(): pids of the living writers."},
     {"close", (PyCFunction)Table_close, METH_NOARGS, "close(): leave the table; views stay readable."},
     {NULL, NULL, 0, NULL},
@@ -1296,59 +1613,39 @@ static PyTypeObject Table_type = {
 
 static PyObject *module_plan(PyObject *module, PyObject *args) {
     (void)module;
-    unsigned long long slots, value, key, versions;
+    unsigned long long slots, value, key, versions, spares;
     l0_geometry g;
-    if (!PyArg_ParseTuple(args, "KKKK:plan", &slots, &value, &key, &versions))
+    if (!PyArg_ParseTuple(args, "KKKKK:plan", &slots, &value, &key, &versions, &spares))
         return NULL;
-    if (!l0_plan(&g, slots, value, key, versions))
+    if (!l0_plan(&g, slots, value, key, versions, spares))
         Py_RETURN_NONE;
-    return Py_BuildValue("(KK)", (unsigned long long)g.file_bytes, (unsigned long long)g.slot_bytes);
+    return Py_BuildValue("(KK)", (unsigned long long)g.file_bytes, (unsigned long long)bytes_of_slot(&g));
 }
 
 static PyObject *module_initialise(PyObject *module, PyObject *args) {
     (void)module;
-    int fd;
-    unsigned long long slots, value, key, versions, seed, id, now;
+    int fd, enabled;
+    unsigned long long slots, value, key, versions, spares, seed, id, now;
     l0_geometry g;
-    if (!PyArg_ParseTuple(args, "iKKKKKKK:initialise", &fd, &slots, &value, &key, &versions, &seed, &id, &now))
+    if (!PyArg_ParseTuple(args, "iKKKKKKKKp:initialise", &fd, &slots, &value, &key, &versions, &spares, &seed, &id,
+                          &now, &enabled))
         return NULL;
     struct stat st;
-    if (!l0_plan(&g, slots, value, key, versions) || fstat(fd, &st) != 0 || (uint64_t)st.st_size < g.file_bytes)
+    if (!l0_plan(&g, slots, value, key, versions, spares) || fstat(fd, &st) != 0 ||
+        (uint64_t)st.st_size < g.file_bytes)
         return PyErr_Format(usage_error, "the file is smaller than the table that was planned");
     l0_header *header = mmap(NULL, L0_HEADER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (header == MAP_FAILED)
         return PyErr_SetFromErrno(PyExc_OSError);
-    l0_header_write(header, &g, seed, id, now);
+    l0_header_write(header, &g, seed, id, now, enabled);
     munmap(header, L0_HEADER_BYTES);
     Py_RETURN_NONE;
 }
 
-static PyObject *module_ready(PyObject *module, PyObject *args) {
-    (void)module;
-    int fd;
-    struct stat st;
-    if (!PyArg_ParseTuple(args, "i:ready", &fd))
-        return NULL;
-    if (fstat(fd, &st) != 0)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    if (st.st_size == 0)
-        Py_RETURN_FALSE;
-    if (st.st_size < (off_t)L0_HEADER_BYTES)
-        Py_RETURN_TRUE; /* something, but no table: attaching says what */
-    l0_header *header = mmap(NULL, L0_HEADER_BYTES, PROT_READ, MAP_SHARED, fd, 0);
-    if (header == MAP_FAILED)
-        return PyErr_SetFromErrno(PyExc_OSError);
-    l0_geometry g;
-    bool ready = l0_header_check(header, (uint64_t)st.st_size, &g) != L0_NOT_READY;
-    munmap(header, L0_HEADER_BYTES);
-    return PyBool_FromLong(ready);
-}
-
 static PyMethodDef module_methods[] = {
     {"plan", module_plan, METH_VARARGS,
-     "plan(slots, value_bytes_max, key_bytes_max, versions): (file bytes, slot bytes), or None beyond the limits."},
+     "plan(slots, value_bytes_max, key_bytes_max, versions, spares): (file bytes, slot bytes); None beyond the limits."},
     {"initialise", module_initialise, METH_VARARGS, "Write the header of a new, all-zero file."},
-    {"ready", module_ready, METH_VARARGS, "Whether somebody has finished the file."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1383,6 +1680,10 @@ PyMODINIT_FUNC PyInit__table(void) {
         PyModule_AddIntConstant(module, "VALUE_BYTES_MAX", L0_VALUE_BYTES_MAX) < 0 ||
         PyModule_AddIntConstant(module, "KEY_BYTES_MAX", L0_KEY_BYTES_MAX) < 0 ||
         PyModule_AddIntConstant(module, "VERSIONS_MAX", L0_VERSIONS_MAX) < 0 ||
+        PyModule_AddIntConstant(module, "SPARES", L0_SPARES) < 0 ||
+        PyModule_AddIntConstant(module, "SPARES_MAX", L0_SPARES_MAX) < 0 ||
+        PyModule_AddIntConstant(module, "STRIPE_SLOTS", L0_STRIPE_SLOTS) < 0 ||
+        PyModule_AddIntConstant(module, "WAIT_S_MAX", WAIT_S_MAX) < 0 ||
         PyModule_AddIntConstant(module, "LAYOUT_VERSION", L0_LAYOUT_VERSION) < 0)
         return NULL;
     return module;

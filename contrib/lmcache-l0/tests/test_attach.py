@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import stat
 import subprocess
 import sys
@@ -53,6 +54,39 @@ def test_sizes_that_contradict_name_three_ways_out():
     plan_table(size_gb=0.1, hash_slots=100_000, max_value_size=int(smaller))
 
 
+def test_a_slot_of_4_kib_costs_4_and_a_half():
+    plan = plan_table(hash_slots=10_000_000)
+    assert plan.slot_bytes < 4.55 * 1024
+    assert 45e9 < plan.file_bytes < 46.5e9
+    assert plan_table(hash_slots=10_000_000, versions=2).slot_bytes > 12 * 1024
+    with pytest.raises(SizesError, match=r"1,000,000 slots for values of 4,096 bytes need 4\.3\d\d GiB"):
+        plan_table(size_gb=1, hash_slots=1_000_000, max_value_size=4096)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ways"),
+    [
+        ({"size_gb": 0.0003, "hash_slots": 100_000}, ["size_gb", "hash_slots"]),  # not even the smallest values fit
+        ({"size_gb": 1e-5, "max_value_size": 1 << 20}, ["size_gb"]),  # not even one slot
+        ({"size_gb": 1e-9}, ["size_gb"]),
+        ({"size_gb": 0.1, "hash_slots": 100_000, "max_value_size": 4096}, ["size_gb", "hash_slots", "max_value_size"]),
+    ],
+)
+def test_only_ways_out_that_lead_out_are_named(sizes, ways):
+    with pytest.raises(SizesError) as caught:
+        plan_table(**sizes)
+    offered = str(caught.value).split("give ")[1]
+    assert re.findall(r"(\w+)=", offered) == ways
+
+
+def test_values_of_one_mib_are_at_home(make, folder):
+    cache = make(folder / "t", size_gb=0.01, max_value_size=1 << 20)
+    value = os.urandom(1 << 20)
+    cache.set("k", value)
+    assert cache.get("k") == value
+    assert cache.hash_slots == 8
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -60,7 +94,12 @@ def test_sizes_that_contradict_name_three_ways_out():
         {"hash_slots": True},
         {"max_value_size": 0},
         {"max_value_size": 1 << 31},
-        {"versions": 0},
+        {"spares": 0},
+        {"spares": 8},
+        {"versions": True},
+        {"versions": 2, "spares": 3},
+        {"size_gb": float("nan")},
+        {"size_gb": float("inf")},
         {"versions": 65},
         {"max_key_size": 257},
         {"size_gb": 0},
@@ -96,6 +135,8 @@ def test_a_second_handle_sees_what_the_first_wrote(make):
 def test_an_attach_with_other_sizes_names_both(make):
     cache = make(versions=3)
     make(cache.path, hash_slots=64, max_value_size=256, versions=3)
+    with pytest.raises(TableMismatchError, match="spares=2, not 4"):
+        make(make().path, spares=4)
     for sizes, said in [
         ({"hash_slots": 65}, "hash_slots=64, not 65"),
         ({"max_value_size": 512}, "max_value_size=256, not 512"),
@@ -113,14 +154,20 @@ def test_an_attach_with_the_size_of_its_making_is_welcome(make, folder):
     make(folder / "t")
 
 
-def test_nothing_is_made_where_nothing_was_asked_for(folder):
-    with pytest.raises(FileNotFoundError, match="create it with sizes"):
-        SharedCache(folder / "absent")
+def test_nothing_is_made_where_only_an_attach_was_asked_for(folder):
+    with pytest.raises(FileNotFoundError, match="make one, "):
+        SharedCache(folder / "absent", create=False)
     with pytest.raises(FileNotFoundError):
         SharedCache(folder / "absent", hash_slots=10, read_only=True)
     with pytest.raises(UsageError):
         SharedCache(folder / "absent", create=True, read_only=True)
-    assert not (folder / "absent").exists()
+    assert not list(folder.iterdir())
+
+
+def test_a_path_alone_makes_a_table_of_one_gib_for_values_of_4_kib(make, folder):
+    cache = make(folder / "t", reserve=False)
+    assert cache.max_value_size == 4096
+    assert 0.999 * GIB < cache.file_bytes <= GIB
 
 
 def test_a_reader_without_rights_to_write_reads(make):
@@ -184,15 +231,9 @@ def test_an_unlinked_table_goes_on_and_makes_room_for_a_new_one(make):
 )
 def test_a_file_that_is_no_table_is_refused(folder, name, content, error):
     (folder / name).write_bytes(content)
-    with pytest.raises(error, match="remove it"):
+    with pytest.raises(error, match="name another path"):
         SharedCache(folder / name)
-
-
-def test_what_a_maker_that_died_left_behind_is_made_anew(folder):
-    (folder / "t").write_bytes(bytes(1 << 20))  # allocated, and killed before the header
-    cache = SharedCache(folder / "t", hash_slots=10)
-    cache.set("k", b"v")
-    cache.close()
+    assert (folder / name).read_bytes() == content
 
 
 def test_a_folder_is_no_table(folder):
@@ -227,7 +268,7 @@ def test_damaged_tables_never_crash_who_attaches(make, folder):
     dice = random.Random(5)
     for number in range(60):
         bad = bytearray(good)
-        start = dice.choice([0, 0, 4096, cache.file_bytes - 20 * (cache.slot_bytes + 256)])
+        start = dice.choice([0, 0, 4096, cache.file_bytes - 24 * cache.slot_bytes])
         for _ in range(dice.choice([1, 10, 1000])):
             bad[dice.randrange(start, len(bad))] = dice.randrange(256)
         if number % 10 == 0:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from typing import ClassVar
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -19,14 +20,15 @@ VALUES = st.binary(max_size=100)
 
 
 class TableAgainstDict(RuleBasedStateMachine):
-    """Two handles of this process, and one that was forked away for each question about it."""
+    """Two handles of this process, of a table whose slots share their buffers."""
 
+    sizes: ClassVar[dict[str, int]] = {"spares": 1}
     tickets: Bundle[tuple[bytes, int, int]] = Bundle("tickets")
 
     def __init__(self) -> None:
         super().__init__()
         self.path = f"/dev/shm/l0-model-{os.getpid()}-{id(self)}"
-        self.handles = [SharedCache(self.path, hash_slots=SLOTS, max_value_size=100, versions=1)]
+        self.handles = [SharedCache(self.path, hash_slots=SLOTS, max_value_size=100, **self.sizes)]
         self.handles.append(SharedCache(self.path))
         self.model: dict[bytes, bytes] = {}
         self.touched: dict[bytes, int] = {}
@@ -112,6 +114,16 @@ class TableAgainstDict(RuleBasedStateMachine):
 
 TableAgainstDict.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
 TestTableAgainstDict = TableAgainstDict.TestCase
+
+
+class TableOfVersionsAgainstDict(TableAgainstDict):
+    """The same where every key has buffers of its own."""
+
+    sizes: ClassVar[dict[str, int]] = {"versions": 1}
+
+
+TableOfVersionsAgainstDict.TestCase.settings = TableAgainstDict.TestCase.settings
+TestTableOfVersionsAgainstDict = TableOfVersionsAgainstDict.TestCase
 
 
 SEEN_FROM_OUTSIDE = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from uuid import uuid4
 
 import pytest
@@ -130,3 +132,95 @@ def test_without_a_server_everything_misses_and_nothing_is_stored(server, client
     cache = TieredCache(l0, client)
     assert cache.set("k", b"v") is Status.UNREACHABLE
     assert cache.get("k") is None
+
+
+def test_a_setter_that_dies_behind_the_store_leaves_nothing_old_above_it(client, l0, monkeypatch):
+    """Whether it dies there or behind an EXISTS: what L0 gives is what L1 has."""
+
+    class DiedError(Exception):
+        pass
+
+    cache = TieredCache(l0, client, promote_after=1)
+    cache.set("k", b"old")
+    assert cache.get("k") == b"old"
+    assert l0.get("k") == b"old"
+    client.clear()  # as an eviction would
+    to_l1 = TieredCache._to_l1
+
+    def and_die(self, *arguments):
+        to_l1(self, *arguments)
+        monkeypatch.setattr(TieredCache, "_take_out", lambda *_: None)
+        raise DiedError
+
+    with monkeypatch.context() as dying:
+        dying.setattr(TieredCache, "_to_l1", and_die)
+        with pytest.raises(DiedError):
+            cache.set("k", b"new")
+    monkeypatch.undo()
+    assert l0.get("k") is None
+    assert cache.get("k") == b"new"
+    l0.set("k", b"old")  # left by a setter of an earlier version
+    assert cache.set("k", b"third") is Status.EXISTS
+    assert cache.get("k") == b"new"
+
+
+def test_of_many_setters_of_one_key_in_two_classes_one_has_stored_it(server, l0):
+    """Each with a client of its own, as processes have; in turns of 2."""
+    for turn in range(60):
+        gate = threading.Barrier(2)
+        answers: dict[bytes, Status] = {}
+
+        def run(value: bytes, turn: int = turn, gate: threading.Barrier = gate, answers=answers) -> None:
+            with server.connect() as client:
+                cache = TieredCache(l0, client)
+                cache.get("connect first")
+                gate.wait(60)
+                answers[value] = cache.set(f"{turn}", value)
+
+        values = (b"s" * 100, b"l" * 6000)
+        threads = [threading.Thread(target=run, args=(value,)) for value in values]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stored = [value for value, status in answers.items() if status is Status.STORED]
+        assert len(stored) == 1, answers
+        assert set(answers.values()) <= {Status.STORED, Status.BUSY, Status.EXISTS}
+        with server.connect() as client:
+            assert TieredCache(l0, client).get(f"{turn}") == stored[0]
+
+
+def test_a_read_only_l0_is_read_and_never_promoted_into(client, l0):
+    writer = TieredCache(l0, client, promote_after=1)
+    writer.set("k", b"v")
+    reader = TieredCache(SharedCache(l0.path, read_only=True), client, promote_after=1)
+    assert reader.get("k") == b"v"
+    assert "k" not in l0
+    assert writer.get("k") == b"v"
+    assert reader.get("k") == b"v"
+    assert "k" in l0
+    with pytest.raises(UsageError, match="attached read-only"):
+        reader.set("k2", b"v")
+    assert writer.get("k2") is None
+    reader.l0.close()
+
+
+def test_a_key_that_l0_cannot_hold_lives_in_l1(client, l0):
+    cache = TieredCache(l0, client, promote_after=1)
+    for key in ("x" * 257, b""):
+        assert cache.set(key, b"v") is Status.STORED
+        assert [cache.get(key), cache.get(key)] == [b"v", b"v"]
+    assert len(l0) == 0
+
+
+def test_an_object_that_was_evicted_from_under_its_record_can_be_set_again(client, l0):
+    cache = TieredCache(l0, client, classes_bytes=(100, 1000, 10_000))
+    cache.set("k", b"x" * 900)
+    client.clear(cache._rooms[1])  # what eviction may do: the record stays, the object goes
+    assert cache.get("k") is None
+    assert cache.set("k", b"x" * 5000) is Status.FULL
+    assert cache.set("k", b"y") is Status.STORED
+    assert cache.get("k") == b"y"
+    assert cache.set("k", b"z") is Status.EXISTS
+    name = hashlib.sha256(b"k").digest()
+    assert cache._record(name) is not None

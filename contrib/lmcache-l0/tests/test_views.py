@@ -26,23 +26,41 @@ def test_a_view_lasts_until_its_key_was_written_versions_more_times(make, versio
 
 
 def test_writes_of_other_keys_do_not_end_a_view(make):
-    cache = make()
-    cache.set_numpy("k", np.arange(8))
-    view = cache.get_numpy("k", (2, 4), np.int64)
-    for i in range(40):
-        cache.set(f"{i}", b"x" * 100)
-    assert view.valid()
-    assert view.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for sizes in ({}, {"versions": 1}):
+        cache = make(**sizes)
+        cache.set_numpy("k", np.arange(8))
+        view = cache.get_numpy("k", (2, 4), np.int64)
+        for i in range(40):
+            cache.set(f"{i}", b"x" * 100)
+        assert view.valid()
+        assert view.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_reuse_of_a_deleted_slot_ends_its_views(make):
+@pytest.mark.parametrize("spares", [1, 2, 7])
+def test_a_view_lasts_until_its_key_and_then_its_stripe_was_written(make, spares):
+    cache = make(spares=spares)  # of 64 slots: one stripe
+    cache.set_numpy("k", np.full(8, -1.0))
+    view = cache.get_numpy("k", 8, "f8")
+    cache.set_numpy("k", np.zeros(8))
+    for i in range(spares - 1):
+        cache.set(f"{i}", b"x" * 64)
+        assert view.valid()
+        assert view.tolist() == [-1.0] * 8
+    cache.set("one more", b"x" * 64)
+    assert not view.valid()
+    assert not view[2:].valid()
+
+
+def test_reuse_of_a_deleted_slot_ends_its_views_in_the_end(make):
     cache = make(hash_slots=1)
     with pytest.warns(TableLoadWarning):
         cache.set("a", b"first")
     view = cache.view("a")
     cache.delete("a")
-    assert view.valid()
-    assert bytes(view) == b"first"
+    for _ in range(2):  # into the spare buffers
+        assert view.valid()
+        assert bytes(view) == b"first"
+        cache.set("b", b"other")
     cache.set("b", b"other")
     assert not view.valid()
 

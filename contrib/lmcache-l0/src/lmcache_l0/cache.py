@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import secrets
-import stat
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_l0 import _table
-from lmcache_l0.errors import TableError, TableMismatchError, TableRoomError, UsageError
-from lmcache_l0.sizing import GIB, LOAD_MAX, Plan, plan_table
+from lmcache_l0.errors import TableMismatchError, UsageError
+from lmcache_l0.making import open_or_make, open_table
+from lmcache_l0.sizing import GIB, LOAD_MAX, plan_table
 
-_STEP_BYTES = 64 << 20  # allocated between two looks at the room that is left
+if TYPE_CHECKING:
+    import torch
+
 _SCAN_KEYS = 1024
-_OPEN_TRIES = 8  # each is lost to somebody who removes the file at that moment
 WAIT_S = 10.0
 
 
@@ -37,6 +35,7 @@ class Stats:
     slot_bytes: int
     max_value_size: int
     versions: int
+    spares: int
     found_probes_mean: float
     found_probes_p99: int
     found_probes_max: int
@@ -59,13 +58,22 @@ class Stats:
 class SharedCache(_table.Table):
     """One table in shared memory, of many processes. Keys are str (taken as UTF-8) or bytes; values are bytes.
 
-    Makes the file if it is not there and sizes are given or `create` says so; attaches to it otherwise. Sizes
-    that are given at an attach must be the table's. `size_gb` counts GiB. Every handle may be used by all
-    threads of a process, and by the children that it forks. Memory is allocated at once (`reserve=False`: when
-    it is first touched, which may end in a bus error on a full mount).
+    Makes the table if there is no file at `path`, and attaches to it otherwise. `size_gb` (GiB), `max_value_size`
+    (bytes) and `hash_slots`: any two decide the third; the defaults are 1 GiB and 4,096. At an attach, what is given
+    must be the table's. `versions`: give every key buffers of its own, so that a view outlives that many further writes
+    of its key (and only those end it), at the price of their memory. `spares`: spare buffers of a stripe of 64 slots,
+    where buffers are shared; 2 if nothing is said.
 
-    Raises SizesError, TableRoomError, TableMismatchError, TableDamagedError; FileNotFoundError where there is
-    nothing to attach to.
+    `create=False` only attaches; so does `read_only=True`, for a process that never writes. Memory is allocated at once
+    (`reserve=False`: when it is first touched, which may end in a bus error on a full mount). `wait_s` (seconds) is
+    the longest wait for another process: one that makes this table, or one that writes the same key or stripe.
+    `huge_pages=True` gathers the table's memory into huge pages, at 0.5 s a GiB or so; see the guide.
+
+    Every handle may be used by all threads of a process, and by the children that it forks. While the table is
+    switched off (`enabled`), reads miss and writes store nothing, in every process that has it attached.
+
+    Raises SizesError, TableRoomError, TableMismatchError, TableDamagedError, TableError (not this user's own file),
+    TableBusyError (another maker does not move); FileNotFoundError where there is nothing to attach to.
     """
 
     def __init__(
@@ -76,10 +84,13 @@ class SharedCache(_table.Table):
         hash_slots: int | None = None,
         *,
         versions: int | None = None,
+        spares: int | None = None,
         max_key_size: int | None = None,
         create: bool | None = None,
         read_only: bool = False,
         reserve: bool = True,
+        enabled: bool = True,
+        huge_pages: bool = False,
         wait_s: float = WAIT_S,
     ) -> None:
         asked = {
@@ -87,23 +98,33 @@ class SharedCache(_table.Table):
             "max_value_size": max_value_size,
             "hash_slots": hash_slots,
             "versions": versions,
+            "spares": spares,
             "max_key_size": max_key_size,
         }
-        given = {name: figure for name, figure in asked.items() if figure is not None}
-        if create is None:
-            create = bool(given) and not read_only
-        elif create and read_only:
+        given: dict[str, Any] = {name: figure for name, figure in asked.items() if figure is not None}
+        if create and read_only:
             raise UsageError("create=True and read_only=True: a table that cannot be written cannot be made")
-        if wait_s <= 0:
-            raise UsageError(f"wait_s={wait_s} must be above zero")
+        if not 0 < wait_s <= _table.WAIT_S_MAX:
+            raise UsageError(f"wait_s={wait_s} must be above zero and at most {_table.WAIT_S_MAX:,} seconds")
         name = os.fspath(path)
-        fd = _open_or_make(Path(name), given, create=create, read_only=read_only, reserve=reserve)
+        if create is False or read_only:
+            try:
+                fd = open_table(Path(name), read_only=read_only)
+            except FileNotFoundError:
+                raise FileNotFoundError(
+                    f"there is no table at {name}: make one, SharedCache(path, size_gb=…) or lmcache-core l0 create"
+                ) from None
+        else:
+            fd = open_or_make(Path(name), plan_table(**given), reserve=reserve, enabled=enabled, wait_s=wait_s)
         try:
-            super().__init__(name, fd, not read_only, wait_s, LOAD_MAX)
+            super().__init__(name, fd, not read_only, wait_s, LOAD_MAX, huge_pages)
         finally:
             os.close(fd)
+        self._again = {"read_only": read_only, "huge_pages": huge_pages, "wait_s": wait_s}
         try:
             _compare(self, given)
+            if huge_pages:
+                self.collapse()
         except BaseException:
             self.close()
             raise
@@ -123,6 +144,7 @@ class SharedCache(_table.Table):
             slot_bytes=self.slot_bytes,
             max_value_size=self.max_value_size,
             versions=self.versions,
+            spares=self.spares,
             found_probes_mean=found["found_probes_mean"],
             found_probes_p99=found["found_probes_p99"],
             found_probes_max=found["found_probes_max"],
@@ -137,6 +159,19 @@ class SharedCache(_table.Table):
             hits=self.hits,
             misses=self.misses,
         )
+
+    def get_torch(
+        self, key: str | bytes, shape: int | tuple[int, ...], dtype: torch.dtype, *, snapshot: bool = False
+    ) -> torch.Tensor | None:
+        """The value as a tensor of this shape and dtype, in the table's own memory; None where it is not there.
+
+        `tensor.valid()` says whether its bytes are still those of the value that was found: ask after the work.
+        torch knows no read-only tensors, so do not write into it in place; with `snapshot=True`, and on a handle
+        that was attached read-only, it has memory of its own, is valid for ever and may be written.
+        """
+        from lmcache_l0.tensors import tensor_of
+
+        return tensor_of(self, key, shape, dtype, snapshot=snapshot)
 
     def residents(self) -> Iterator[tuple[bytes, int, int]]:
         """(key, bytes of its value, reads counted by sampling) of every key, in no order.
@@ -175,6 +210,12 @@ class SharedCache(_table.Table):
         with contextlib.suppress(FileNotFoundError):
             Path(self.path).unlink()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For processes that are spawned: they attach by the path, to this table and no other."""
+        if type(self) is not SharedCache:
+            raise TypeError(f"{type(self).__name__} says itself how it is pickled, or pickle its path")
+        return _attach_again, (str(Path(self.path).absolute()), self.table_id, self._again)
+
     def __enter__(self) -> Self:
         return self
 
@@ -186,117 +227,27 @@ class SharedCache(_table.Table):
         return f"SharedCache({self.path!r}, {state})"
 
 
-def _open_or_make(path: Path, given: dict[str, Any], *, create: bool, read_only: bool, reserve: bool) -> int:
-    """A descriptor of a finished table file."""
-    flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC
-    plan = plan_table(**given) if create else None  # before there is a file
-    for _ in range(_OPEN_TRIES):
-        try:
-            fd = os.open(path, flags | (os.O_CREAT if create else 0), 0o600)
-        except FileNotFoundError:
-            if create:
-                raise
-            raise FileNotFoundError(
-                f"there is no table at {path}: create it with sizes, SharedCache(path, size_gb=…)"
-            ) from None
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise TableError(f"{path} is not a file: name one in a folder of shared memory, such as /dev/shm")
-            if plan is None or _table.ready(fd) or _finish(path, fd, plan, reserve):
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-    raise TableError(f"{path} was removed {_OPEN_TRIES} times while it was opened: somebody clears that folder")
-
-
-def _finish(path: Path, fd: int, plan: Plan, reserve: bool) -> bool:
-    """Build the table in an empty file, one process at a time. False: the name has moved on meanwhile."""
-    fcntl.flock(fd, fcntl.LOCK_EX)  # freed by the kernel if we die in the middle: the next one starts over
-    try:
-        if not _same_file(fd, path):
-            return False
-        if _table.ready(fd):
-            return True
-        try:
-            _allocate(path, fd, plan, reserve)
-        except BaseException:
-            path.unlink()  # nobody has attached to it: it was never ready
-            raise
-        _table.initialise(
-            fd,
-            plan.hash_slots,
-            plan.max_value_size,
-            plan.max_key_size,
-            plan.versions,
-            secrets.randbits(64),
-            secrets.randbits(64),
-            int(time.time()),
+def _attach_again(path: str, table_id: int, again: dict[str, Any]) -> SharedCache:
+    cache = SharedCache(path, create=False, **again)
+    if cache.table_id != table_id:
+        cache.close()
+        raise TableMismatchError(
+            f"{path} is not the table that was handed over, but one that was made since: hand over the new one"
         )
-        return True
-    finally:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        named = path.stat()
-    except FileNotFoundError:
-        return False
-    ours = os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
-
-
-def _allocate(path: Path, fd: int, plan: Plan, reserve: bool) -> None:
-    os.fchmod(fd, 0o600)  # whatever the umask says
-    os.ftruncate(fd, 0)  # what a maker that died has left
-    if reserve:
-        _check_room(path, plan.file_bytes)
-    os.ftruncate(fd, plan.file_bytes)
-    if not reserve or not hasattr(os, "posix_fallocate"):
-        return
-    for offset in range(0, plan.file_bytes, _STEP_BYTES):
-        left = plan.file_bytes - offset
-        _check_room(path, left)
-        try:
-            os.posix_fallocate(fd, offset, min(_STEP_BYTES, left))
-        except OSError as error:
-            raise TableRoomError(f"{path} cannot be given {left:,} bytes more ({error.strerror})") from error
-
-
-def _check_room(path: Path, needed_bytes: int) -> None:
-    available_bytes, where = _room(path)
-    if needed_bytes > available_bytes:
-        raise TableRoomError(
-            f"{where} has room for {available_bytes / GIB:.3f} GiB and the table {path} needs "
-            f"{needed_bytes / GIB:.3f} GiB: make it smaller (size_gb, hash_slots, max_value_size), or give the "
-            "container more (--shm-size, memory limit)"
-        )
-
-
-def _room(path: Path) -> tuple[int, str]:
-    """Bytes that can be allocated at `path`, and what limits them."""
-    folder = path.parent
-    if folder.resolve().is_relative_to("/dev/shm"):
-        # Memory: the mount, the machine and every control group have a say; past them the end is an OOM kill.
-        from lmcache_core.pool.room import room
-
-        found = room(mount=folder)
-        return found.available_bytes, found.where
-    held = os.statvfs(folder)
-    return held.f_bavail * held.f_frsize, str(folder)
+    return cache
 
 
 def _compare(table: SharedCache, given: dict[str, Any]) -> None:
     """Raise TableMismatchError unless the table is one that these sizes describe."""
-    found = {name: getattr(table, name) for name in ("max_value_size", "hash_slots", "versions", "max_key_size")}
+    found = {
+        name: getattr(table, name) for name in ("max_value_size", "hash_slots", "versions", "spares", "max_key_size")
+    }
     differs = [
         f"{name}={figure:,}, not {given[name]:,}" for name, figure in found.items() if given.get(name, figure) != figure
     ]
     size_gb = given.get("size_gb")
     if not differs and size_gb is not None:
-        sizes = found if "hash_slots" in given else {n: v for n, v in found.items() if n != "hash_slots"}
+        sizes = {name: figure for name, figure in found.items() if name != "hash_slots" or name in given}
         plan = plan_table(**sizes, size_gb=size_gb)
         if plan.file_bytes != table.file_bytes:
             differs.append(f"{table.file_bytes / GIB:.3f} GiB, not {size_gb:.3f}")

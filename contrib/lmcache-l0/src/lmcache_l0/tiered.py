@@ -3,17 +3,24 @@
 L1 objects are written once, as everything in L1 is: a key names one value for as long as L1 has it. What is hot
 is copied up into L0; what is cold there is deleted, and stays in L1. So nothing in L0 can be newer than L1, and a
 lost L0 loses nothing.
+
+A key has one record in L1: an object of the smallest class, which holds the value, or names the class and the object
+that do. Whoever is granted the record's slot writes the key; to all others it is being written, or is there. So of many
+setters of one key one has stored it, whatever the sizes, and one that dies before its record is committed has stored
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import secrets
 import struct
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import CacheError, UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_l0.cache import SharedCache
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 VALUE_CLASSES_BYTES = (4 << 10, 64 << 10, 1 << 20)
 COUNTED_KEYS_MAX = 1 << 16  # keys that are counted but not yet hot; beyond it the counting starts over
 _LENGTH = struct.Struct("<Q")
+_RECORD = struct.Struct("<QQ16s")  # bytes of the value, its class, and what makes its object's name its own
 
 
 class TieredCache:
@@ -34,8 +42,8 @@ class TieredCache:
 
     `name` is the namespace: caches of one name on one server share their values. `classes_bytes` are the sizes of L1
     objects: a value takes the smallest that holds it, and all processes must name the same ones. A key that this
-    process has read `promote_after` times from L1 goes up into L0, if its value fits there. Once L0 is filled to
-    `demote_at`, its least-read keys are deleted until `demote_to` is left.
+    process has read `promote_after` times from L1 goes up into L0, if it and its value fit there and this handle of L0
+    may write. Once L0 is filled to `demote_at`, its least-read keys are deleted until `demote_to` is left.
     """
 
     def __init__(
@@ -60,7 +68,12 @@ class TieredCache:
         self._promote_after = promote_after
         self._demote_at_keys = max(1, int(demote_at * l0.hash_slots))
         self._demote_to_keys = int(demote_to * l0.hash_slots)
-        self._rooms = [(size, Namespace(name, Layout("uint8", (_LENGTH.size + size,)))) for size in classes_bytes]
+        self._classes = list(classes_bytes)
+        # The first class lies in its records.
+        self._rooms = [
+            Namespace(name, Layout("uint8", (size + (_LENGTH.size if i else _RECORD.size),)))
+            for i, size in enumerate(classes_bytes)
+        ]
         self._reads: dict[bytes, int] = {}
 
     @property
@@ -74,42 +87,43 @@ class TieredCache:
 
     def get(self, key: str | bytes) -> bytes | None:
         """The value, from L0 if it is there, else from L1; None where neither has it (or no server answers)."""
-        used = self.l0.enabled
+        used = self.l0.enabled and self._fits_l0(key)
         if used:
             value = self.l0.get(key)
             if value is not None:
                 return value
             ticket = self.l0.ticket(key)  # before L1 is read: what changes from here on makes it old
-        value = self._from_l1(_l1_key(key))
-        if used and value is not None and self._is_hot(key):
+        value = self._from_l1(_l1_name(key))
+        if used and value is not None and not self.l0.read_only and self._is_hot(key):
             self._promote(key, value, ticket)
         return value
 
     def set(self, key: str | bytes, value: bytes) -> Status:
-        """Store a value in L1 under a key that L1 does not have. `EXISTS`: it has one, and that one stays.
+        """Store a value in L1 under a key that L1 does not have. `EXISTS`: it has one, and that one stays. `BUSY`:
+        somebody else is storing one.
 
-        Other statuses are L1's own: nothing was stored. Raises ValueTooLargeError beyond the largest class.
+        Other statuses are L1's own: nothing was stored. Raises ValueTooLargeError beyond the largest class, and
+        UsageError where L0 was attached read-only: what it holds of the key could not be taken out.
         """
-        from lmcache_core.client.results import Status
-
-        fitting = [(size, room) for size, room in self._rooms if len(value) <= size]
+        fitting = [i for i, size in enumerate(self._classes) if len(value) <= size]
         if not fitting:
             raise ValueTooLargeError(
-                f"a value of {len(value):,} bytes, and the largest class has {self._rooms[-1][0]:,}: name a larger one "
+                f"a value of {len(value):,} bytes, and the largest class has {self._classes[-1]:,}: name a larger one "
                 "in classes_bytes, in every process"
             )
-        size, room = fitting[0]
-        name = _l1_key(key)
-        for _, other in self._rooms:
-            if other is not room and self._client.lookup([name], namespace=other).hits:
-                return Status.EXISTS
-        packed = _LENGTH.pack(len(value)) + value + bytes(size - len(value))
-        status = self._client.store([name], [packed], namespace=room).statuses[0]
-        if status is Status.STORED:
-            # L1 may have evicted an older value that L0 still has. Also with the switch off: L0 must not be wrong
-            # when it is on again.
-            self.l0.delete(key)
-        return status
+        if self.l0.read_only:
+            raise UsageError(
+                f"the table {self.l0.path} was attached read-only: set() must take the key's older value out of it, "
+                "so attach it with read_only=False"
+            )
+        # L1 may have evicted an older value that L0 still has. Before, so that one who dies behind the store leaves
+        # nothing old above it; and after, whatever the answer, for what was promoted meanwhile. Also with the switch
+        # off: L0 must not be wrong when it is on again.
+        self._take_out(key)
+        try:
+            return self._to_l1(_l1_name(key), value, fitting[0])
+        finally:
+            self._take_out(key)
 
     def demote(self) -> int:
         """Delete the least-read keys of L0 until `demote_to` of its slots are left, and halve all counts. They stay in
@@ -120,13 +134,78 @@ class TieredCache:
         self.l0.cool()
         return gone
 
+    def _fits_l0(self, key: str | bytes) -> bool:
+        return 0 < len(key.encode() if isinstance(key, str) else key) <= self.l0.max_key_size
+
+    def _take_out(self, key: str | bytes) -> None:
+        if self._fits_l0(key):
+            self.l0.delete(key)
+
+    def _to_l1(self, name: bytes, value: bytes, room: int) -> Status:
+        from lmcache_core.client.results import Status
+
+        nonce = secrets.token_bytes(16)
+        with self._client.prepare_store([name], namespace=self._rooms[0]) as lease:
+            if lease.statuses[0] is Status.EXISTS:
+                return self._again(name, value)
+            if lease.statuses[0] is not Status.GRANTED:
+                return lease.statuses[0]
+            if room:
+                stored = self._object_to_l1(name, nonce, value, room)
+                if stored is not Status.STORED:
+                    return stored
+            slot = lease.view(0)
+            _RECORD.pack_into(slot, 0, len(value), room, nonce)
+            if not room:
+                slot[_RECORD.size : _RECORD.size + len(value)] = value
+            with contextlib.suppress(CacheError):  # the server went away, or cleared: its word is the status
+                lease.commit()
+            return lease.statuses[0]
+
+    def _again(self, name: bytes, value: bytes) -> Status:
+        """The key has a record. It stands, unless L1 has evicted the object that it names: then a value that fits its
+        class takes that object's place. FULL: this one does not fit, and can be set once the record is evicted too."""
+        from lmcache_core.client.results import Status
+
+        record = self._record(name)
+        if record is None or record[1] == 0:
+            return Status.EXISTS
+        _, room, nonce = record
+        if self._client.lookup([_object_name(name, nonce)], namespace=self._rooms[room]).hits:
+            return Status.EXISTS
+        if len(value) > self._classes[room]:
+            return Status.FULL
+        return self._object_to_l1(name, nonce, value, room)
+
+    def _object_to_l1(self, name: bytes, nonce: bytes, value: bytes, room: int) -> Status:
+        packed = _LENGTH.pack(len(value)) + value
+        packed += bytes(self._rooms[room].layout.nbytes - len(packed))
+        return self._client.store([_object_name(name, nonce)], [packed], namespace=self._rooms[room]).statuses[0]
+
+    def _record(self, name: bytes) -> tuple[bytearray, int, bytes] | None:
+        """The record's bytes, and of which class and object it says that they hold the value."""
+        record = bytearray(self._rooms[0].layout.nbytes)
+        if not self._client.retrieve([name], [record], namespace=self._rooms[0]).hits:
+            return None
+        _, room, nonce = _RECORD.unpack_from(record)
+        if room >= len(self._rooms):
+            raise UsageError(
+                f"a value of class {room} and classes_bytes names {len(self._rooms)}: name the same in every process"
+            )
+        return record, room, nonce
+
     def _from_l1(self, name: bytes) -> bytes | None:
-        for size, room in self._rooms:
-            packed = bytearray(_LENGTH.size + size)
-            if self._client.retrieve([name], [packed], namespace=room).hits:
-                length = _LENGTH.unpack_from(packed)[0]
-                return bytes(packed[_LENGTH.size : _LENGTH.size + length])
-        return None
+        record = self._record(name)
+        if record is None:
+            return None
+        held, room, nonce = record
+        if room == 0:
+            length = _RECORD.unpack_from(held)[0]
+            return bytes(held[_RECORD.size : _RECORD.size + length])
+        packed = bytearray(self._rooms[room].layout.nbytes)
+        if not self._client.retrieve([_object_name(name, nonce)], [packed], namespace=self._rooms[room]).hits:
+            return None
+        return bytes(packed[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(packed)[0]])
 
     def _is_hot(self, key: str | bytes) -> bool:
         name = key.encode() if isinstance(key, str) else key
@@ -151,5 +230,9 @@ class TieredCache:
                 self.demote()  # others have filled it: this key's next reads find room
 
 
-def _l1_key(key: str | bytes) -> bytes:
+def _l1_name(key: str | bytes) -> bytes:
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
+
+
+def _object_name(name: bytes, nonce: bytes) -> bytes:
+    return hashlib.sha256(name + nonce).digest()

@@ -59,7 +59,7 @@ static void *read_keys(void *argument) {
         if (rig_random(&w->seed) % 16 == 0)
             sched_yield();
         l0_copy_out(value + half, found.bytes + half, found.n - half);
-        if (!l0_intact(&w->t, found.meta, found.generation))
+        if (!l0_intact(&found))
             continue;
         atomic_fetch_add(&reads, 1);
         if (!value_whole(value, found.n, number))
@@ -95,7 +95,8 @@ int main(int argc, char **argv) {
         rig r;
         worker workers[WRITERS + READERS];
         pthread_t threads[WRITERS + READERS];
-        rig_open(&r, SLOTS, VALUE, 16, 1 + (uint64_t)round % 2);
+        /* Stripes with 1 and 2 spares, and 1 and 2 versions. */
+        rig_open(&r, SLOTS, VALUE, 16, round % 4 < 2 ? 0 : 1 + (uint64_t)round % 2, 1 + (uint64_t)round % 2);
         atomic_store(&writes_left, writes);
         for (int i = 0; i < WRITERS + READERS; i++) {
             workers[i] = (worker){.r = &r, .seed = (uint64_t)(round * 97 + i)};

@@ -28,23 +28,28 @@ typedef struct rig {
 } rig;
 
 /* mmap'd memory has no red zones, so a page that nobody may touch stands on either side. */
-static inline void rig_open(rig *r, uint64_t slots, uint64_t value, uint64_t key, uint64_t versions) {
+static inline void rig_open(rig *r, uint64_t slots, uint64_t value, uint64_t key, uint64_t versions,
+                            uint64_t spares) {
     const char *folder = getenv("TMPDIR");
     snprintf(r->path, sizeof r->path, "%s/l0-rig-XXXXXX", folder != NULL ? folder : "/tmp");
     int fd = mkstemp(r->path);
     CHECK(fd >= 0, "%s", r->path);
     l0_geometry g;
-    CHECK(l0_plan(&g, slots, value, key, versions), "sizes");
+    CHECK(l0_plan(&g, slots, value, key, versions, spares), "sizes");
     CHECK(ftruncate(fd, (off_t)g.file_bytes) == 0, "room");
     unsigned char *guarded =
         mmap(NULL, g.file_bytes + 2 * GUARD_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(guarded != MAP_FAILED, "address space");
     void *base = mmap(guarded + GUARD_BYTES, g.file_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
     CHECK(base != MAP_FAILED, "mapping");
-    close(fd);
-    l0_header_write(base, &g, UINT64_C(0x1234567), 42, 1);
+    l0_header_write(base, &g, UINT64_C(0x1234567), 42, 1, true);
     memset(&r->table, 0, sizeof r->table);
-    r->table.lock_fd = -1;
+    r->table.life_fd = -1;
+    r->table.ask_fd = fd;
+    struct stat st;
+    CHECK(fstat(fd, &st) == 0, "%s", r->path);
+    r->table.dev = (uint64_t)st.st_dev;
+    r->table.ino = (uint64_t)st.st_ino;
     r->table.base = base;
     CHECK(l0_header_check(base, g.file_bytes, &r->table.g) == L0_OK_HEADER, "header");
 }
@@ -57,14 +62,11 @@ static inline void rig_join(const rig *r, l0_table *t) {
     CHECK(failed == 0, "joining: %d", failed);
 }
 
-static inline void rig_leave(l0_table *t) {
-    close(t->lock_fd);
-    t->lock_fd = -1;
-    t->me = 0;
-}
+static inline void rig_leave(l0_table *t) { l0_writer_leave(t); }
 
 static inline void rig_close(rig *r) {
     unlink(r->path);
+    close(r->table.ask_fd);
     munmap(r->table.base - GUARD_BYTES, r->table.g.file_bytes + 2 * GUARD_BYTES);
 }
 

@@ -1,26 +1,26 @@
-"""The commands themselves. They attach read-only, so looking never disturbs."""
+"""The commands that look. They attach read-only, so looking never disturbs."""
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import itertools
 import json
 import sys
 import time
 
 from lmcache_core.cli.table import print_table
-from lmcache_core.errors import CacheError
-from lmcache_l0.cache import SharedCache, Stats
+from lmcache_l0.cache import Stats
+from lmcache_l0.cli.attaching import attach, says_what_failed, warn_if_off
 
 
-def stats(path: str, *, as_json: bool) -> int:
-    """Print the figures of the table at `path`."""
-    cache = _attach(path)
-    if cache is None:
-        return 1
-    with cache:
+@says_what_failed
+def stats_command(options: argparse.Namespace) -> int:
+    """Print the figures of a table."""
+    with attach(options.path) as cache:
         found = cache.stats
         created_unix_s = cache.created_unix_s
-    if as_json:
+    if options.json:
         print(json.dumps(found.as_dict()))
         return 0
     rows = [
@@ -31,40 +31,66 @@ def stats(path: str, *, as_json: bool) -> int:
         ("bytes of keys", f"{found.key_bytes:,}"),
         ("bytes of values", f"{found.value_bytes:,}"),
         ("bytes of file", f"{found.file_bytes:,}  ({found.slot_bytes:,} a slot)"),
-        ("values up to", f"{found.max_value_size:,} bytes, views outlive {found.versions} writes"),
+        ("values up to", f"{found.max_value_size:,} bytes"),
+        ("a view outlives", _promise(found)),
         ("reads found, sampled", f"{found.counted_hits:,}"),
         ("writers alive", f"{found.writers}"),
         ("slots recovered", f"{found.recovered:,} (from writers that died)"),
         ("switched", "on" if found.enabled else "off"),
         ("created", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_unix_s))),
     ]
-    print_table(("figure", "value"), rows, title=path)
+    print_table(("figure", "value"), rows, title=options.path)
     _warn_of_load(found)
     return 0
 
 
-def top(path: str, count: int, *, as_json: bool) -> int:
-    """Print the `count` keys that were read most since they were inserted (or cooled)."""
-    cache = _attach(path)
-    if cache is None:
-        return 1
-    with cache:
-        hottest = heapq.nlargest(count, cache.residents(), key=lambda row: (row[2], row[0]))
-    if as_json:
+@says_what_failed
+def top_command(options: argparse.Namespace) -> int:
+    """Print the keys that were read most since they were inserted (or cooled)."""
+    with attach(options.path) as cache:
+        hottest = heapq.nlargest(options.count, cache.residents(), key=lambda row: (row[2], row[0]))
+    if options.json:
         found = [{"key": _shown(key), "value_bytes": size, "reads": reads} for key, size, reads in hottest]
         print(json.dumps(found))
         return 0
     rows = [(_shown(key), f"{size:,}", f"{reads:,}") for key, size, reads in hottest]
-    print_table(("key", "bytes", "reads"), rows, title=path, right=(1, 2))
+    print_table(("key", "bytes", "reads"), rows, title=options.path, right=(1, 2))
     return 0
 
 
-def _attach(path: str) -> SharedCache | None:
-    try:
-        return SharedCache(path, read_only=True)
-    except (CacheError, OSError) as error:
-        print(f"lmcache-core l0: {error}", file=sys.stderr)
-        return None
+@says_what_failed
+def keys_command(options: argparse.Namespace) -> int:
+    """Print keys, one a line."""
+    prefix = options.prefix.encode()
+    with attach(options.path) as cache:
+        chosen = itertools.islice((key for key in cache if key.startswith(prefix)), options.count)
+        if options.json:
+            print(json.dumps([_shown(key) for key in chosen]))
+            return 0
+        for key in chosen:
+            print(_shown(key))
+    return 0
+
+
+@says_what_failed
+def get_command(options: argparse.Namespace) -> int:
+    """Write a value as it is."""
+    with attach(options.path) as cache:
+        value = cache.get(options.key)
+        if value is None:
+            warn_if_off(cache)
+            print(f"lmcache-core l0: {options.key} is not there", file=sys.stderr)
+            return 1
+    sys.stdout.buffer.write(value)
+    if sys.stdout.isatty():
+        print()
+    return 0
+
+
+def _promise(found: Stats) -> str:
+    if found.versions:
+        return f"{found.versions} more writes of its key"
+    return f"the next write of its key, and then {found.spares - 1} more in its stripe of 64 slots"
 
 
 def _probes(mean: float, p99: int, most: int) -> str:

@@ -1,0 +1,199 @@
+"""From a path to a descriptor of a finished table file: opening what is there, making what is not.
+
+A table is built in a file of its own, under another name, and gets its name by link() once it is finished. So a name
+leads to a whole table or to none; a file that stands there already, whatever it is, is never written to, and a maker
+that dies or fails takes nothing with it. One process builds at a time: the others wait, for at most `wait_s`, and then
+attach to what it made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lmcache_l0 import _table
+from lmcache_l0.errors import TableBusyError, TableError, TableRoomError
+from lmcache_l0.sizing import GIB, Plan
+
+_STEP_BYTES = 64 << 20  # allocated between two looks at the room that is left
+_OPEN_TRIES = 8  # each is lost to somebody who removes the file at that moment
+_LOOK_S = 0.02  # between two looks whether the other maker is done
+
+
+def open_table(path: Path, *, read_only: bool) -> int:
+    """A descriptor of the file at `path`, if it is one that may be trusted with a mapping.
+
+    FileNotFoundError where there is none; TableError where it is no file, or not its user's alone.
+    """
+    flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TableError(f"{path} is a symbolic link, which somebody may point elsewhere: name the file") from None
+        if error.errno in (errno.EISDIR, errno.ENXIO):
+            raise _no_file(path) from None
+        raise
+    try:
+        _check_owner(path, os.fstat(fd), read_only=read_only)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_or_make(path: Path, plan: Plan, *, reserve: bool, enabled: bool, wait_s: float) -> int:
+    """As open_table, and where there is nothing at `path`, the table of this plan is made there."""
+    until = time.monotonic() + wait_s
+    for _ in range(_OPEN_TRIES):
+        try:
+            return open_table(path, read_only=False)
+        except FileNotFoundError:
+            pass
+        building = path.with_name(f".{path.name}.making")
+        with _alone(path, building, until) as fd:
+            if fd is not None:
+                _build(path, fd, plan, reserve=reserve, enabled=enabled)
+                _name(path, building)
+    raise TableError(f"{path} was removed {_OPEN_TRIES} times while it was opened: somebody clears that folder")
+
+
+def _no_file(path: Path) -> TableError:
+    return TableError(f"{path} is not a file: name one in a folder of shared memory, such as /dev/shm")
+
+
+def _check_owner(path: Path, found: os.stat_result, *, read_only: bool) -> None:
+    """Whoever may write a table's file may end its readers (by cutting it off) and tell them anything."""
+    if not stat.S_ISREG(found.st_mode):
+        raise _no_file(path)
+    me = os.geteuid()
+    if found.st_uid != me and not (read_only and me == 0):
+        raise TableError(
+            f"{path} belongs to user {found.st_uid} and this process is user {me}: a table is for processes of one user"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise TableError(
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, so others than its owner may write it: "
+            "chmod it to 0600, if you trust what they have written"
+        )
+
+
+@contextlib.contextmanager
+def _alone(path: Path, building: Path, until: float) -> Iterator[int | None]:
+    """An empty file called `building`, for as long as nobody else builds; None where somebody has finished meanwhile.
+
+    The file is locked by whoever builds in it, and the lock ends with its owner. One with bytes in it that is not
+    locked was left by a maker that died: it is removed, never used again, for its inode may have got the table's name
+    already.
+    """
+    while True:
+        fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked = False
+            else:
+                locked = _names(building, fd)
+            if locked and os.fstat(fd).st_size:
+                building.unlink(missing_ok=True)  # under its lock, so nobody else is at it: begin again with a new one
+                continue
+            if locked:
+                try:
+                    yield None if os.path.lexists(path) else fd
+                finally:
+                    building.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(fd)
+        if os.path.lexists(path):
+            yield None
+            return
+        if time.monotonic() > until:
+            raise TableBusyError(
+                f"another process has been making the table {path} for longer than wait_s and has not finished: it was "
+                f"stopped, or is slow; end it, or give wait_s more time ({building} is locked by it)"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _names(path: Path, fd: int) -> bool:
+    try:
+        named = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def _build(path: Path, fd: int, plan: Plan, *, reserve: bool, enabled: bool) -> None:
+    os.fchmod(fd, 0o600)  # whatever the umask says
+    _allocate(path, fd, plan, reserve)
+    _table.initialise(
+        fd,
+        plan.hash_slots,
+        plan.max_value_size,
+        plan.max_key_size,
+        plan.versions,
+        plan.spares,
+        secrets.randbits(64),
+        secrets.randbits(64),
+        int(time.time()),
+        enabled,
+    )
+
+
+def _name(path: Path, building: Path) -> None:
+    try:
+        os.link(building, path, follow_symlinks=False)
+    except FileExistsError:
+        pass  # not made by us: whatever it is, open_table judges it
+    except OSError as error:
+        raise TableError(
+            f"{path} cannot be named ({error.strerror}): its file system must support hard links"
+        ) from error
+
+
+def _allocate(path: Path, fd: int, plan: Plan, reserve: bool) -> None:
+    if reserve:
+        _check_room(path, plan.file_bytes)
+    os.ftruncate(fd, plan.file_bytes)
+    if not reserve or not hasattr(os, "posix_fallocate"):
+        return
+    for offset in range(0, plan.file_bytes, _STEP_BYTES):
+        left = plan.file_bytes - offset
+        _check_room(path, left)
+        try:
+            os.posix_fallocate(fd, offset, min(_STEP_BYTES, left))
+        except OSError as error:
+            raise TableRoomError(f"{path} cannot be given {left:,} bytes more ({error.strerror})") from error
+
+
+def _check_room(path: Path, needed_bytes: int) -> None:
+    available_bytes, where = room_at(path)
+    if needed_bytes > available_bytes:
+        raise TableRoomError(
+            f"{where} has room for {available_bytes / GIB:.3f} GiB and the table {path} needs "
+            f"{needed_bytes / GIB:.3f} GiB: make it smaller (size_gb, hash_slots, max_value_size), or give the "
+            "container more (--shm-size, memory limit)"
+        )
+
+
+def room_at(path: Path) -> tuple[int, str]:
+    """Bytes that can be allocated at `path`, and what limits them."""
+    folder = path.parent
+    if folder.resolve().is_relative_to("/dev/shm"):
+        # Memory: the mount, the machine and every control group have a say; past them the end is an OOM kill.
+        from lmcache_core.pool.room import room
+
+        found = room(mount=folder)
+        return found.available_bytes, found.where
+    held = os.statvfs(folder)
+    return held.f_bavail * held.f_frsize, str(folder)
