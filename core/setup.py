@@ -8,9 +8,13 @@ sanitizers; run Python with their library preloaded then.
 from __future__ import annotations
 
 import os
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit("lmcache-core needs a Python with its global lock: use python3.13, not python3.13t")
 
 HERE = Path(__file__).parent
 MODE = os.environ.get("LMCACHE_CORE_NATIVE", "auto")

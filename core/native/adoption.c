@@ -6,7 +6,7 @@
 static const char *const CAUSES[DROP_CAUSES] = {
     [DROP_UNFINISHED] = "unfinished", [DROP_UNINDEXED] = "unindexed",   [DROP_HALF_CHANGED] = "half_changed",
     [DROP_MISPLACED] = "misplaced",   [DROP_LAYOUT] = "layout",         [DROP_NOT_READY] = "not_ready",
-    [DROP_DUPLICATE] = "duplicate",   [DROP_SLABS] = "slabs",
+    [DROP_DUPLICATE] = "duplicate",   [DROP_UNVERIFIABLE] = "unverifiable",   [DROP_SLABS] = "slabs",
 };
 
 typedef struct {
@@ -46,16 +46,23 @@ static PyObject *adoption_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     static char *names[] = {"buffer",         "living",       "index_offset", "entries",      "data_offset",
                             "segment_bytes",  "serving_offset", "layouts_offset", "layout_rows",  "slabs_offset",
                             "slab_rows",      "slots_offset", "slot_rows",    "unit_bytes",   "slab_bytes_min",
-                            "object_bytes_max", NULL};
-    Py_buffer buffer, living;
+                            "object_bytes_max", "master",       "distrust",     NULL};
+    Py_buffer buffer, living, master = {.obj = NULL};
+    PyObject *known;
+    int distrust;
     unsigned long long index_offset, entries, data_offset, segment_bytes, serving_offset;
     unsigned long long layouts_offset, layout_rows, slabs_offset, slab_rows, slots_offset, slot_rows;
     unsigned long long unit_bytes, slab_bytes_min, object_bytes_max;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*$KKKKKKKKKKKKKK:Adoption", names, &buffer, &living,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "w*y*$KKKKKKKKKKKKKKOp:Adoption", names, &buffer, &living,
                                      &index_offset, &entries, &data_offset, &segment_bytes, &serving_offset,
                                      &layouts_offset, &layout_rows, &slabs_offset, &slab_rows, &slots_offset,
-                                     &slot_rows, &unit_bytes, &slab_bytes_min, &object_bytes_max))
+                                     &slot_rows, &unit_bytes, &slab_bytes_min, &object_bytes_max, &known, &distrust))
         return NULL;
+    if (known != Py_None && PyObject_GetBuffer(known, &master, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&living);
+        PyBuffer_Release(&buffer);
+        return NULL;
+    }
     adoption_input in = {.base = buffer.buf,
                          .data_bytes = segment_bytes > data_offset ? segment_bytes - data_offset : 0,
                          .unit_bytes = unit_bytes,
@@ -68,12 +75,16 @@ static PyObject *adoption_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                          .worker_rows = (uint64_t)living.len,
                          .object_bytes_max = object_bytes_max,
                          .slab_bytes_min = slab_bytes_min,
-                         .living = living.buf};
+                         .living = living.buf,
+                         .distrust = distrust != 0,
+                         .master = master.obj != NULL ? master.buf : NULL};
     const char *wrong = (uint64_t)buffer.len < segment_bytes ? "the buffer is shorter than the segment" : NULL;
     if (wrong == NULL)
         wrong = index_view_make(&in.view, buffer.buf, segment_bytes, index_offset, entries, data_offset, serving_offset);
     if (wrong == NULL)
         wrong = check_input(&in, index_offset);
+    if (wrong == NULL && master.obj != NULL && ((uint64_t)master.len < index_offset || (uintptr_t)master.buf % 8 != 0))
+        wrong = "the master copy is shorter than the front, or not aligned";
     AdoptionObject *self = NULL;
     if (wrong != NULL) {
         PyErr_Format(PyExc_ValueError, "this pool cannot be adopted: %s", wrong);
@@ -83,15 +94,18 @@ static PyObject *adoption_new(PyTypeObject *type, PyObject *args, PyObject *kwar
         good = adoption_scan(&self->state, &in);
         Py_END_ALLOW_THREADS
         self->state.in.living = NULL;
+        self->state.in.master = NULL;
         if (good) {
             self->buffer = buffer;
             PyBuffer_Release(&living);
+            PyBuffer_Release(&master);
             return (PyObject *)self;
         }
         Py_CLEAR(self);
         PyErr_NoMemory();
     }
     PyBuffer_Release(&living);
+    PyBuffer_Release(&master);
     PyBuffer_Release(&buffer);
     return NULL;
 }

@@ -53,6 +53,7 @@ enum {
     DROP_LAYOUT,     /* entries of an unknown layout, or not of its size */
     DROP_NOT_READY,  /* entries whose slot is not READY */
     DROP_DUPLICATE,  /* entries of a key that stands nearer to its home, or of a slot that another key claims */
+    DROP_UNVERIFIABLE, /* entries without a checksum, where nothing is believed unchecked */
     DROP_SLABS,      /* slab words that make no sense */
     DROP_CAUSES,
 };
@@ -83,6 +84,8 @@ typedef struct {
     uint64_t worker_rows;
     uint64_t object_bytes_max, slab_bytes_min;
     const unsigned char *living; /* one byte a worker row: its life lock is held */
+    bool distrust;               /* keep only what has a checksum, and have every reader check it */
+    unsigned char *master;       /* the tables as the new server knows them, zeroed, or NULL: what was checked goes here */
 } adoption_input;
 
 typedef struct {
@@ -124,6 +127,9 @@ static inline void adoption_set_word(const adoption *a, uint64_t offset, uint64_
     _Atomic uint64_t *word = (_Atomic uint64_t *)(void *)(a->in.base + offset);
     if (index_load(word) != value) /* a page that is not written to costs no fault */
         index_store(word, value);
+    uint64_t *known = a->in.master != NULL ? (uint64_t *)(void *)(a->in.master + offset) : NULL;
+    if (known != NULL && *known != value)
+        *known = value;
 }
 
 /* Take an entry out of the index for good. No reader is told that the key is gone: nobody knows that it was there. */
@@ -147,8 +153,9 @@ static inline void adoption_read_layouts(adoption *a) {
         bool good = row != 0 && adoption_word(a, at + 16) == 1 && nbytes > 0 && nbytes <= a->in.object_bytes_max;
         a->layouts[row].fingerprint = good ? fingerprint : 0;
         a->layouts[row].nbytes = good ? nbytes : 0;
-        if (!good)
-            adoption_set_word(a, at + 16, 0);
+        adoption_set_word(a, at, a->layouts[row].fingerprint);
+        adoption_set_word(a, at + 8, a->layouts[row].nbytes);
+        adoption_set_word(a, at + 16, good);
     }
 }
 
@@ -194,6 +201,7 @@ static inline void adoption_read_slabs(adoption *a) {
                 a->slabs[a->slab_count++] = slab;
                 for (uint64_t u = first; u < first + units; u++)
                     a->unit_slab[u] = (uint32_t)a->slab_count;
+                adoption_set_word(a, at, word);
             }
         }
         if (!good) {
@@ -354,10 +362,15 @@ static inline void adoption_read_entry(adoption *a, uint64_t at) {
         cause = adoption_reach(a, at, &key);
         if (cause < 0)
             cause = adoption_fit(a, entry, &number);
+        uint64_t flags = index_load(&entry->flags);
+        if (cause < 0 && a->in.distrust && !(flags & INDEX_CHECKSUM_KNOWN))
+            cause = DROP_UNVERIFIABLE;
         if (cause < 0) {
             uint32_t claim = a->claim[number];
             if (claim == CLAIM_OPEN) {
                 uint64_t stored = index_load(&entry->stored_s), layout = index_load(&entry->layout);
+                index_store(&a->in.view.entries[at].flags,
+                            (flags & INDEX_CHECKSUM_KNOWN) | (a->in.distrust ? INDEX_UNVERIFIED : 0));
                 a->claim[number] = (uint32_t)at;
                 a->stored[number] = stored > UINT32_MAX ? UINT32_MAX : (uint32_t)stored;
                 if (layout < a->in.layout_rows) /* it was, a moment ago; workers may write here */
@@ -504,7 +517,8 @@ static inline void adoption_take_slot(adoption *a, uint64_t number, uint64_t off
     object->checksum = index_load(&entry->checksum);
     object->lost = index_state(index_load(&entry->sequence)) != INDEX_READY || index_load(&entry->offset) != offset ||
                    object->layout >= a->in.layout_rows || adoption_reach(a, at, &object->key) >= 0 ||
-                   adoption_fit(a, entry, &found) >= 0 || found != number;
+                   adoption_fit(a, entry, &found) >= 0 || found != number ||
+                   (a->in.distrust && !object->has_checksum);
     /* The entry goes with its slot, unless it points to another one by now. */
     if (object->lost && index_load(&entry->offset) == offset)
         adoption_reset_entry(a, at);

@@ -414,7 +414,7 @@ static PyObject *read_batch(index_reading *reading, unsigned threads) {
 static PyObject *read_to_targets(Index *self, index_reading *reading, PyObject *given, unsigned threads) {
     Py_buffer targets;
     PyObject *result = NULL;
-    if (reading->verify == INDEX_VERIFY_FIRST && make_verified(self) < 0)
+    if (make_verified(self) < 0)
         return NULL;
     if (PyObject_GetBuffer(given, &targets, PyBUF_SIMPLE) < 0)
         return NULL;
@@ -608,6 +608,15 @@ static PyObject *index_remove_objects(Index *self, PyObject *const *args, Py_ssi
     uint64_t owed = index_tidy_owed(&self->writer, removed);
     if (owed && !self->keeps_places)
         index_tidy(&self->writer, owed);
+    return PyLong_FromUnsignedLongLong(removed);
+}
+
+static PyObject *index_remove_slot_entries(Index *self, PyObject *slot_offset) {
+    uint64_t offset;
+    if (as_u64(slot_offset, "offset", &offset) < 0 || !is_open(self))
+        return NULL;
+    uint64_t removed = index_remove_slot(&self->writer, offset);
+    index_settle();
     return PyLong_FromUnsignedLongLong(removed);
 }
 
@@ -808,6 +817,7 @@ static PyMethodDef methods[] = {
     {"read", FUNCTION(index_read_keys), FAST, "Copy objects out: one status byte a key."},
     {"publish", FUNCTION(index_publish_objects), FAST, "Writer: make objects visible; how many got an entry."},
     {"remove", FUNCTION(index_remove_objects), FAST, "Writer: take objects out; how many were there."},
+    {"remove_slot", FUNCTION(index_remove_slot_entries), METH_O, "Writer: take out what stands in a slot, by a scan."},
     {"take_marks", FUNCTION(index_take_marks), FAST, "Writer: what readers used since, last of a prompt first."},
     {"tidy", FUNCTION(index_tidy_entries), METH_O, "Writer: turn tombstones into empty entries; how many."},
     {"recount", FUNCTION(index_recount_entries), METH_NOARGS, "Writer: count what an earlier one left."},

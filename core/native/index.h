@@ -13,7 +13,7 @@
  *              layout      the layout's id
  *     line 1   nbytes      of the object (its slot may be longer)
  *              checksum    xxh3_64 of the bytes, if `flags` says that it is known
- *              flags       bit 0: the checksum is known
+ *              flags       bit 0: the checksum is known; bit 1: adopted, to be checked by each process once
  *              stored_s    Unix seconds of its publication
  *              reason      of a GONE entry: the kernel's `Reason`
  *              gone_s      Unix seconds; 0: it was moved nearer to its home, and is not gone at all
@@ -49,6 +49,7 @@ enum {
     INDEX_KEY_BYTES = 32,
     INDEX_PAGE_BYTES = 4096,
     INDEX_CHECKSUM_KNOWN = 1, /* in `flags` */
+    INDEX_UNVERIFIED = 2,     /* in `flags`, too: adopted, and each reader's process is to check it once */
     INDEX_MARK_MAX = 65535,
 };
 

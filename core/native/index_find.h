@@ -175,7 +175,7 @@ typedef struct {
     uint64_t nbytes;            /* of each object */
     const uint64_t *targets;    /* an address for each key */
     int verify;                 /* INDEX_VERIFY_… */
-    _Atomic uint32_t *verified; /* a tag for each entry; only INDEX_VERIFY_FIRST needs it */
+    _Atomic uint32_t *verified; /* a tag for each entry */
     uint64_t job_bytes;         /* of all copies together: large jobs go past the caches */
     index_place *places;
     uint8_t *statuses;
@@ -187,9 +187,13 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
     const index_entry *entry = &r->view->entries[place->at];
     uint64_t checksum = index_load(&entry->checksum);
     bool fits = index_load(&entry->nbytes) == r->nbytes && index_in_data(r->view, place->offset, r->nbytes);
-    bool check = r->verify != INDEX_VERIFY_NEVER && index_load(&entry->flags) & INDEX_CHECKSUM_KNOWN;
+    uint64_t flags = index_load(&entry->flags);
+    bool known = flags & INDEX_CHECKSUM_KNOWN, adopted = flags & INDEX_UNVERIFIED;
+    bool check = known && (adopted || r->verify != INDEX_VERIFY_NEVER);
     uint32_t tag = index_verified_tag(place->sequence);
-    if (check && r->verify == INDEX_VERIFY_FIRST)
+    /* What cannot be checked is not there for who wants everything checked: the server may know more. */
+    fits = fits && (known || !(adopted || r->verify == INDEX_VERIFY_ALWAYS));
+    if (check && r->verify != INDEX_VERIFY_ALWAYS)
         check = atomic_load_explicit(&r->verified[place->at], memory_order_relaxed) != tag;
     if (fits) {
         const unsigned char *slot = r->view->base + place->offset;
@@ -207,7 +211,7 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
         return INDEX_MISS;
     if (check)
         return INDEX_DAMAGED;
-    if (r->verify == INDEX_VERIFY_FIRST)
+    if (adopted || r->verify == INDEX_VERIFY_FIRST)
         atomic_store_explicit(&r->verified[place->at], tag, memory_order_relaxed);
     return INDEX_HIT;
 }

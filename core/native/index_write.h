@@ -123,6 +123,19 @@ static inline bool index_remove(index_writer *w, const index_key *key, uint64_t 
     return had;
 }
 
+/* Take out whatever says that it stands in this slot. Looks at every entry: for when a key is of no help. */
+static inline uint64_t index_remove_slot(index_writer *w, uint64_t offset) {
+    uint64_t removed = 0;
+    for (uint64_t at = 0; at <= w->view.mask; at++) {
+        unsigned state = index_state(index_sequence(w, at));
+        if (state == INDEX_READY && index_load(&w->view.entries[at].offset) == offset) {
+            index_make_gone(w, at, 0, 0);
+            removed++;
+        }
+    }
+    return removed;
+}
+
 /* Where a key's entry is: the READY one, else the tombstone that says why it is gone. False: neither. */
 static inline bool index_entry_of(const index_writer *w, const index_key *key, uint64_t *place) {
     uint64_t home = index_home(&w->view, key);

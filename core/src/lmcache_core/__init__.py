@@ -5,6 +5,7 @@ Importing this package loads only the names that plugins need; `Client` and `Ser
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import CacheError
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from lmcache_core.tokens.namespace import Namespace
 
 __version__ = "0.1.0"
+
+if "free-threading" in sys.version:  # what our C shares between threads is guarded by the interpreter's lock
+    raise ImportError("lmcache-core needs a Python with its global lock: use python3.13, not python3.13t")
 
 __all__ = [
     "API_GENERATION",

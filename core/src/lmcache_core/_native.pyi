@@ -112,6 +112,8 @@ class Index:
     def remove(self, objects: Sequence[_Placed], reason: int, now_s: int) -> int:
         """Take objects out, before their slots are granted again. Returns how many had an entry. An entry of the same
         key in another slot stays. `reason` is the kernel's `Reason`, kept in the tombstone."""
+    def remove_slot(self, offset: int) -> int:
+        """Take out whatever says that it stands in the slot at `offset`, by a look at every entry; how many did."""
     def take_marks(self, entries_max: int, keys_max: int = ...) -> list[tuple[int, bytes]]:
         """(namespace, key) of entries that readers used since the last look, and take their marks off. Looks at the
         next `entries_max` entries, from where the last call ended, and takes at most `keys_max`. Ends of prompts come
@@ -142,7 +144,9 @@ class Adoption:
 
     Objects come as (key, namespace, offset, layout id, checksum or None), each of them once; one that has been
     tampered with since as (None, 0, offset, 0, None): only its slot can be had back. `living` has a byte for each
-    worker row: whether its life lock is held.
+    worker row: whether its life lock is held. `master`, unless None, is zeroed memory as long as the front of the pool:
+    the tables, as they were checked, are written there, too. `distrust`: keep only what has a checksum, and have each
+    reader's process check it once.
     """
 
     def __new__(
@@ -164,6 +168,8 @@ class Adoption:
         unit_bytes: int,
         slab_bytes_min: int,
         object_bytes_max: int,
+        master: Any | None,
+        distrust: bool,
     ) -> Self: ...
     @property
     def objects(self) -> int: ...

@@ -31,6 +31,12 @@ class UsageError(CacheError, ValueError):
     code = "USAGE"
 
 
+class UnknownNamespaceError(UsageError):
+    """The session has not registered the namespace, or so long ago that it is forgotten."""
+
+    code = "NAMESPACE"
+
+
 class SettingsError(CacheError, ValueError):
     """The settings do not say a thing that can be built."""
 
@@ -110,6 +116,20 @@ class DisconnectedError(CacheError):
     retry = Retry.RECONNECT
 
 
+class RowTakenError(PoolError, DisconnectedError):
+    """The worker row that a server gave us is another worker's: a new server has given it away since. The next
+    connection gets another."""
+
+    code = "ROW_TAKEN"
+
+
+class UntrustedError(DisconnectedError):
+    """What is at the other end, or on the way there, belongs to somebody whom we do not trust; nothing was taken from
+    it, and nothing said to it. The message names the owner and the cure."""
+
+    code = "UNTRUSTED"
+
+
 class TierError(CacheError):
     """A tier failed as a whole (not one of its objects). `retryable` tells the lane whether to try again."""
 
@@ -144,3 +164,8 @@ def _tree(root: type[CacheError]) -> dict[str, type[CacheError]]:
 def by_code(code: str) -> type[CacheError]:
     """The class for a code that came over the wire; CacheError for one this version does not know."""
     return _tree(CacheError).get(code, CacheError)
+
+
+class InvariantError(RuntimeError):
+    """Something that the safety of memory rests on does not hold: a bug of ours, and no answer to anybody. The step
+    that found it has changed nothing."""

@@ -19,6 +19,7 @@ from lmcache_core.cli.bench.rounds import Rounds
 from lmcache_core.cli.bench.servers import ServerProcess, WorkerProcess, cpu_s, orders
 from lmcache_core.errors import DisconnectedError
 from lmcache_core.native import native
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.cores import usable_cores
 
 FIELDS = {"name", "value", "unit", "floor", "ratio", "target", "met"}
@@ -44,7 +45,7 @@ def bench(tmp_path: Path, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def pools() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("lmcache-core.bench-*")}
+    return {path.name for path in Path("/dev/shm").glob(f"lmcache-core.{os.geteuid()}.bench-*")}
 
 
 def children(pid: int) -> list[int]:
@@ -149,7 +150,7 @@ def test_a_bench_that_is_interrupted_leaves_no_pool_and_no_process(tmp_path: Pat
         while not set(ours.values()) & pools():
             assert run.poll() is None
             assert time.monotonic() < deadline
-            ours = {pid: f"lmcache-core.{name}" for pid in children(run.pid) if (name := server_name(pid))}
+            ours = {pid: segment_path(name).name for pid in children(run.pid) if (name := server_name(pid))}
         run.send_signal(number)
         run.communicate(timeout=TIMEOUT_S)
         assert run.returncode != 0
@@ -162,10 +163,10 @@ def test_a_server_of_a_bench_is_gone_with_its_block_also_after_an_error() -> Non
     with contextlib.suppress(ZeroDivisionError), server:
         with server.client(maps_pool=False) as client:
             assert client.status()["server"]["pid"] == server.pid
-        assert f"lmcache-core.{server.name}" in pools()
+        assert segment_path(server.name).name in pools()
         assert 0 < server.cpu_s() < TIMEOUT_S
         raise ZeroDivisionError
-    assert f"lmcache-core.{server.name}" not in pools()
+    assert segment_path(server.name).name not in pools()
     assert not alive(server.pid)
     assert not server.directory.exists()
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lmcache_core.client.channel import Channel, Pending
 from lmcache_core.client.connection import Connection, LifelineConnection
 from lmcache_core.errors import DisconnectedError
-from lmcache_core.limits import FRAME_BYTES_MAX
+from lmcache_core.limits import FRAME_BYTES_MAX, OWED_FRAMES_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_request, encode
 
@@ -41,9 +41,19 @@ class Script(Connection):
         self.sent: list[m.Request] = []
         self.coming: queue.SimpleQueue[m.Message | BaseException] = queue.SimpleQueue()
         self.closed = threading.Event()
+        self.full = threading.Event()  # the server does not read
 
-    def send(self, frame: bytes) -> None:
+    def connect(self) -> bool:
+        return True
+
+    def poll(self, deadline: float) -> None:
+        self.closed.wait(max(0.0, deadline - time.monotonic()))
+
+    def send(self, frame: bytes, deadline: float) -> bool:
+        if self.full.is_set():
+            return False
         self.sent.append(decode_request(frame))
+        return True
 
     def receive(self, deadline: float) -> memoryview | None:
         while not self.closed.is_set():
@@ -55,6 +65,8 @@ class Script(Connection):
             if time.monotonic() >= deadline:
                 return None
         raise DisconnectedError("closed")
+
+    def received(self) -> None: ...
 
     def ended(self) -> bool:
         return self.closed.is_set()
@@ -104,7 +116,7 @@ def channel(script: Script) -> Iterator[Channel]:
 def in_line(channel: Channel, count: int) -> list[Caller]:
     """Callers of whom the first reads and the others wait, in this order."""
     callers = [Caller(channel, b"0")]
-    until(lambda: channel._reading)
+    until(lambda: channel._leader)
     for number in range(1, count):
         callers.append(Caller(channel, str(number).encode()))
         until(lambda number=number: len(channel._waiting) == number)  # type: ignore[misc]
@@ -113,7 +125,7 @@ def in_line(channel: Channel, count: int) -> list[Caller]:
 
 def test_a_handle_that_is_only_polled_is_never_left_to_read_for_others(script: Script, channel: Channel) -> None:
     reader = Caller(channel, b"reader")
-    until(lambda: channel._reading)
+    until(lambda: channel._leader)
     handle = channel.start(lambda rid: m.Ping(rid, b"polled"))
     assert channel.poll(handle) is None
     waiter = Caller(channel, b"waiter")
@@ -126,7 +138,7 @@ def test_a_handle_that_is_only_polled_is_never_left_to_read_for_others(script: S
 
 def test_a_reply_that_comes_while_its_thread_lies_down_is_seen(script: Script, channel: Channel) -> None:
     reader = Caller(channel, b"reader")
-    until(lambda: channel._reading)
+    until(lambda: channel._leader)
     late = channel.start(lambda rid: m.Ping(rid, b"late"))
     # Whoever takes the lock next has looked for its reply just before: the reply comes in between.
     lock, came = channel._lock, threading.Event()
@@ -160,20 +172,163 @@ def test_when_the_server_goes_away_all_who_wait_are_told(script: Script, channel
         channel.call(m.Noop)
 
 
-def test_an_interrupted_reader_ends_the_connection_for_all_rather_than_lose_a_reply(
-    script: Script, channel: Channel
-) -> None:
+def test_an_interrupted_reader_costs_no_other_thread_its_call(script: Script, channel: Channel) -> None:
     callers = in_line(channel, 4)
     script.coming.put(KeyboardInterrupt())
     assert isinstance(callers[0].ended(), KeyboardInterrupt)
-    assert all(isinstance(caller.ended(), DisconnectedError) for caller in callers[1:])
+    for caller in callers[1:]:
+        script.coming.put(m.Pong(caller.pending.rid, b"well"))
+        assert caller.ended().payload == b"well"
+    assert not channel.lost
 
 
-def test_a_call_that_times_out_ends_the_connection_and_nobody_else_hangs(script: Script, channel: Channel) -> None:
+def test_an_interrupt_that_eats_the_wake_up_leaves_the_others_reading(script: Script, channel: Channel) -> None:
+    callers = in_line(channel, 3)
+    wake_one, kept = channel._wake_one, threading.local()
+
+    def interrupted() -> None:
+        if threading.current_thread() is callers[0] and not hasattr(kept, "once"):
+            kept.once = True
+            raise KeyboardInterrupt
+        wake_one()
+
+    channel._wake_one = interrupted  # type: ignore[method-assign]
+    script.coming.put(m.Pong(callers[0].pending.rid, b""))
+    assert isinstance(callers[0].ended(), KeyboardInterrupt)
+    for caller in callers[1:]:
+        script.coming.put(m.Pong(caller.pending.rid, b"well"))
+        assert caller.ended().payload == b"well"
+
+
+def undo_of(reply: m.Reply) -> Callable[[int], m.Message] | None:
+    assert isinstance(reply, m.Found)
+    return lambda rid: m.FreeLookupLocks(rid, [reply.promise])
+
+
+def undone(script: Script) -> list[int]:
+    return [promise for sent in script.sent if isinstance(sent, m.FreeLookupLocks) for promise in sent.promises]
+
+
+def found(rid: int, promise: int) -> m.Found:
+    return m.Found(rid, b"", b"", 0, True, promise, 60.0, 0)
+
+
+@pytest.mark.parametrize("way", ["dropped", "dropped late", "abandoned", "abandoned late", "told"])
+def test_what_an_answer_granted_that_nobody_took_is_undone_by_whoever_reads_next(
+    script: Script, channel: Channel, way: str
+) -> None:
+    pending: Pending | None = channel.start(lambda rid: m.Lookup(rid, 1, b"", hold=True), undo_of)
+    assert pending is not None
+    answer = found(pending.rid, 7)
+    if way in ("dropped late", "abandoned late", "told"):
+        script.coming.put(answer)
+        assert channel.poll(pending) == answer
+    if way == "told":
+        pending.tell()
+    if way.startswith("abandoned"):
+        channel.abandon(pending)
+    else:
+        pending = None
+    if way in ("dropped", "abandoned"):
+        script.coming.put(answer)
+    other = channel.start(m.Noop)
+    script.coming.put(m.Done(other.rid))
+    channel.wait(other, WAIT_S)
+    assert undone(script) == ([] if way == "told" else [7])
+    del pending
+    channel.wait(other, WAIT_S)
+    channel.start(m.Noop)
+    assert len(undone(script)) <= 1
+    assert len(channel._asked) <= 1  # nothing is kept of calls that have ended
+
+
+def silence(channel: Channel) -> None:
+    """A call meets a hang."""
+    with pytest.raises(DisconnectedError, match="does not answer"):
+        channel.wait(channel.start(lambda rid: m.Ping(rid, b"unheard")), 0.0)
+    assert channel.silent
+
+
+def test_a_call_that_times_out_ends_itself_alone(script: Script, channel: Channel) -> None:
     callers = in_line(channel, 3)
     hasty = Caller(channel, b"hasty", timeout_s=0.05)
     assert isinstance(hasty.ended(), DisconnectedError)
-    assert all(isinstance(caller.ended(), DisconnectedError) for caller in callers)
+    assert not channel.lost
+    for caller in callers:
+        script.coming.put(m.Pong(caller.pending.rid, b"late"))
+    assert all(caller.ended().payload == b"late" for caller in callers)
+
+
+def test_after_a_hang_calls_end_at_once_until_the_server_is_heard(script: Script, channel: Channel) -> None:
+    silence(channel)
+    unheard = script.sent[-1].rid
+    for _ in range(3):
+        with pytest.raises(DisconnectedError, match="silent"):
+            channel.call(m.Noop)
+    assert not any(isinstance(each, m.Noop) for each in script.sent), "nothing more was asked"
+    script.coming.put(m.Pong(unheard, b"late"))  # its answer comes, late, on the same connection
+    pending = channel.start(m.Noop)
+    script.coming.put(m.Done(pending.rid))
+    assert isinstance(channel.wait(pending), m.Done)
+    assert not channel.silent
+    assert not channel.lost
+
+
+def test_a_late_call_alone_is_no_hang_while_others_are_answered(script: Script, channel: Channel) -> None:
+    late = channel.start(lambda rid: m.Ping(rid, b"late"))
+    script.coming.put(m.Pong(channel.start(lambda rid: m.Ping(rid, b"")).rid, b""))
+    with pytest.raises(DisconnectedError):
+        channel.wait(late, 0.0)
+    assert not channel.silent
+
+
+def test_what_ends_something_is_sent_to_a_silent_server_and_goes_when_it_reads_again(
+    script: Script, channel: Channel
+) -> None:
+    silence(channel)
+    unheard = script.sent[-1].rid
+    with pytest.raises(DisconnectedError):
+        channel.call(lambda rid: m.FinishRead(rid, 7))
+    assert isinstance(script.sent[-1], m.FinishRead)
+    script.full.set()
+    for lease in (8, 9):
+        with pytest.raises(DisconnectedError):
+            channel.call(lambda rid, lease=lease: m.AbortStore(rid, lease))  # type: ignore[misc]
+    assert isinstance(script.sent[-1], m.FinishRead)
+    script.full.clear()
+    script.coming.put(m.Pong(unheard, b""))
+    channel.listen()
+    assert [each.lease for each in script.sent[-2:]] == [8, 9]  # type: ignore[union-attr]
+
+
+def test_waiting_for_a_while_changes_nothing(script: Script, channel: Channel) -> None:
+    pending = channel.start(lambda rid: m.Ping(rid, b""))
+    assert channel.wait_for(pending, 0.0) is None
+    assert not channel.silent
+    script.coming.put(m.Pong(pending.rid, b"here"))
+    reply = channel.wait_for(pending, WAIT_S)
+    assert isinstance(reply, m.Pong)
+    assert reply.payload == b"here"
+
+
+def test_a_server_that_does_not_read_is_not_waited_for_by_who_must_not_block(script: Script, channel: Channel) -> None:
+    script.full.set()
+    calls = [channel.start(lambda rid, n=n: m.Ping(rid, b"%d" % n), blocks=False) for n in range(3)]  # type: ignore[misc]
+    assert channel.poll(calls[0]) is None
+    assert not channel.silent
+    assert not script.sent
+    script.full.clear()
+    assert channel.poll(calls[0]) is None
+    assert [each.payload for each in script.sent] == [b"0", b"1", b"2"]  # type: ignore[union-attr]
+
+
+def test_a_server_that_does_not_read_for_the_time_of_a_call_hangs(script: Script) -> None:
+    channel = Channel(script, lambda notice: None, timeout_s=0.01)
+    script.full.set()
+    with pytest.raises(DisconnectedError, match="read"):
+        channel.call(m.Noop)
+    assert channel.silent
+    channel.close()
 
 
 def test_a_call_that_is_abandoned_while_another_thread_waits_for_it_ends_that_wait(
@@ -297,3 +452,14 @@ def test_eight_threads_that_wait_poll_and_abandon_never_miss_a_reply() -> None:
     channel.close()
     server.join(WAIT_S)
     theirs.close()
+
+
+def test_what_a_hung_server_is_owed_is_never_dropped_but_said_anew_over_the_next_connection(
+    channel: Channel, script: Script
+) -> None:
+    script.full.set()
+    for _ in range(OWED_FRAMES_MAX):
+        channel.post(m.Noop)
+    assert not channel.lost
+    channel.post(m.Noop)
+    assert channel.lost

@@ -193,13 +193,13 @@ def test_two_namespaces_share_keys_and_nothing_else(ways: Ways) -> None:
     assert ways.lookup(1, 2, 3, prefix=False).hits == 2
 
 
-def test_objects_of_another_layout_are_found_and_not_read(ways: Ways) -> None:
+def test_a_second_layout_for_a_namespace_is_refused_and_its_hits_stay(ways: Ways) -> None:
     ways.store(1, 2)
     for client in (ways.index, ways.rpc):
-        client._links.current()._layouts.pop(SPACE.id)
-        client._links.current().bind_id(SPACE.id, FAT)
-    assert ways.lookup(1, 2).hits == 2
-    assert ways.retrieve(1, 2).reasons == [Reason.OTHER_LAYOUT, Reason.NONE]
+        client._links.current().forget_binding(OTHER_SPACE)
+        with pytest.raises(UsageError, match="is another"):
+            client._links.current().bind_id(OTHER_SPACE.id, FAT)
+    assert ways.retrieve(1, 2).hits == 2
 
 
 def test_a_batch_of_many_pages(ways: Ways) -> None:
@@ -207,10 +207,11 @@ def test_a_batch_of_many_pages(ways: Ways) -> None:
     ways.store(*numbers)
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 2500
     assert ways.lookup(*numbers, 9999, prefix=False).hits == 2500
-    ways.rpc._ask(lambda rid: m.ReportDamaged(rid, SPACE.id, key(1500)))
+    lease = ways.rpc._ask(lambda rid: m.PrepareRetrieve(rid, SPACE.id, key(1500))).lease
+    ways.rpc._ask(lambda rid: m.ReportDamaged(rid, lease, 0, 1))
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 1500
     assert ways.lookup(*numbers, prefix=False).hits == 2499
-    assert ways.retrieve(*numbers, prefix=False).statuses.count(Status.HIT) == 2499
+    assert ways.retrieve(*numbers, prefix=False).hits == 2499, "all of them, as a lookup's hits"
 
 
 def test_promises_windows_pins_and_policies_are_the_servers(ways: Ways) -> None:
@@ -288,9 +289,9 @@ def test_hits_ask_nobody_and_misses_are_all_that_is_asked_for(
     blobs: list[bytes] = []
     start = ways.index._links.current().channel.start
 
-    def note(make: Callable[[int], Any]) -> Any:
+    def note(make: Callable[[int], Any], *more: Any, **options: Any) -> Any:
         blobs.append(make(0).keys)
-        return start(make)
+        return start(make, *more, **options)
 
     monkeypatch.setattr(ways.index._links.current().channel, "start", note)
     ways.index.lookup(keys(1, 2, 3, 4, 5), namespace=SPACE)
@@ -396,13 +397,14 @@ def test_first_looks_at_each_incarnation_once(ways: Ways) -> None:
     assert ways.index.retrieve(keys(1), into, namespace=SPACE, verify="first").reasons == [Reason.DAMAGED]
 
 
-def test_what_was_stored_without_a_checksum_cannot_be_told(ways: Ways) -> None:
+def test_what_was_stored_without_a_checksum_is_no_hit_for_who_checks_always(ways: Ways) -> None:
     with ways.rpc.prepare_store(keys(1), namespace=SPACE) as lease:
         lease.view(0)[:] = payload(1)
-        lease.commit()
-    _damage(ways, 1)
+        lease.commit(checksums=False)
     for client in (ways.index, ways.rpc):
-        assert client.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE, verify="always").hits == 1
+        found = client.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE, verify="always")
+        assert found.reasons == [Reason.UNVERIFIABLE]
+        assert client.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE).hits == 1
 
 
 def test_the_clients_own_choice_is_the_default(ways: Ways) -> None:

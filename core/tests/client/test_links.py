@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lmcache_core.client.channel import Pending
 from lmcache_core.client.client import Client
 from lmcache_core.client.link import Link
 from lmcache_core.client.results import Status
+from lmcache_core.errors import DisconnectedError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_core.trust import Trust
 
 NBYTES = 1 << 20
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
@@ -44,7 +48,7 @@ def client(server: Server) -> Iterator[Client]:
 def lose(client: Client) -> Link:
     """End the connection; the new link, which is there when this returns."""
     client._links.current().channel.close("the test ended it")
-    return client._links.current()
+    return client._links.current(patient=True)
 
 
 @pytest.mark.parametrize("kind", [m.PrepareStore, m.PrepareRetrieve])
@@ -53,15 +57,15 @@ def test_what_was_granted_and_not_yet_declared_when_the_link_was_made_anew_is_no
 ) -> None:
     client.store(KEYS[:1], [bytes(NBYTES)], namespace=SPACE)
     channel = client._links.current().channel
-    call = channel.call
+    wait = channel.wait
 
-    def interrupted(make: Any, *timeout: float) -> Any:
-        reply = call(make, *timeout)
-        if isinstance(make(0), kind):
+    def interrupted(pending: Pending, *timeout_s: float) -> Any:
+        reply = wait(pending, *timeout_s)
+        if isinstance(reply, m.Granted):
             lose(client)  # another thread's doing, before this one has looked at its reply
         return reply
 
-    monkeypatch.setattr(channel, "call", interrupted)
+    monkeypatch.setattr(channel, "wait", interrupted)
     if kind is m.PrepareStore:
         lease: Any = client.prepare_store(KEYS[1:2], namespace=SPACE)
     else:
@@ -80,10 +84,19 @@ def test_a_lease_that_was_declared_goes_on_over_the_new_link(client: Client) -> 
     assert list(lease.commit()) == [Status.STORED]
 
 
-@pytest.mark.parametrize("maps_pool", [True, False])
-def test_nothing_is_left_of_links_that_nobody_needs(server: Server, maps_pool: bool) -> None:
-    with server.connect(maps_pool=maps_pool) as client:
+def test_nothing_is_left_of_links_that_nobody_needs(server: Server) -> None:
+    with server.connect() as client:
+        locks = []
         for _ in range(3):
             client.lookup(KEYS, namespace=SPACE)
+            lock = client._links.current().life_lock
+            assert lock is not None
+            locks.append(weakref.ref(lock))
+            del lock
             lose(client)
-        assert client._links._former == []
+        assert not any(lock() for lock in locks)
+
+
+def test_over_ipc_nothing_is_connected_to_a_socket_that_could_not_be_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(DisconnectedError, match="is it running"):  # who made it after the look might be anybody
+        Trust.of_client().check_ipc(f"ipc://{tmp_path}/zmq")

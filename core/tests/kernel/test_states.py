@@ -7,6 +7,7 @@ import itertools
 import pytest
 from kernel_words import LAYOUT, NS, WORKER, keys, offer
 
+from lmcache_core.errors import InvariantError
 from lmcache_core.kernel import TRANSITIONS, Event, Kernel, State
 from lmcache_core.kernel.states import INDEXED, diagram
 
@@ -43,9 +44,26 @@ def test_a_step_that_is_not_in_the_table_stops_the_kernel(kernel: Kernel) -> Non
         if (before, event) not in TRANSITIONS:
             with pytest.raises(KeyError):
                 kernel._residents.move([item], before, event)
-    with pytest.raises(AssertionError, match="expected READY"):
+    with pytest.raises(InvariantError, match="expected READY"):
         kernel._residents.move([item], State.READY, Event.REMOVE)
     assert kernel.prepare_store(WORKER, NS, LAYOUT, keys(1), 0.0).lease_id
+
+
+def test_a_batch_is_moved_whole_or_not_at_all(kernel: Kernel) -> None:
+    grants = offer(kernel, 1, 2, 3)
+    kernel.commit_store(WORKER, grants.lease_id, 0.0)
+    offer(kernel, 4)
+    residents = kernel._residents
+    table = residents.table.of(NS)
+    items = [item for item in (table.get(key) for key in keys(1, 2, 4, 3)) if item is not None]
+    kernel.take_effects()
+    sums = list(residents.objects_by_state), list(residents.bytes_by_state)
+    for batch in (items, [*items[:2], items[0]]):
+        with pytest.raises(InvariantError):
+            residents.move(batch, State.READY, Event.REMOVE)
+        assert [item.state.name for item in items] == ["READY", "READY", "WRITING", "READY"]
+        assert not kernel.effects
+        assert (list(residents.objects_by_state), list(residents.bytes_by_state)) == sums
 
 
 def test_the_diagram_has_a_line_for_each_step() -> None:

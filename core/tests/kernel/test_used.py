@@ -12,6 +12,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.kernel import Kernel, Reason
 from lmcache_core.kernel.effects import Committed, Evicted, Read, Removed
 from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.policies.lru import LruEviction
 
 
@@ -145,18 +146,37 @@ def test_as_many_checksums_as_positions_or_nothing_happens(kernel: Kernel, posit
 # --- what is at the head of a queue -------------------------------------------------------------------------
 
 
-def test_leading_misses_end_at_the_first_that_is_ready_and_look_no_further(kernel: Kernel) -> None:
+def test_what_is_gone_ends_at_the_first_incarnation_that_is_ready_and_looks_no_further(kernel: Kernel) -> None:
     store(kernel, 1, 2)
+    (first,) = {item.generation for item in kernel.take_effects()[-1].objects}
     offer(kernel, 3)
     asked: list[int] = []
 
-    def ask(*numbers: int) -> int:
+    def ask(*numbers: int, generation: int = first) -> int:
         asked.clear()
-        return kernel.leading_misses(NS, (asked.append(number) or keys(number)[0] for number in numbers))
+        return kernel.leading_gone(NS, ((asked.append(number) or keys(number)[0], generation) for number in numbers))
 
     assert ask(3, 4, 1, 2) == 2
     assert asked == [3, 4, 1], "a key that is being written is not there, and 2 was not asked for"
     assert ask(1) == 0
     assert ask(4, 5) == 2
-    assert kernel.leading_misses(NS2, keys(1)) == 1
-    assert kernel.leading_misses(NS, []) == 0
+    assert ask(1, 2, generation=first + 1) == 2, "these keys are there as other incarnations"
+    assert kernel.leading_gone(NS2, [(keys(1)[0], first)]) == 1
+    assert kernel.leading_gone(NS, []) == 0
+
+
+def test_the_server_holds_and_drops_the_incarnation_that_it_names_and_never_a_successor(kernel: Kernel) -> None:
+    store(kernel, 1)
+    (old,) = kernel.take_effects()[-1].objects
+    kernel.drop(NS, keys(1), 0.0, Reason.DROPPED)
+    store(kernel, 1)
+    (new,) = kernel.take_effects()[-1].objects
+    assert new.generation > old.generation
+    kernel.drop_incarnations(NS, [(old.key, old.generation)], 0.0, Reason.DROPPED)
+    assert found(kernel, 1) == [True]
+    lease, held = kernel.hold_incarnations(NS, [(old.key, old.generation), (new.key, new.generation)], 0.0)
+    assert held == [None, new]
+    assert (old.holds, new.holds) == (0, 1)
+    kernel.finish_read(SERVER_SESSION, lease, 0.0)
+    kernel.drop_incarnations(NS, [(new.key, new.generation)], 0.0, Reason.DROPPED)
+    assert found(kernel, 1) == [False]

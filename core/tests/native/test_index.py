@@ -212,10 +212,10 @@ def test_damage_is_found_always_or_the_first_time_or_never(pool: Pool) -> None:
     assert pool.read([placed.key], verify=FIRST).statuses == bytes([DAMAGED])
 
 
-def test_an_object_without_a_checksum_is_not_verified(pool: Pool) -> None:
+def test_an_object_without_a_checksum_is_no_hit_for_who_checks_always(pool: Pool) -> None:
     placed = pool.store(1, 0, known=False)
-    pool.memory[placed.offset] ^= 1
-    assert pool.read([placed.key], verify=ALWAYS).statuses == bytes([HIT])
+    assert pool.read([placed.key], verify=ALWAYS).statuses == bytes([MISS])
+    assert pool.read([placed.key], verify=NEVER).statuses == bytes([HIT])
 
 
 def test_an_object_of_another_size_is_a_miss(pool: Pool) -> None:

@@ -57,7 +57,10 @@ def test_a_broken_import_is_recorded_and_the_others_load(install: Install, offer
     assert registry.offers(Kind.SERDE, "sound")
 
 
-@pytest.mark.parametrize("fault", ["raise SystemExit(3)", "1 / 0", "def broken(:"])
+PANIC = "class PanicException(BaseException): ...\nraise PanicException('as one of Rust does')"
+
+
+@pytest.mark.parametrize("fault", ["raise SystemExit(3)", "1 / 0", "def broken(:", PANIC, "raise GeneratorExit"])
 def test_no_module_can_end_the_process_that_loads_it(install: Install, fault: str) -> None:
     install("lmcache-rude", "rude", fault)
     assert "it failed to load" in refusal_of(load_plugins({}), "lmcache-rude").why

@@ -188,6 +188,10 @@ class Recorder:
         self.calls.append(("lmcache_stopping", None))
 
 
+class Panic(BaseException):
+    """What a library in Rust raises when it panics."""
+
+
 class Thrower:
     """Raises in every hook that is called after loading."""
 
@@ -205,7 +209,7 @@ class Thrower:
 
     @hookimpl
     def lmcache_stopping(self) -> None:
-        raise ValueError("in stopping")
+        raise Panic("in stopping")
 
 
 def test_a_plugin_that_raises_in_every_hook_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:

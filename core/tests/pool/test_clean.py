@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.errors import UsageError
-from lmcache_core.pool.backing import FILE_PREFIX
+from lmcache_core.pool.backing import FILE_PREFIX, segment_path
 from lmcache_core.pool.clean import CleanState, clean
 from lmcache_core.pool.segment import Segment, name_exists
 
@@ -44,7 +44,7 @@ def test_a_dead_servers_segment_and_lock_are_removed(
     server = spawn(SERVE, pool_name, runtime_dir, shm_dir)
     server.read()
     server.kill()
-    segment, lock = shm_dir / f"{FILE_PREFIX}{pool_name}", runtime_dir / f"{pool_name}.lock"
+    segment, lock = segment_path(pool_name, shm_dir), runtime_dir / f"{pool_name}.lock"
 
     planned = clean(runtime_dir, dry_run=True, shm_dir=shm_dir)
     assert [(c.path, c.state) for c in planned] == [
@@ -86,9 +86,9 @@ def test_memory_comes_back_even_where_a_worker_still_maps_it(
 
 def test_names_limit_what_is_cleaned(shm_dir: Path) -> None:
     for name in ("one", "two"):
-        (shm_dir / f"{FILE_PREFIX}{name}").write_bytes(b"stale")
-    assert [c.path.name for c in clean(names=["two"], shm_dir=shm_dir)] == [f"{FILE_PREFIX}two"]
-    assert (shm_dir / f"{FILE_PREFIX}one").exists()
+        segment_path(name, shm_dir).write_bytes(b"stale")
+    assert [c.path for c in clean(names=["two"], shm_dir=shm_dir)] == [segment_path("two", shm_dir)]
+    assert segment_path("one", shm_dir).exists()
     with pytest.raises(UsageError, match="pool name"):
         clean(names=["No/Name"], shm_dir=shm_dir)
 

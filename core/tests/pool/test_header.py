@@ -59,6 +59,7 @@ def test_the_regions_stand_in_order_and_do_not_overlap(header: Header) -> None:
         (0, headers.HEADER_BYTES),
         (header.layouts_offset, header.layout_rows * headers.LAYOUT_ROW_BYTES),
         (header.workers_offset, header.worker_rows * headers.WORKER_ROW_BYTES),
+        (header.tallies_offset, header.tally_rows * headers.TALLY_BYTES),
         (header.slabs_offset, header.slab_rows * 8),
         (header.slots_offset, header.slot_rows * 8),
         (header.index_offset, header.index_bytes),
@@ -121,9 +122,13 @@ def test_an_index_that_cannot_be_made_is_refused(entries: int) -> None:
         headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1, index_entries=entries)
 
 
-def test_the_index_has_two_entries_for_each_object_of_64_kib_unless_told_otherwise() -> None:
+def test_the_index_has_room_for_objects_of_8_kib_unless_told_otherwise() -> None:
     assert headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1).index_entries == 4096
-    assert headers.plan("p", 64 << 30, Backing.SHM, boot_id=1).index_entries == 2 << 20
+    assert headers.plan("p", 64 << 30, Backing.SHM, boot_id=1).index_entries == 16 << 20
+    for data_bytes in (1 << 30, 3 << 29, 7 << 28, 13 << 27):
+        plan = headers.plan("p", data_bytes, Backing.SHM, boot_id=1)
+        assert data_bytes // 8192 <= 0.8 * plan.index_entries  # beyond that, windows of 64 entries fill up
+        assert plan.index_bytes < 0.042 * data_bytes
     assert headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1, index_entries=1 << 16).index_entries == 1 << 16
 
 

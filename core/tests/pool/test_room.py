@@ -152,7 +152,7 @@ def test_a_small_dev_shm_is_refused_with_figures_and_cures(
     with pytest.raises(NotEnoughMemoryError) as refused:
         Segment.create(pool_name, 8 * GIB, runtime_dir=runtime_dir, shm_dir=mount)
     message = str(refused.value)
-    for part in (str(mount), "0.06 GiB free", "8.05 GiB", "--shm-size=10g", "emptyDir.medium: Memory", '"memfd"'):
+    for part in (str(mount), "0.06 GiB free", "8.27 GiB", "--shm-size=10g", "emptyDir.medium: Memory", '"memfd"'):
         assert part in message
 
 

@@ -341,6 +341,64 @@ def test_a_forked_child_gets_an_error_and_no_sigsegv(make: Make, spawn: Any) -> 
     assert child.wait() == 0
 
 
+def test_a_process_without_a_free_descriptor_forks_no_life_lock(make: Make, spawn: Any) -> None:
+    segment = make()
+    row, _ = segment.claim_row()
+    worker = spawn(
+        """
+        import os, resource, sys
+        from lmcache_core.pool.lifelock import LifeLock
+        from lmcache_core.pool.segment import Segment
+        segment = Segment.attach_name(sys.argv[1])
+        life = LifeLock.acquire(segment, int(sys.argv[2]))
+        lent = segment.view(segment.header.data_offset, 4)
+        ready, done = os.pipe(), os.pipe()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(*ready, *done) + 1,) * 2)
+        filling = []
+        try:
+            while True:
+                filling.append(os.dup(0))
+        except OSError:
+            pass
+        if os.fork() == 0:
+            os.write(ready[1], b"closed" if segment.closed and life.closed else b"kept")
+            os._exit(0)
+        print(os.read(ready[0], 10).decode(), flush=True)
+        """,
+        segment.info.name,
+        row,
+    )
+    assert worker.read() == "closed"
+
+
+def test_what_a_forked_child_has_mapped_itself_stays_as_it_is(make: Make, spawn: Any) -> None:
+    segment = make()
+    worker = spawn(
+        """
+        import ctypes, os, sys
+        where = []
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        def first():
+            if libc.mmap(where[0], 4096, 3, 0x100022, -1, 0) == where[0]:
+                ctypes.memmove(where[0], b"mine", 4)
+        os.register_at_fork(after_in_child=first)  # before ours, as an allocator may be
+        from lmcache_core.pool.segment import Segment
+        segment = Segment.attach_name(sys.argv[1])
+        where.append(segment.mapping.address)
+        lent = segment.view(segment.header.data_offset, 4)
+        heard, say = os.pipe()
+        if os.fork() == 0:
+            os.write(say, ctypes.string_at(where[0], 4))
+            os._exit(0)
+        print(os.read(heard, 10).decode(errors="replace"), flush=True)
+        """,
+        segment.info.name,
+    )
+    assert worker.read() == "mine"
+
+
 def test_a_killed_worker_leaves_the_pool_as_it_is(make: Make, spawn: Any) -> None:
     segment = make()
     child = spawn(ATTACH + "    print('here'); input()", segment.info.name)

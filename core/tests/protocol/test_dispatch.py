@@ -36,6 +36,7 @@ class Mouth(Peer):
     carrier = "zmq"
     uid = os.geteuid()
     pid = 0
+    origin = "a test"
 
     def __init__(self) -> None:
         self.replies: list[m.Reply] = []
@@ -66,13 +67,11 @@ class Desk:
         self.server.kernel.add_memory(self.server.segment.info.data_bytes)
         self.segment = stack.enter_context(Segment.attach_fd(self.server.segment.worker_fd(), self.server.segment.info))
         self.stack = stack
-        self.now = self.server.loop.now
 
     def say(self, peer: Mouth, request: m.Message) -> m.Reply | None:
         """The reply to this request; None where it closed the session."""
-        self.now += 0.01
-        self.server.loop.now = self.now
-        self.server._tick(self.now)
+        self.server.clock.now += 0.01
+        self.server._tick()
         before = len(peer.replies)
         self.server.dispatch.on_frame(peer, memoryview(encode(request)))
         answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpired)]
@@ -87,7 +86,7 @@ class Desk:
         if attached:
             lock = LifeLock.acquire(self.segment, welcome.row)
             self.stack.callback(lock.close)
-            attach = m.Attach(2, welcome.row, self.segment.row_nonce(welcome.row))
+            attach = m.Attach(2, lock.row, self.segment.shown(lock.row))
             assert isinstance(self.say(peer, attach), m.Attached)
         layout = m.RegisterLayout(3, NAMESPACE, LAYOUT.dtype, list(LAYOUT.shape), "", LAYOUT.fingerprint)
         assert isinstance(self.say(peer, layout), m.LayoutRegistered)
@@ -201,22 +200,6 @@ def test_a_request_that_cannot_be_read_is_answered_under_its_own_id(desk: Desk) 
     desk.say(peer, m.EndSession(9, goodbye=True))
 
 
-def test_one_namespace_with_two_layouts_of_the_same_size_never_serves_one_as_the_other(desk: Desk) -> None:
-    writer, reader = desk.peer(attached=True), desk.peer(attached=True)
-    key = os.urandom(KEY_BYTES)
-    other = Layout("float16", (2048,))
-    assert other.nbytes == LAYOUT.nbytes
-    desk.say(reader, m.RegisterLayout(4, NAMESPACE, "float16", [2048], "", other.fingerprint))
-    granted: Any = desk.say(writer, m.PrepareStore(5, NAMESPACE, key))
-    desk.say(writer, m.CommitStore(6, granted.lease, 0, 1))
-    mine: Any = desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
-    theirs: Any = desk.say(reader, m.PrepareRetrieve(8, NAMESPACE, key))
-    assert mine.statuses == bytes([Grant.GRANTED])
-    assert (theirs.statuses, theirs.reasons) == (bytes([Grant.MISS]), bytes([Reason.OTHER_LAYOUT]))
-    for peer in (writer, reader):
-        desk.say(peer, m.EndSession(9, goodbye=True))
-
-
 def test_checksums_of_a_commit_come_back_to_who_verifies(desk: Desk) -> None:
     peer = desk.peer(attached=True)
     keys = b"".join(os.urandom(KEY_BYTES) for _ in range(3))
@@ -241,23 +224,76 @@ def test_checksums_that_fit_no_positions_are_refused_and_the_lease_lives(desk: D
     desk.say(peer, m.EndSession(9, goodbye=True))
 
 
-def test_damage_is_reported_for_ones_own_namespaces_and_drops_what_is_ready(desk: Desk) -> None:
+def test_a_namespace_has_one_layout_for_the_whole_server_and_a_second_one_is_refused_with_both_named(
+    desk: Desk,
+) -> None:
+    first, second = desk.peer(attached=False), desk.peer(attached=False)
+    space, small, alike = 4711, Layout("uint8", (100,)), Layout("float16", (2048,))
+
+    def register(peer: Mouth, layout: Layout) -> Any:
+        return desk.say(peer, m.RegisterLayout(5, space, layout.dtype, list(layout.shape), "", layout.fingerprint))
+
+    assert isinstance(register(first, LAYOUT), m.LayoutRegistered)
+    assert isinstance(register(second, LAYOUT), m.LayoutRegistered)
+    assert alike.nbytes == LAYOUT.nbytes
+    for peer in (first, second):
+        for other in (small, alike):
+            refused = register(peer, other)
+            named = str(LAYOUT) in refused.message and str(other) in refused.message
+            assert (refused.code, named) == ("USAGE", True)
+    desk.say(first, m.EndSession(6, goodbye=True))
+    assert isinstance(register(second, small), m.Error)
+    desk.say(second, m.EndSession(6, goodbye=True))
+    third = desk.peer(attached=False)
+    assert isinstance(register(third, small), m.LayoutRegistered), "nobody uses it, and there is nothing of it"
+    desk.say(third, m.EndSession(6, goodbye=True))
+
+
+def test_a_namespace_keeps_its_layout_for_as_long_as_the_pool_has_an_object_of_it(desk: Desk) -> None:
+    first = desk.peer(attached=True)
+    key = os.urandom(KEY_BYTES)
+    granted: Any = desk.say(first, m.PrepareStore(5, NAMESPACE, key))
+    desk.say(first, m.CommitStore(6, granted.lease, 0, 1))
+    desk.say(first, m.EndSession(7, goodbye=True))
+    second = Mouth()
+    desk.say(second, m.Hello(1, 1, 1, os.urandom(16), "fuzz", 0, []))
+    other = Layout("uint8", (100,))
+    refused: Any = desk.say(second, m.RegisterLayout(3, NAMESPACE, other.dtype, [100], "", other.fingerprint))
+    assert isinstance(refused, m.Error)
+    desk.say(second, m.EndSession(8, goodbye=True))
+
+
+def test_damage_is_reported_of_what_a_lease_holds_and_never_hits_a_successor(desk: Desk) -> None:
     peer = desk.peer(attached=True)
     key = os.urandom(KEY_BYTES)
-    granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, key))
-    desk.say(peer, m.CommitStore(6, granted.lease, 0, 1))
-    foreign: Any = desk.say(peer, m.ReportDamaged(7, NAMESPACE + 1, key))
-    assert (type(foreign), foreign.code) == (m.Error, "USAGE")
-    crooked: Any = desk.say(peer, m.ReportDamaged(8, NAMESPACE, key[:-1]))
-    assert isinstance(crooked, m.Error)
-    unknown: Any = desk.say(peer, m.ReportDamaged(9, NAMESPACE, os.urandom(KEY_BYTES)))
-    assert isinstance(unknown, m.Done)
-    still: Any = desk.say(peer, m.Lookup(10, NAMESPACE, key))
-    assert still.hits == 1
-    assert isinstance(desk.say(peer, m.ReportDamaged(11, NAMESPACE, key)), m.Done)
+
+    def store() -> None:
+        granted: Any = desk.say(peer, m.PrepareStore(5, NAMESPACE, key))
+        desk.say(peer, m.CommitStore(6, granted.lease, 0, 1))
+
+    def hold() -> int:
+        held: Any = desk.say(peer, m.PrepareRetrieve(7, NAMESPACE, key, verify=True))
+        return int(held.lease)
+
+    def hits() -> int:
+        found: Any = desk.say(peer, m.Lookup(8, NAMESPACE, key))
+        return int(found.hits)
+
+    store()
+    foreign: Any = desk.say(peer, m.ReportDamaged(9, 12345, 0, 1))
+    assert (type(foreign), foreign.code) == (m.Error, "LEASE_EXPIRED")
+    former, again = hold(), hold()
+    beyond: Any = desk.say(peer, m.ReportDamaged(10, former, 0, 2))
+    assert isinstance(beyond, m.Error)
+    assert hits() == 1
+    told: Any = desk.say(peer, m.ReportDamaged(11, former, 0, 1))
+    assert told.outcomes == bytes([Settled.FINISHED])
     gone: Any = desk.say(peer, m.Lookup(12, NAMESPACE, key))
     assert gone.reasons == bytes([Reason.DAMAGED])
-    desk.say(peer, m.EndSession(13, goodbye=True))
+    store()
+    assert isinstance(desk.say(peer, m.ReportDamaged(13, again, 0, 1)), m.SettledReply)
+    assert hits() == 1, "what was reported again is the former incarnation"
+    desk.say(peer, m.EndSession(14, goodbye=True))
 
 
 def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) -> None:
@@ -280,16 +316,26 @@ def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) 
         desk.say(peer, m.EndSession(11, goodbye=True))
 
 
-def test_sessions_are_bounded_and_a_goodbye_makes_room(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_that_hold_something_are_bounded_and_a_goodbye_makes_room(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lmcache_core.server.sessions.SESSIONS_MAX", 3)
-    peers = [desk.peer(attached=False) for _ in range(3)]
+    writer = desk.peer(attached=True)
+    key = os.urandom(32)
+    granted: Any = desk.say(writer, m.PrepareStore(5, NAMESPACE, key))
+    desk.say(writer, m.CommitStore(6, granted.lease, count=1))
+    desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
+    holders = [desk.peer(attached=False) for _ in range(2)]
+    for peer in holders:
+        promised: Any = desk.say(peer, m.Lookup(8, NAMESPACE, key, hold=True))
+        assert promised.promise
     late = Mouth()
     refused = desk.say(late, m.Hello(1, 1, 1, os.urandom(16), "late", 0))
     assert isinstance(refused, m.Error)
     assert refused.code == "LIMIT"
-    desk.say(peers.pop(), m.EndSession(2, goodbye=True))
+    desk.say(holders.pop(), m.EndSession(2, goodbye=True))
     assert isinstance(desk.say(late, m.Hello(3, 1, 1, os.urandom(16), "late", 0)), m.Welcome)
-    for peer in (late, *peers):
+    for peer in (late, writer, *holders):
         desk.say(peer, m.EndSession(4, goodbye=True))
 
 

@@ -107,6 +107,35 @@ def test_lengths_that_do_not_fit_are_damage() -> None:
             chain.decode(memoryview(b"abc"), memoryview(bytearray(10)), layout, KEY, lengths, Scratch())
 
 
+class _Watched(Scratch):
+    """Remembers the largest buffer that was asked for."""
+
+    largest = 0
+
+    def take(self, nbytes: int) -> memoryview:
+        self.largest = max(self.largest, nbytes)
+        return super().take(min(nbytes, 1 << 20))  # a chain that asks for more fails its test, not the machine
+
+
+@given(
+    st.lists(st.sampled_from("dx"), min_size=2, max_size=CHAIN_SERDES_MAX),
+    st.data(),
+    st.sampled_from([0, -1, 1 << 20, 1 << 30, (1 << 64) - 1]),
+)
+def test_a_forged_length_is_damage_before_anything_is_allocated(
+    names: list[str], data: st.DataObject, forged: int
+) -> None:
+    made: dict[str, Any] = {"d": Deflate(), "x": Xor(0x5A)}
+    chain, layout, scratch = CodecChain([made[name] for name in names]), Layout("uint8", (1000,)), _Watched()
+    encoded = chain.encode(memoryview(bytes(1000)), layout, KEY, Scratch())
+    wire = b"".join(bytes(part) for part in encoded.buffers)
+    lengths = list(encoded.lengths)
+    lengths[data.draw(st.integers(0, len(lengths) - 2))] = forged
+    with pytest.raises(DamagedObjectError, match="at most"):
+        chain.decode(memoryview(wire), memoryview(bytearray(1000)), layout, KEY, lengths, scratch)
+    assert scratch.largest == 0
+
+
 def test_too_many_serdes_are_refused() -> None:
     with pytest.raises(SettingsError, match="over the limit"):
         CodecChain([Deflate()] * (CHAIN_SERDES_MAX + 1))

@@ -13,6 +13,7 @@ from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.tables import SlotState
 from lmcache_core.server.server import Server
 from lmcache_core.server.status import describe
 from lmcache_core.settings.compose import make_settings
@@ -36,7 +37,7 @@ class FaultyTiers:
 
 
 @pytest.mark.skipif(native is None, reason="the index is kept by the C extension alone")
-def test_what_follows_a_fault_is_carried_out_with_the_next_decisions(tmp_path: Path) -> None:
+def test_what_follows_a_fault_is_carried_out_all_the_same(tmp_path: Path) -> None:
     settings = make_settings(
         name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
         l1={"size_bytes": 4 << 20}, drain_s=0.1,
@@ -53,14 +54,65 @@ def test_what_follows_a_fault_is_carried_out_with_the_next_decisions(tmp_path: P
     kernel.drop(SPACE, [key(1)], 0.0, Reason.DROPPED)
     tiers = FaultyTiers()
     l1.tiering = cast("Any", tiers)
-    with pytest.raises(RuntimeError, match="have a fault"):
-        l1.apply()
     l1.apply()
     l1.tiering = None
+    assert l1.counters["apply_faults"] == 1
     assert tiers.told == 1  # what failed is not tried again
     assert _state(server, key(1)) == "gone"
     assert _state(server, key(2)) == "ready"
     assert _store(server, key(3)) == former  # its slot, which nobody finds the old object in
+    server.start().stop()
+
+
+@pytest.mark.skipif(native is None, reason="the index is kept by the C extension alone")
+def test_a_removal_that_fails_is_finished_before_its_slot_is_another_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(_settings(tmp_path), load_plugins())
+    kernel, l1 = server.kernel, server.l1
+    kernel.add_memory(server.segment.info.data_bytes)
+    l1.add_layout(1, LAYOUT)
+    slots = [_store(server, key(number)) for number in range(3)]
+    l1.apply()
+    assert l1.index is not None
+    remove, failing = l1.index.remove, [True, True, False]
+
+    def removes(objects: Any, reason: Reason) -> None:
+        if len(objects) > 1 or failing.pop():
+            raise MemoryError("no memory for a batch")
+        remove(objects, reason)
+
+    monkeypatch.setattr(l1.index, "remove", removes)
+    kernel.drop(SPACE, [key(number) for number in range(3)], 0.0, Reason.DROPPED)
+    l1.apply()
+    assert l1.counters["apply_faults"] == 3  # the batch, and two of its objects
+    assert "ready" not in [_state(server, key(number)) for number in range(3)]
+    monkeypatch.undo()
+    assert sorted(_store(server, key(number)) for number in range(3, 6)) == sorted(slots)
+    server.start().stop()
+
+
+def test_a_notice_that_ends_a_peer_finds_all_that_was_decided_carried_out(tmp_path: Path) -> None:
+    server = Server(_settings(tmp_path), load_plugins())
+    kernel, l1 = server.kernel, server.l1
+    kernel.add_memory(server.segment.info.data_bytes)
+    l1.add_layout(1, LAYOUT)
+    offset = _store(server, key(1))
+    kernel.prepare_store(SERVER_SESSION, SPACE, 1, [key(2)], 0.0, ttl_s=1.0)
+    l1.apply()
+    seen = []
+
+    def ends_a_peer(effect: Any) -> None:
+        seen.append(server.segment.tables.slot(offset)[0])
+        kernel.drop(SPACE, [key(3)], 2.0, Reason.DROPPED)
+        l1.apply()  # as `Sessions.lost` does
+        seen.append(kernel.effects)
+
+    l1._notify = ends_a_peer
+    kernel.expire(2.0)  # the notice comes first …
+    kernel.drop(SPACE, [key(1)], 2.0, Reason.DROPPED)  # … and this after it
+    l1.apply()
+    assert seen == [SlotState.FREE, []]
     server.start().stop()
 
 
@@ -74,6 +126,13 @@ def test_status_calls_populated_what_can_be_handed_out(tmp_path: Path) -> None:
     assert describe(server)["pool"]["populated_bytes"] == 0
     with server, server.connect() as client:
         assert client.status()["pool"]["populated_bytes"] == server.segment.info.data_bytes
+
+
+def _settings(tmp_path: Path) -> Any:
+    return make_settings(
+        name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 4 << 20}, drain_s=0.1,
+    )  # fmt: skip
 
 
 def _store(server: Server, name: bytes) -> int:

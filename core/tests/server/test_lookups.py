@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from lmcache_core.server import lookups
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
 
-pytest.importorskip("lmcache_fs")
+lmcache_fs = pytest.importorskip("lmcache_fs.adapter")
 
 
 def keys(count: int, first: int) -> list[bytes]:
@@ -28,6 +30,33 @@ def with_tier(start: Callable[..., Server], tmp_path: Any) -> Server:
 
 def remembered(server: Server) -> list[lookups.Wait]:
     return list(server.lookups._waits.values())
+
+
+@pytest.fixture
+def with_silent_tier(with_tier: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Its tier answers nothing until the test ends."""
+    adapter = lmcache_fs.FsAdapter
+    over, exists = threading.Event(), adapter.exists
+
+    def silent(self: Any, keys: Any, deadline: float) -> Any:
+        over.wait(60)
+        return exists(self, keys, deadline)
+
+    monkeypatch.setattr(adapter, "exists", silent)
+    yield with_tier
+    over.set()
+
+
+def test_the_first_lookup_after_a_while_of_silence_waits_as_long_as_it_was_told(
+    with_silent_tier: Server, namespace: Namespace
+) -> None:
+    with with_silent_tier.connect() as client:
+        client.register_layout(namespace)
+        for number in range(4):
+            time.sleep(0.15)  # nothing happens: the server's loop waits
+            began_s = time.monotonic()
+            client.lookup(keys(1, number), namespace=namespace, wait_s=0.2)
+            assert time.monotonic() - began_s >= 0.2
 
 
 def test_lookups_that_have_ended_are_remembered_by_their_keys_not_by_their_number(

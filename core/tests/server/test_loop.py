@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import select
 import threading
+from pathlib import Path
 
 import pytest
 
+from lmcache_core.clock import Clock
+from lmcache_core.pool.backing import Access
+from lmcache_core.server.lifeline import LifelineListener
 from lmcache_core.server.loop import Loop
 
 
 def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     ticks: list[float] = []
 
-    def tick(now: float) -> float | None:
-        ticks.append(now)
+    def tick() -> float | None:
+        ticks.append(loop.clock.now)
         if len(ticks) == 1:
             raise RuntimeError("a fault of the tick")
         return None
@@ -28,7 +32,7 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: py
     def call() -> None:
         raise RuntimeError("a fault of a call")
 
-    loop = Loop(tick)
+    loop = Loop(tick, Clock())
     reading, writing = os.pipe()
     handled, later = threading.Event(), threading.Event()
     loop.add(reading, select.EPOLLIN, handler)
@@ -53,13 +57,88 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: py
 def test_what_was_called_for_before_the_first_turn_runs_before_it() -> None:
     order: list[str] = []
 
-    def tick(now: float) -> float | None:
+    def tick() -> float | None:
         order.append("tick")
         loop.stop()
         return None
 
-    loop = Loop(tick)
+    loop = Loop(tick, Clock())
     loop.call(lambda: order.append("call"))
     loop.run()
     loop.close()
     assert order == ["call", "tick"]
+
+
+def test_the_time_of_a_turn_is_that_after_the_wait() -> None:
+    now = 100.0
+    seen: list[float] = []
+
+    def tick() -> float | None:
+        seen.append(loop.clock.now)
+        return None
+
+    def handler(mask: int) -> None:
+        os.read(reading, 1)
+        seen.append(loop.clock.now)
+        loop.stop()
+
+    clock = Clock(lambda: now)
+    loop = Loop(tick, clock)
+    reading, writing = os.pipe()
+    loop.add(reading, select.EPOLLIN, handler)
+    waits = threading.Event()
+    loop.call(waits.set)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    assert waits.wait(60)
+    now = 107.0  # what comes now comes at this time, however long ago the wait for it began
+    os.write(writing, b"x")
+    thread.join(60)
+    assert not thread.is_alive()
+    loop.remove(reading)
+    loop.close()
+    os.close(reading)
+    os.close(writing)
+    assert seen[-2:] == [107.0, 107.0], "the handler and the tick after it"
+
+
+def test_a_thread_that_wakes_a_loop_while_it_closes_writes_to_nobody_elses_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(lambda: None, Clock())
+    closing = threading.Thread(target=loop.close)
+    write = os.eventfd_write
+
+    def slow_write(fd: int, value: int) -> None:
+        closing.start()
+        closing.join(0.2)  # as far as it comes meanwhile
+        write(fd, value)  # raises where it is closed
+
+    monkeypatch.setattr(os, "eventfd_write", slow_write)
+    loop.wake()
+    closing.join(60)
+    assert loop.ended
+
+
+def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it() -> None:
+    loop = Loop(lambda: None, Clock())
+    holder = threading.Thread(target=loop._wake_lock.acquire)  # and it is never released
+    holder.start()
+    holder.join(60)
+    done = threading.Event()
+    child = threading.Thread(target=lambda: (loop.after_fork_in_child(), done.set()), daemon=True)
+    child.start()
+    assert done.wait(60)
+    assert loop.ended
+
+
+def test_a_child_forked_after_a_listener_was_closed_closes_nobody_elses_descriptor(tmp_path: Path) -> None:
+    loop = Loop(lambda: None, Clock())
+    listener = LifelineListener(tmp_path, loop, lambda sock: None, Access.OWNER, ())
+    spare = listener._spare_fd
+    listener.close()
+    with open(os.devnull) as other:
+        os.dup2(other.fileno(), spare)  # the number is somebody else's now
+        listener.after_fork_in_child()
+        os.close(spare)  # raises where it was closed
+    loop.close()

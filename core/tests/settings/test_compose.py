@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
+from lmcache_core import limits
 from lmcache_core.errors import PluginError, SettingsError
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.compose import compose, compose_from, make_settings
@@ -201,6 +202,13 @@ def test_an_order_that_is_not_that_of_the_tiers_is_refused(registry: Registry, o
 def test_a_tier_name_that_the_environment_could_not_spell_is_refused(registry: Registry, name: str) -> None:
     with pytest.raises(SettingsError, match="no tier name"):
         make_settings(registry, l2={name: {"type": "plain"}})
+
+
+def test_a_tier_name_has_a_length_limit(registry: Registry) -> None:
+    longest = "a" * limits.TIER_NAME_CHARS_MAX
+    assert make_settings(registry, l2={longest: {"type": "plain"}}).l2[longest].type == "plain"
+    with pytest.raises(SettingsError, match="no tier name: it has 65 of 64 characters"):
+        make_settings(registry, l2={longest + "a": {"type": "plain"}})
 
 
 @pytest.mark.parametrize("name", ["copy", "json", "items", "model_fields", "schema", "type", "adapter"])

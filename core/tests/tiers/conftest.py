@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import TierError
 from lmcache_core.limits import PAGE_BYTES
 from lmcache_core.policies.prefetch import DefaultPrefetch
@@ -30,11 +31,11 @@ from lmcache_core.tiers.contract import (
     Usage,
 )
 from lmcache_core.tiers.jobs import Job, Lookup
-from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, Pinned, TierReason
+from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, Named, Pinned, Slot, TierReason
 from lmcache_core.tiers.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
-SAFETY_S = 20.0  # a net under tests that wait for a condition, never a measure
+SAFETY_S = 60.0  # a net under tests that wait for a condition, never a measure
 NAMESPACE = 7
 LAYOUT = Layout("uint8", (5000,))  # no multiple of a page, so that tails are exercised
 
@@ -47,22 +48,31 @@ class MemoryL1:
         self.memory = memoryview(mmap.mmap(-1, slots * self.slot_bytes))
         self.free = list(range(slots))
         self.ready: dict[tuple[int, bytes], int] = {}
+        self.generations: dict[tuple[int, bytes], int] = {}  # of what is ready
         self.temporary: set[tuple[int, bytes]] = set()
         self.loading: dict[tuple[int, bytes], int] = {}
         self.quarantined: set[int] = set()
         self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
-        self.checksums: dict[tuple[int, bytes], int | None] = {}  # of what was loaded, as it was told
+        self.loading_as: dict[int, int] = {}  # load lease → generation
+        self.checksums: dict[tuple[int, bytes], int | None] = {}  # as it was told by who wrote it
         self.gone_while_held: set[int] = set()
         self.aborted: Counter[str] = Counter()
         self.next_lease = 1
+        self.generation = 0
 
     # --- as workers do ------------------------------------------------------------------------------------
-    def put(self, key: bytes, content: bytes, namespace: int = NAMESPACE) -> Committed:
+    def put(self, key: bytes, content: bytes, namespace: int = NAMESPACE, checksum: int | None = None) -> Committed:
         slot = self.free.pop(0)
         self.memory[slot * self.slot_bytes : slot * self.slot_bytes + len(content)] = content
         self.ready[namespace, key] = slot
-        return Committed(key, namespace, 1, len(content))
+        self.generations[namespace, key] = self.next_generation()
+        self.checksums[namespace, key] = checksum
+        return Committed(key, namespace, 1, len(content), self.generations[namespace, key])
+
+    def next_generation(self) -> int:
+        self.generation += 1
+        return self.generation
 
     def get(self, key: bytes, namespace: int = NAMESPACE) -> bytes | None:
         slot = self.ready.get((namespace, key))
@@ -83,14 +93,25 @@ class MemoryL1:
         return sum(map(len, self.holds.values())) + sum(map(len, self.loads.values()))
 
     # --- the interface ------------------------------------------------------------------------------------
-    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
-        return sum(1 for _ in itertools.takewhile(lambda key: (namespace, key) not in self.ready, keys))
+    def slot_of(self, namespace: int, named: Named) -> int | None:
+        key, generation = named
+        same = self.generations.get((namespace, key)) == generation
+        return self.ready.get((namespace, key)) if same else None
 
-    def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
+    def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda named: self.slot_of(namespace, named) is None, wanted))
+
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
-        slots = [self.ready.get((namespace, key)) for key in keys]
+        slots = [self.slot_of(namespace, named) for named in wanted]
         self.holds[lease] = {i: slot for i, slot in enumerate(slots) if slot is not None}
-        return Pinned(lease, [None if slot is None else slot * self.slot_bytes for slot in slots])
+        return Pinned(
+            lease,
+            [
+                None if slot is None else Slot(slot * self.slot_bytes, 1, self.checksums.get((namespace, key)))
+                for slot, (key, _) in zip(slots, wanted, strict=True)
+            ],
+        )
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
         for position in positions:
@@ -100,15 +121,16 @@ class MemoryL1:
                 self.gone_while_held.discard(slot)
                 self.free.append(slot)
 
-    def drop(self, namespace: int, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            if (namespace, key) in self.ready:
-                self.evict(key, namespace)
+    def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
+        for named in wanted:
+            if self.slot_of(namespace, named) is not None:
+                self.evict(named[0], namespace)
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
         grants, offsets = [], []
         self.loads[lease] = {}
+        generation = self.next_generation()
         for position, key in enumerate(keys):
             slot = 0
             if (namespace, key) in self.ready:
@@ -121,9 +143,10 @@ class MemoryL1:
                 slot = self.free.pop(0)
                 self.loading[namespace, key] = slot
                 self.loads[lease][position] = ((namespace, key), slot)
+                self.loading_as[lease] = generation
                 grants.append(LoadGrant.GRANTED)
             offsets.append(slot * self.slot_bytes)
-        return Loading(lease, grants, offsets)
+        return Loading(lease, grants, offsets, generation)
 
     def commit_load(
         self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
@@ -137,6 +160,7 @@ class MemoryL1:
                 self.free.append(slot)  # cleared
                 continue
             self.ready[name] = slot
+            self.generations[name] = self.loading_as[lease]
             if not retain:
                 self.temporary.add(name)
             ready.append(position)
@@ -262,6 +286,7 @@ class Loop:
     def __init__(self, l1: MemoryL1, tiers: Sequence[Tier], **options: object) -> None:
         self.l1 = l1
         self._skew_s = 0.0
+        self.clock = Clock(self.now)
         self._wake = threading.Event()
         config = TieringConfig(**options.pop("config", {}))  # type: ignore[arg-type]
         policies = {"store_policy": DefaultStore(), "prefetch_policy": DefaultPrefetch()} | options
@@ -270,7 +295,7 @@ class Loop:
             tiers,
             wake=self._wake.set,
             config=config,
-            now=self.now(),
+            clock=self.clock,
             **policies,  # type: ignore[arg-type]
         )
         self.done: list[Job] = []
@@ -280,17 +305,22 @@ class Loop:
 
     def jump(self, seconds: float) -> None:
         self._skew_s += seconds
+        self.clock.turn()
+
+    def turn(self) -> None:
+        self.clock.turn()
+        self.tiering.step()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Turn the loop until the condition holds."""
         end = time.monotonic() + SAFETY_S
         while True:
             self._wake.clear()
-            self.tiering.step(self.now())
+            self.turn()
             if condition():
                 return
             assert time.monotonic() < end, f"never came true; {self.tiering.status()}"
-            pause = self.tiering.next_deadline(self.now()) - self.now()
+            pause = self.tiering.next_deadline() - self.now()
             self._wake.wait(min(0.01, max(0.0, pause)))  # conditions may also become true on a lane
 
     def idle(self) -> None:
@@ -305,8 +335,9 @@ class Loop:
 
     def ask(self, keys: Sequence[bytes], seconds: float = 1000.0, **options: object) -> Job:
         missing = [i for i, key in enumerate(keys) if (NAMESPACE, key) not in self.l1.ready]
+        self.clock.turn()
         request = Lookup(NAMESPACE, 1, keys, missing, self.now() + seconds, **options)  # type: ignore[arg-type]
-        return self.tiering.lookup(request, self.done.append, self.now())
+        return self.tiering.lookup(request, self.done.append)
 
     def fetch(self, keys: Sequence[bytes], **options: object) -> Job:
         job = self.ask(keys, **options)  # type: ignore[arg-type]
@@ -359,7 +390,7 @@ class Doubles:
 
     def close(self) -> None:
         for loop in self.loops:
-            loop.tiering.close(loop.now())
+            loop.tiering.close()
 
 
 class FailingMedium(TierError):

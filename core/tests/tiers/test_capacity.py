@@ -13,6 +13,7 @@ from lmcache_core.policies.noop import NoopEviction
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import Capabilities, Outcome, Result, ScanEntry
 from lmcache_core.tiers.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.order import Watch
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 
@@ -100,7 +101,7 @@ def test_accounting_and_order_of_use_survive_a_restart(doubles: Any) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     _store_one_by_one(doubles, loop, range(8))
-    loop.tiering.close(loop.now())
+    loop.tiering.close()
 
     order = sorted(adapter.objects)  # the scripted medium's idea of the order of use
     tier = doubles.tier("mem", adapter, capacity_bytes=10 * OBJECT_BYTES, watermark=0.9, evict_ratio=0.2,
@@ -188,7 +189,7 @@ def test_a_scan_is_taken_over_oldest_first_across_pages_and_below_what_is_new() 
     accounting.add([(new, 1)])
     pages = [[ScanEntry(old[i], 1, float(i)) for i in page] for page in ((1, 3, 5), (0, 2, 4))]
     accounting.scan_ended(pages)
-    while not accounting.adopt(2):
+    while not accounting.adopt(2, Watch()):
         pass
     assert accounting.policy is not None
     order = [entry.tier_key for entry in accounting.policy.victims(7)]  # type: ignore[attr-defined]

@@ -34,16 +34,16 @@ def _hung_with_a_queue(doubles: Any) -> tuple[Any, Any]:
 
 def test_close_gives_up_what_is_queued_and_settles_it(doubles: Any) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
-    assert not loop.tiering.close(loop.now())
+    assert not loop.tiering.close()
     assert loop.l1.held == 8, "only what the two running calls still read"
     adapter.release("store")
 
 
 def test_a_tier_removed_and_added_again_forgets_the_calls_of_the_first(doubles: Any) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
-    loop.tiering.remove_tier("mem", loop.now())
+    loop.tiering.remove_tier("mem")
     again = doubles.adapter()
-    loop.tiering.add_tier(doubles.tier("mem", again), loop.now())
+    loop.tiering.add_tier(doubles.tier("mem", again))
     adapter.release("store")
     loop.until(lambda: loop.l1.held == 0)
     loop.store(doubles.contents(1, first=50))
@@ -54,7 +54,7 @@ def test_a_tier_removed_and_added_again_forgets_the_calls_of_the_first(doubles: 
 def test_what_waits_and_what_had_not_begun_goes_to_the_tier_that_replaces_it(doubles: Any) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
     successor = doubles.adapter()
-    loop.tiering.replace_tier(doubles.tier("mem", successor), loop.now())
+    loop.tiering.replace_tier(doubles.tier("mem", successor))
     loop.idle()
     assert len(successor.objects) == 32, "all but the eight of the two calls that had begun"
     adapter.release("store")
@@ -72,7 +72,7 @@ def test_a_drained_tier_is_stored_to_again_with_its_new_figures(doubles: Any) ->
     loop.store(doubles.contents(5, first=20))
     loop.idle()
     assert len(adapter.objects) == 10
-    loop.tiering.reconfigure_tier("mem", TierConfig(capacity_bytes=5 * OBJECT_BYTES), loop.now())
+    loop.tiering.reconfigure_tier("mem", TierConfig(capacity_bytes=5 * OBJECT_BYTES))
     loop.until(lambda: tier.accounting.bytes_used <= 5 * OBJECT_BYTES and not tier.accounting.bytes_leaving)
     loop.store(doubles.contents(1, first=30))
     loop.idle()

@@ -43,7 +43,7 @@ def _stored(doubles: Any, checksum: int | None, **options: Any) -> Any:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, **options))
     content = doubles.content(1)
-    loop.tiering.on_committed([loop.l1.put(doubles.key(1), content)._replace(checksum=checksum)])
+    loop.tiering.on_committed([loop.l1.put(doubles.key(1), content, checksum=checksum)])
     loop.idle()
     loop.on_medium = adapter.objects[tier_key(doubles.key(1), doubles.namespace, 0)]
     loop.header = read_header(memoryview(loop.on_medium)[:HEADER_BYTES])
@@ -80,7 +80,7 @@ def test_encoded_bytes_have_a_checksum_of_their_own(doubles: Any, summed: list[i
     assert loop.header.checksum == payload_checksum([loop.on_medium[HEADER_BYTES:]]) != given
     assert loop.fetch([doubles.key(1)]).hits == 1
     assert loop.l1.get(doubles.key(1)) == doubles.content(1)
-    assert loop.l1.checksums == {(doubles.namespace, doubles.key(1)): None}, "decoded bytes were not summed"
+    assert loop.l1.checksums == {(doubles.namespace, doubles.key(1)): given}, "what was decoded has none in the L1"
 
 
 def test_a_load_hands_on_the_checksum_that_it_verified(doubles: Any) -> None:

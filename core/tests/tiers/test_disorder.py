@@ -92,7 +92,7 @@ def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Any, 
         elif action < 0.72 and jobs:
             loop.tiering.cancel(chance.choice(jobs))
         elif action < 0.76:
-            loop.tiering.clear(7, loop.now(), tiers=chance.random() < 0.5)
+            loop.tiering.clear(7, tiers=chance.random() < 0.5)
             for namespace, key in list(loop.l1.ready):
                 loop.l1.evict(key, namespace)
         elif action < 0.9:
@@ -101,7 +101,8 @@ def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Any, 
             loop.jump(chance.choice([0.5, 3.0, 40.0]))
         _evict_some(chance, loop) if chance.random() < 0.3 else None
         for _ in range(chance.randrange(4)):
-            loop.tiering.step(loop.now())
+            loop.clock.turn()
+            loop.tiering.step()
         _check_bytes(doubles, loop)
     for adapter in adapters:
         _heal(adapter)
@@ -169,7 +170,7 @@ def test_on_a_real_disk_bytes_survive_restarts_and_flipped_bits_are_misses(doubl
     first, contents = loop(), doubles.contents(12)
     first.store(contents)
     first.idle()
-    first.tiering.close(first.now())
+    first.tiering.close()
     second = loop()
     second.idle()
     (tier,) = second.tiering.status()["tiers"]

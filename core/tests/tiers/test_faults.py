@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from lmcache_core.errors import TierError
-from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_S, LANE_QUEUE_MAX, LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
+from lmcache_core.limits import (
+    BREAKER_FAILURES,
+    BREAKER_PAUSE_S,
+    LANE_QUEUE_MAX,
+    LOOKUPS_WAITING_MAX,
+    TIER_ERROR_KEPT_S,
+    TIER_LOOKUP_S,
+)
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.format import tier_key
 from lmcache_core.tiers.jobs import JobStatus
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import Call, CallState, Lane
+from lmcache_core.tiers.trouble import Trouble
 
 
 @pytest.fixture
@@ -38,7 +46,7 @@ def test_a_hung_tier_does_not_delay_what_another_can_answer(doubles: Any, stocke
     stocked.near.hang("exists")
     job = stocked.fetch([doubles.key(i) for i in range(4)])
     assert job.hits == 4
-    assert stocked.near.entered.acquire(timeout=5)
+    assert stocked.near.entered.acquire(timeout=60)
     stocked.near.release("exists")
 
 
@@ -129,6 +137,40 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_used_again_when_it_is_back(
     stocked.jump(60.0)
     stocked.until(lambda: _breaker(stocked, 0, "reads") == "closed")  # by itself: no request was needed
     assert stocked.fetch([doubles.key(0)]).hits == 1
+
+
+def test_the_last_error_has_a_time_and_goes_when_the_tier_is_well(doubles: Any, stocked: Any) -> None:
+    def told() -> tuple[str, float | None]:
+        tier = stocked.tiering.status()["tiers"][0]
+        return tier["last_error"], tier["last_error_age_s"]
+
+    assert told() == ("", None)
+    stocked.near.errors["exists"] = TierError("connection refused", retryable=False)
+    stocked.far.objects.clear()
+    stocked.fetch([doubles.key(0)])
+    error, age_s = told()
+    assert "connection refused" in error
+    assert age_s is not None
+    stocked.jump(5.0)
+    later_s = told()[1]
+    assert later_s is not None
+    assert later_s >= age_s + 5.0
+    del stocked.near.errors["exists"]
+    assert stocked.fetch([doubles.key(0)]).hits == 1
+    assert told() == ("", None)
+
+
+def test_an_error_of_one_thing_outlives_the_success_of_another_for_a_while_only() -> None:
+    trouble = Trouble()
+    trouble.note("store", "no right to write", now=100.0)
+    trouble.note("lookup", "no answer", now=101.0)
+    assert (trouble.text, trouble.age_s(103.0)) == ("no answer", 2.0)
+    trouble.well("lookup", 104.0)
+    assert (trouble.text, trouble.age_s(104.0)) == ("no right to write", 4.0)
+    trouble.well("lookup", 100.0 + TIER_ERROR_KEPT_S)
+    assert trouble.text == "no right to write"
+    trouble.well("lookup", 101.0 + TIER_ERROR_KEPT_S)
+    assert (trouble.text, trouble.age_s(200.0)) == ("", None)
 
 
 def test_objects_wait_for_a_tier_that_takes_no_stores_and_go_there_when_it_is_back(doubles: Any, stocked: Any) -> None:
@@ -247,11 +289,11 @@ def test_close_never_waits_for_a_hung_lane(doubles: Any, hung: str) -> None:
     if hung == "store":
         loop.store(doubles.contents(1, first=1))
     elif hung == "delete":
-        loop.tiering.clear(None, loop.now(), tiers=True)
+        loop.tiering.clear(None, tiers=True)
     elif hung != "scan":
         loop.ask([doubles.key(0)])
     loop.until(lambda: adapter.calls[hung] > before)
-    assert not loop.tiering.close(loop.now()), "the call is out: the pool must stay mapped"
+    assert not loop.tiering.close(), "the call is out: the pool must stay mapped"
     assert not adapter.closed
     assert all(job.ended for job in loop.done)
     adapter.release(hung)
@@ -341,7 +383,7 @@ def test_a_clear_ends_lookups_and_nothing_of_them_is_served(doubles: Any, stocke
     stocked.far.hang(method)
     job = stocked.ask([doubles.key(0)])
     stocked.until(lambda: stocked.near.calls[method] or stocked.far.calls[method])
-    stocked.tiering.clear(doubles.namespace, stocked.now(), tiers=tiers)
+    stocked.tiering.clear(doubles.namespace, tiers=tiers)
     stocked.until(lambda: job.ended)
     assert (job.hits, job.reasons) == (0, {0: TierReason.CLEARED})
     stocked.near.release(method)
@@ -357,7 +399,7 @@ def test_a_store_that_a_clear_overtakes_is_deleted_again(doubles: Any) -> None:
     adapter.hang("store")
     loop.store(doubles.contents(1))
     loop.until(lambda: adapter.calls["store"])
-    loop.tiering.clear(doubles.namespace, loop.now(), tiers=True)
+    loop.tiering.clear(doubles.namespace, tiers=True)
     adapter.release("store")
     loop.until(lambda: adapter.calls["delete"] and not adapter.objects)
     loop.idle()
@@ -371,7 +413,7 @@ def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any)
     loop.store(doubles.contents(5))
     loop.tiering.on_committed([loop.l1.put(doubles.key(7), doubles.content(7), namespace=99)])
     loop.idle()
-    loop.tiering.clear(doubles.namespace, loop.now(), tiers=True)
+    loop.tiering.clear(doubles.namespace, tiers=True)
     loop.until(lambda: len(adapter.objects) == 1)
     assert list(adapter.objects) == [tier_key(doubles.key(7), 99, 0)]
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 1)
@@ -379,7 +421,7 @@ def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any)
 
 def test_tiers_come_and_go_while_running(doubles: Any, stocked: Any) -> None:
     third = doubles.adapter()
-    stocked.tiering.add_tier(doubles.tier("third", third), stocked.now())
+    stocked.tiering.add_tier(doubles.tier("third", third))
     stocked.store(doubles.contents(1, first=8))
     stocked.idle()
     assert len(third.objects) == 1
@@ -391,7 +433,7 @@ def test_tiers_come_and_go_while_running(doubles: Any, stocked: Any) -> None:
     stocked.near.hang("load")
     job = stocked.ask([doubles.key(0)], tiers=["near"])
     stocked.until(lambda: stocked.near.calls["load"])
-    stocked.tiering.remove_tier("near", stocked.now())
+    stocked.tiering.remove_tier("near")
     stocked.until(lambda: job.ended)
     assert [tier["name"] for tier in stocked.tiering.status()["tiers"]] == ["far", "third"]
     stocked.near.release("load")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from lmcache_core.clock import Clock
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.losses import Losses
 
 
 def test_the_last_loss_of_a_key_is_found_with_its_time_and_words() -> None:
-    losses = Losses()
-    losses.now = 1.0
+    clock = Clock(lambda: 1.0)
+    losses = Losses(clock)
     losses.note([b"a", b"b"], TierReason.THROTTLED)
-    losses.now = 2.0
+    clock.now = 2.0
     losses.note([b"a"], TierReason.TIER_ERROR, "connection refused " * 100)
     found = losses.find(b"a")
     assert found is not None
@@ -24,7 +25,7 @@ def test_the_last_loss_of_a_key_is_found_with_its_time_and_words() -> None:
 
 
 def test_losses_are_bounded_and_the_last_half_of_them_is_always_there() -> None:
-    losses = Losses(remembered_max=100)
+    losses = Losses(Clock(), remembered_max=100)
     for number in range(10_000):
         losses.note([b"%d" % number], TierReason.EVICTED)
         assert len(losses) <= 100

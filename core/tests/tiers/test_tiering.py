@@ -275,13 +275,13 @@ def test_a_drain_flushes_what_is_dirty_and_refuses_lookups(doubles: Any) -> None
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     loop.store(doubles.contents(20))
-    loop.tiering.begin_drain(loop.now())
+    loop.tiering.begin_drain()
     assert not loop.tiering.drained
     job = loop.fetch([doubles.key(99)])
     assert job.hits == 0
     loop.until(lambda: loop.tiering.drained)
     assert len(adapter.objects) == 20
-    assert loop.tiering.close(loop.now())
+    assert loop.tiering.close()
     assert adapter.closed
 
 

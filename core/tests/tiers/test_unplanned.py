@@ -129,7 +129,7 @@ def test_a_clear_takes_the_unplanned_of_its_namespace_alone(doubles: Any, behind
     other = doubles.namespace + 1
     committed = [behind.l1.put(doubles.key(number), doubles.content(number), other) for number in range(40)]
     behind.tiering.on_committed(committed)
-    behind.tiering.clear(doubles.namespace, behind.now())
+    behind.tiering.clear(doubles.namespace)
     assert stores(behind)["arrived"] == 40
     behind.adapter.release("store")
     behind.idle()

@@ -102,8 +102,24 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
         yield _failure("l1", error)
     else:
         yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
+        yield _index(settings)
     if settings.l2:
         yield _state(settings)
+
+
+def _index(settings: Settings) -> Finding:
+    """The smallest objects of which the index has room for a whole pool."""
+    from lmcache_core.limits import INDEX_LOAD_MAX, INDEX_OBJECT_BYTES
+    from lmcache_core.pool.backing import Backing
+    from lmcache_core.pool.header import plan
+
+    l1 = settings.l1
+    header = plan("check", l1.size_bytes, Backing(l1.backing), boot_id=1, index_entries=l1.index_entries or None)
+    least = int(header.data_bytes / (INDEX_LOAD_MAX * header.index_entries))
+    size = f"{header.index_entries:,} entries, {header.index_bytes >> 20:,} MiB"
+    said = f"{size}: enough for objects from {least:,} bytes up"
+    cure = "set l1.index_entries = 0 for a larger one" if least > INDEX_OBJECT_BYTES else ""
+    return Finding(True, "index", said, cure)
 
 
 def _state(settings: Settings) -> Finding:

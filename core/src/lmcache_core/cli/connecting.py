@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     parser.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
+    parser.add_argument(
+        "--server-uid", type=int, metavar="UID", help="who the server runs as, where that is neither we nor root"
+    )
     parser.add_argument("--address", help="its ZMQ address instead, as ipc:///path or tcp://host:port")
     parser.add_argument("--server-public-key", type=Path, metavar="FILE", help="CURVE key of the server, for tcp")
     parser.add_argument("--client-secret-key", type=Path, metavar="FILE", help="our CURVE keys, for tcp")
@@ -26,6 +30,8 @@ def connect(arguments: argparse.Namespace, command: str) -> Client:
     """A client that maps no pool. Raises `UsageError` for half a pair of keys."""
     from lmcache_core.client.client import Client
 
+    # Commands end with one line that says the same.
+    logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())
     return Client.connect(
         arguments.name,
         runtime_dir=arguments.runtime_dir,
@@ -33,6 +39,7 @@ def connect(arguments: argparse.Namespace, command: str) -> Client:
         curve=_curve(arguments),
         client_name=f"lmcache-core {command}",
         maps_pool=False,
+        server_uid=arguments.server_uid,
     )
 
 

@@ -2,34 +2,70 @@
 
 Whoever waits first reads the connection for everybody and hands over when its own reply is there: a single caller
 pays no wake-up beyond the one that the carrier costs.
+
+An answer belongs to its request, and a request to whoever keeps its `Pending`. One that nobody keeps any more (its
+thread was interrupted, its handle dropped or cancelled) is an *orphan*: when its answer comes, whoever reads it undoes
+what the server did, and nobody else notices. So no line of code has to run in a thread that was interrupted.
+
+A server that does not answer in time has not ended the connection: it may be stopped, and go on. The channel is then
+silent: a call on it first reads what has come, and where that is nothing, it ends at once. What only ends something
+(a commit, an abort, the end of a promise) is sent all the same, and nobody waits for its answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
 
 from lmcache_core.client.connection import Connection
+from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
+from lmcache_core.client.presence import Presence
 from lmcache_core.errors import CacheError, DisconnectedError, by_code
-from lmcache_core.limits import CALL_TIMEOUT_S
+from lmcache_core.limits import CALL_TIMEOUT_S, OWED_FRAMES_MAX
 from lmcache_core.protocol.codec import decode_reply, encode_request
-from lmcache_core.protocol.messages import Error, LeaseExpired, Message, Reply
+from lmcache_core.protocol.messages import (
+    Cancel,
+    EndSession,
+    Error,
+    FreeLookupLocks,
+    LeaseExpired,
+    Message,
+    Noop,
+    Reply,
+    Settle,
+)
 
 _M = TypeVar("_M", bound=Message)
+_E = TypeVar("_E", bound=CacheError)
 _LOOK_AFTER_S = 0.01  # a look costs 2 µs, a tenth of a call: not within a series of calls
-_WAIT_S_MAX = 3600.0  # a lock's own timeout has a limit; whoever waits longer comes back
+_PROBE_S = 1.0  # a silent server is asked this often: the answer that would show it alive may have been lost
+_OWED_POLL_S = 0.01
+_ENDINGS = (Settle, FreeLookupLocks, Cancel, EndSession)
+_LEADER_CHECK_S = 0.1  # so often who waits makes sure that somebody reads: an interrupt can eat a wake-up
+
+Undo = Callable[[Reply], Callable[[int], Message] | None]
+"""What takes back what an answer granted: the message to send, for a channel to number, or None."""
 
 
 class Pending:
-    """A call whose reply has not been looked at."""
+    """A call whose reply has not been looked at. Whoever holds it waits for the reply; dropping it gives the call up.
 
-    __slots__ = ("error", "reply", "rid", "waiters")
+    `told`: the reply has been handed on, and what it granted is its receiver's from now on.
+    """
 
-    def __init__(self, rid: int) -> None:
+    __slots__ = ("__weakref__", "asked", "due_s", "error", "heard", "reply", "rid", "waiters")
+
+    def __init__(self, rid: int, due_s: float, heard: int) -> None:
         self.rid = rid
+        self.due_s = due_s  # when its time is up
+        self.heard = heard  # frames that had come when it was sent
+        self.asked: _Asked
         self.reply: Reply | None = None
         self.error: CacheError | None = None
         self.waiters: tuple[threading.Lock, ...] = ()  # of threads that wait for it while another one reads
@@ -38,19 +74,64 @@ class Pending:
     def settled(self) -> bool:
         return self.reply is not None or self.error is not None
 
+    def tell(self) -> None:
+        """The reply is its receiver's: dropping this undoes nothing any more."""
+        self.asked.undo = None
+
+
+class _Asked(weakref.ref[Pending]):
+    """What the channel keeps of a call: its `Pending`, weakly, and what to do about an answer that nobody took."""
+
+    __slots__ = ("reply", "rid", "undo")
+
+    reply: Reply | None
+    rid: int
+    undo: Undo | None
+
+
+class Orphans:
+    """Answers that granted something and were not told to anybody yet, of all channels of one client: an answer may
+    come over one channel and be undone over the next. Dropping a `Pending` runs `append`, in C, in whatever thread
+    and inside whatever lock that happens."""
+
+    def __init__(self) -> None:
+        self.answered: dict[int, _Asked] = {}  # by their address
+        self.dropped: deque[weakref.ref[Pending]] = deque()
+
 
 class Channel:
-    """Requests out, replies in, matched by id. Thread-safe."""
+    """Requests out, replies in, matched by id. Thread-safe; an interrupt in one thread is no other thread's matter."""
 
-    def __init__(self, connection: Connection, on_notice: Callable[[LeaseExpired], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        on_notice: Callable[[LeaseExpired], None],
+        orphans: Orphans | None = None,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+        on_silence: Callable[[str], None] = lambda why: None,
+        clock: Callable[[], float] = time.monotonic,
+        state: LinkState = LinkState.OPEN,
+    ) -> None:
+        """`orphans`: shared with the client's former channels. `timeout_s`: how long a call waits for its reply.
+        `on_silence` hears why the server is thought to hang, and "" when it is heard again."""
         self.connection = connection
+        self.timeout_s = timeout_s
+        self.state = state
         self._on_notice = on_notice
+        self._on_silence = on_silence
+        self._clock = clock
         self._rids = count(1)
-        self._pending: dict[int, Pending] = {}
+        self._asked: dict[int, _Asked] = {}  # until the answer has come
+        self._orphans = orphans or Orphans()
+        self._dropped = self._orphans.dropped
         self._waiting: dict[threading.Lock, None] = {}  # taken locks: releasing one wakes its thread
         self._lock = threading.Lock()
-        self._reading = False
+        self._leader: Presence | None = None  # who reads for everybody
         self._quiet_since_s = 0.0
+        self._heard = 0  # frames
+        self._owed: deque[bytes] = deque()  # frames that nobody waits for, not sent yet
+        self._probe_at_s = 0.0
         self._lost: DisconnectedError | None = None
 
     @property
@@ -58,57 +139,123 @@ class Channel:
         """The connection has ended; every further call raises."""
         return self._lost is not None
 
-    def call(self, make: Callable[[int], Message], timeout_s: float = CALL_TIMEOUT_S) -> Reply:
+    @property
+    def silent(self) -> bool:
+        """A call was not answered in time, and nothing has been heard since."""
+        return self.state is LinkState.SILENT
+
+    def move(self, event: LinkEvent) -> None:
+        """Note what happened to the link. The one place where its state changes."""
+        self.state = LINK_TRANSITIONS[self.state, event]
+
+    # --- calls ------------------------------------------------------------------------------------------------
+
+    def call(self, make: Callable[[int], Message], extra_s: float = 0.0) -> Reply:
         """Send the request that `make(rid)` gives and wait for its reply.
 
         Raises what the server answered as an error, or `DisconnectedError` when the connection ends or the
-        server is silent for `timeout_s`.
+        server is silent for the channel's `timeout_s`, and `extra_s` beyond it.
         """
-        return self.wait(self.start(make), timeout_s)
+        return self.wait(self.start(make, None, extra_s))
 
-    def start(self, make: Callable[[int], Message]) -> Pending:
-        """Send a request; its reply is for `wait`, `poll` or `abandon`."""
-        rid = next(self._rids)
-        pending = Pending(rid)
-        frame = encode_request(make(rid))
+    def start(
+        self, make: Callable[[int], Message], undo: Undo | None = None, extra_s: float = 0.0, *, blocks: bool = True
+    ) -> Pending:
+        """Send a request; its reply is for `wait`, `wait_for`, `poll` or `abandon`. `undo`: what is to be sent if the
+        returned `Pending` is dropped before it was told; it may keep nothing that keeps the `Pending`. Without
+        `blocks` it goes later where the server has not read what it was sent before."""
+        pending = self.expecting(undo, extra_s)
+        self.send(pending, make, blocks=blocks)
+        return pending
+
+    def expecting(self, undo: Undo | None = None, extra_s: float = 0.0) -> Pending:
+        """A call that is not sent yet, for who has to know of it before the server does. See `send`."""
+        pending = Pending(next(self._rids), self._clock() + self.timeout_s + extra_s, self._heard)
+        # Without anything to undo nobody needs to hear of its end: the answer finds it gone.
+        asked = _Asked(pending, None if undo is None else self._dropped.append)
+        asked.rid, asked.undo, asked.reply = pending.rid, undo, None
+        pending.asked = asked
+        return pending
+
+    def send(self, pending: Pending, make: Callable[[int], Message], *, blocks: bool = True) -> None:
+        """Send the request. Once, for each `Pending`."""
+        message = make(pending.rid)
+        if self.state is LinkState.SILENT:
+            self._check_voice(message)
+        frame = encode_request(message)
+        if self._dropped:
+            self._undo_dropped()
         with self._lock:
             if self._lost is not None:
                 raise DisconnectedError(str(self._lost))
-            self._pending[rid] = pending
+            self._asked[pending.rid] = pending.asked
+        if self._owed:
+            self._send_owed()
         try:
-            self.connection.send(frame)
+            sent = not (self._owed and not blocks) and self.connection.send(frame, pending.due_s if blocks else 0.0)
         except DisconnectedError as error:
             self._fail(error)
             raise
-        return pending
+        if not sent and not blocks and len(self._owed) < OWED_FRAMES_MAX // 2:  # the rest is for what ends something
+            self._owed.append(frame)
+        elif not sent:
+            self._asked.pop(pending.rid, None)
+            self._give_up(pending, "the server does not read what it is sent")
+            self._result(pending)
 
-    def wait(self, pending: Pending, timeout_s: float) -> Reply:
-        """The reply. A silence of `timeout_s` is an end of the connection: nothing on it can be trusted to come."""
-        deadline = time.monotonic() + timeout_s
-        self._serve(pending, deadline)
+    def post(self, make: Callable[[int], Message]) -> None:
+        """Send a request whose answer nobody waits for. Waits for nothing: what cannot go now goes when the server is
+        heard again."""
+        if self._lost is not None:
+            return
+        if len(self._owed) >= OWED_FRAMES_MAX:
+            # None of them may be lost: the next connection says what is still held, which is the same said in one.
+            self._fail(DisconnectedError(f"the server has not read what {OWED_FRAMES_MAX} calls ended"))
+            return
+        self._owed.append(encode_request(make(next(self._rids))))
+        self._send_owed()
+
+    def wait(self, pending: Pending, timeout_s: float | None = None) -> Reply:
+        """The reply. Raises `DisconnectedError` where none comes in time (None: in the call's own time)."""
+        self._serve(pending, pending.due_s if timeout_s is None else self._clock() + timeout_s)
         if not pending.settled:
-            self._fail(DisconnectedError(f"the server did not answer within {timeout_s:g} s"))
+            self._give_up(pending, "the server does not answer")
         return self._result(pending)
 
+    def wait_for(self, pending: Pending, timeout_s: float) -> Reply | None:
+        """The reply if it comes within that time. Nothing follows from it if it does not."""
+        if not pending.settled:
+            self._serve(pending, self._clock() + timeout_s)
+        return self.poll(pending)
+
     def poll(self, pending: Pending) -> Reply | None:
-        """The reply if it has come. Reads what is there, waits for nothing."""
+        """The reply if it has come. Reads what is there, waits for nothing. Raises as `wait` once its time is up."""
         if not pending.settled:
             self._serve(pending, 0.0)
+        if not pending.settled and pending.due_s <= self._clock():
+            self._give_up(pending, "the server does not answer")
         return self._result(pending) if pending.settled else None
 
-    def abandon(self, pending: Pending) -> None:
-        """The reply is not wanted any more. A thread that waits for it gets a `DisconnectedError`."""
+    def abandon(self, pending: Pending, undo: Undo | None = None, error: DisconnectedError | None = None) -> None:
+        """The reply is not wanted any more, as if the `Pending` were dropped; whoever holds it may go on holding it.
+        A thread that waits for it gets a `DisconnectedError`. `undo`: in place of the one that it was started with."""
+        asked = pending.asked
+        if undo is not None:
+            asked.undo = undo
         with self._lock:
-            if self._pending.pop(pending.rid, None) is not None:
-                pending.error = DisconnectedError("this call was cancelled")
-                for waiter in pending.waiters:
-                    self._wake(waiter)
+            if not pending.settled:
+                pending.error = error or DisconnectedError("this call was cancelled")
+            for waiter in pending.waiters:
+                self._wake(waiter)
+        if asked.reply is not None:
+            self._dropped.append(asked)
+            self._undo_dropped()
 
     def found_lost(self) -> bool:
         """As `lost`; after a pause it looks whether the connection has ended meanwhile. Waits for nothing."""
         if self._lost is not None:
             return True
-        if self._reading or time.monotonic() - self._quiet_since_s < _LOOK_AFTER_S:
+        if self._leader is not None or self._clock() - self._quiet_since_s < _LOOK_AFTER_S:
             return False
         if self.connection.ended():
             self._fail(DisconnectedError("the server closed the connection"))
@@ -120,84 +267,201 @@ class Channel:
 
     def _result(self, pending: Pending) -> Reply:
         if pending.error is not None:
-            raise pending.error
+            raise _anew(pending.error)
         reply = pending.reply
         assert reply is not None
         if isinstance(reply, Error):
-            error = by_code(reply.code)(reply.message)
-            if isinstance(error, DisconnectedError):  # another server answers there now, or it has forgotten us
-                self._fail(error)
-            raise error
+            raise self._refusal(reply)
         return reply
+
+    def _refusal(self, reply: Error) -> CacheError:
+        error = by_code(reply.code)(reply.message)
+        if isinstance(error, DisconnectedError):  # another server answers there now, or it has forgotten us
+            self._fail(error)
+        return error
+
+    # --- a server that hangs ----------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Read what has come. Waits for nothing."""
+        with self._lock:
+            before = self._leader
+            if self._lost is not None or (before is not None and not before.is_ours):
+                return  # somebody reads for everybody
+            self._leader = Presence()
+        self._lead(Pending(0, 0.0, 0), 0.0, before)
+
+    def _check_voice(self, message: Message) -> None:
+        """The server was silent: raise unless it has been heard meanwhile."""
+        self.listen()
+        if self.state is not LinkState.SILENT:
+            return
+        now = self._clock()
+        if isinstance(message, _ENDINGS):
+            self.post(lambda rid: message)
+        elif now >= self._probe_at_s and not self._owed:
+            self._probe_at_s = now + _PROBE_S
+            self.post(Noop)
+        raise DisconnectedError(self._why_silent())
+
+    def _why_silent(self) -> str:
+        return f"the server did not answer within {self.timeout_s:g} s and is silent since; it may be stopped"
+
+    def _give_up(self, pending: Pending, why: str) -> None:
+        """Its time is up. Where nothing at all was heard meanwhile, the server hangs."""
+        self.abandon(pending, error=DisconnectedError(f"{why} within {self.timeout_s:g} s"))
+        quiet = False
+        with self._lock:
+            if self.state is LinkState.OPEN and pending.heard == self._heard:
+                self.move(LinkEvent.QUIET)
+                self._probe_at_s = self._clock() + _PROBE_S
+                quiet = True
+        if quiet:
+            self._on_silence(self._why_silent())
+
+    def _answers_again(self) -> None:
+        with self._lock:
+            if self.state is not LinkState.SILENT:
+                return
+            self.move(LinkEvent.HEARD)
+        self._send_owed()
+        self._on_silence("")
+
+    def _soon(self, deadline: float) -> float:
+        """Until when to wait for a frame, where some of ours wait for room: nothing tells when there is some."""
+        self._send_owed()
+        return min(deadline, self._clock() + _OWED_POLL_S) if self._owed else deadline
+
+    def _send_owed(self) -> None:
+        """An interrupt may send a frame twice: the server refuses the second, and nobody waits for the answer."""
+        try:
+            while self._owed:
+                frame = self._owed[0]
+                if not self.connection.send(frame, 0.0):
+                    return
+                with contextlib.suppress(ValueError):  # another thread was here, too
+                    self._owed.remove(frame)
+        except IndexError:
+            return  # another thread sent the last one
+        except DisconnectedError as error:
+            self._fail(error)
+
+    # --- reading --------------------------------------------------------------------------------------------
 
     def _serve(self, pending: Pending, deadline: float) -> None:
         """Read for everybody, or wait for whoever does, until the reply is there or time is up."""
-        try:
-            while True:
-                waiter = None
-                with self._lock:
-                    if pending.settled:
-                        return
-                    if self._reading:
-                        waiter = threading.Lock()
-                        waiter.acquire()
-                        pending.waiters += (waiter,)
-                        self._waiting[waiter] = None
-                    else:
-                        self._reading = True
-                if waiter is None:
-                    self._lead(pending, deadline)
+        while not pending.settled:
+            waiter = None
+            with self._lock:
+                if pending.reply is not None or pending.error is not None:  # since we looked
                     return
-                if self._follow(pending, waiter, deadline):
-                    return
-        except BaseException:
-            # Interrupted: the reply may be a lease, and nobody would answer for it. The next connection tells the
-            # server what is still held.
-            self._fail(DisconnectedError("a call on this connection was interrupted"))
-            raise
+                before = self._leader
+                # A call of this very thread that reads was interrupted, and has ended, or goes on after this one.
+                if before is None or before.is_ours:
+                    self._leader = Presence()
+                else:
+                    waiter = threading.Lock()
+                    waiter.acquire()
+                    pending.waiters += (waiter,)
+                    self._waiting[waiter] = None
+            if waiter is None:
+                self._lead(pending, deadline, before)
+                return
+            if self._follow(pending, waiter, deadline):
+                return
 
-    def _lead(self, pending: Pending, deadline: float) -> None:
+    def _lead(self, pending: Pending, deadline: float, before: Presence | None) -> None:
         """Read for everybody until our reply is there or time is up."""
         try:
             while not pending.settled:
-                frame = self.connection.receive(deadline)
-                if frame is None:
-                    return
-                self._deliver(decode_reply(frame))
+                frame = self.connection.receive(self._soon(deadline) if self._owed else deadline)
+                if frame is not None:
+                    self._deliver(decode_reply(frame))
+                    self.connection.received()
+                elif deadline <= 0.0 or self._clock() >= deadline:
+                    break
         except DisconnectedError as error:
             self._fail(error)
         except CacheError as error:  # the server speaks something else: this connection is of no use
             self._fail(DisconnectedError(str(error)))
         finally:
             with self._lock:
-                self._reading = False
+                self._leader = None if before is None or not before.lasts else before
                 self._wake_one()
-            self._quiet_since_s = time.monotonic()
+            self._quiet_since_s = self._clock()
+        if self._dropped:
+            self._undo_dropped()
+        if self._owed:
+            self._send_owed()
 
     def _follow(self, pending: Pending, waiter: threading.Lock, deadline: float) -> bool:
         """Wait to be woken: by the reply, or because whoever read has gone and we are to read on. False: read on."""
         woken = False
         try:
-            left = min(deadline - time.monotonic(), _WAIT_S_MAX)
-            woken = left > 0 and waiter.acquire(timeout=left)
+            while not woken:
+                left = deadline - self._clock()
+                if left <= 0:
+                    break
+                woken = waiter.acquire(timeout=min(left, _LEADER_CHECK_S)) or self._leaderless()
         finally:
             with self._lock:
                 self._waiting.pop(waiter, None)
                 pending.waiters = tuple(each for each in pending.waiters if each is not waiter)
-                if not self._reading and (not woken or pending.settled):
+                if self._leader is None and (not woken or pending.settled):
                     self._wake_one()  # we may have been the one to read on, and will not
-        return time.monotonic() >= deadline if not woken else pending.settled
+        return self._clock() >= deadline if not woken else pending.settled
+
+    def _leaderless(self) -> bool:
+        """Whether nobody reads, as the one who did was interrupted in handing over."""
+        leader = self._leader
+        if leader is None:
+            return True
+        if leader.lasts:
+            return False
+        with self._lock:
+            if self._leader is leader:
+                self._leader = None
+        return True
 
     def _deliver(self, reply: Reply) -> None:
+        """Give a reply to its call. An interrupted reader's reply is delivered again: a second time changes nothing."""
+        self._heard += 1
+        if self.state is LinkState.SILENT:
+            self._answers_again()
         if isinstance(reply, LeaseExpired):
             self._on_notice(reply)
             return
         with self._lock:
-            pending = self._pending.pop(reply.rid, None)
-            if pending is not None:
+            asked = self._asked.get(reply.rid)
+            if asked is None:
+                if isinstance(reply, Error) and reply.rid == 0:  # said to all of the connection: nobody listens there
+                    raise DisconnectedError(reply.message)
+                return
+            pending = asked()
+            asked.reply = reply
+            if asked.undo is not None:  # until it is told: it may still be dropped
+                self._orphans.answered[id(asked)] = asked
+            if pending is not None and pending.error is None:
                 pending.reply = reply
                 for waiter in pending.waiters:
                     self._wake(waiter)
+            elif asked.undo is not None:
+                self._dropped.append(asked)
+            del self._asked[reply.rid]
+
+    def _undo_dropped(self) -> None:
+        """Take back what answers have granted that nobody has taken. Twice is as good as once, so an interrupt here
+        leaves the rest to the next caller."""
+        for asked in list(self._dropped) if self._lost is None else ():
+            assert isinstance(asked, _Asked)
+            reply, undo = asked.reply, asked.undo
+            if reply is not None:  # otherwise `_deliver` will find its `Pending` gone
+                if undo is not None and (make := undo(reply)) is not None:
+                    self.post(make)
+                asked.undo = None
+                self._orphans.answered.pop(id(asked), None)
+            with contextlib.suppress(ValueError):  # another thread was here, too
+                self._dropped.remove(asked)
 
     def _wake(self, waiter: threading.Lock) -> None:
         if self._waiting.pop(waiter, self) is None:  # it was there: each is woken once
@@ -210,15 +474,26 @@ class Channel:
             return
 
     def _fail(self, error: DisconnectedError) -> None:
+        error = _anew(error)
         with self._lock:
-            self._lost = self._lost or error
-            failed = list(self._pending.values())
-            self._pending.clear()
-            for pending in failed:
-                pending.error = error
+            if self._lost is None:
+                self._lost = error
+                self.move(LinkEvent.END)
+            failed = list(self._asked.values())
+            self._asked.clear()
+            for asked in failed:
+                pending = asked()
+                if pending is not None and not pending.settled:
+                    pending.error = error
             for waiter in list(self._waiting):
                 self._wake(waiter)
         self.connection.close()
+
+
+def _anew(error: _E) -> _E:
+    """The same error, never raised: what was raised keeps the frames it went through, and with them whatever their
+    callers have: buffers, leases, the client."""
+    return type(error)(str(error))
 
 
 def expect(reply: Reply, kind: type[_M]) -> _M:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
 
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.channel import expect
@@ -17,14 +19,25 @@ from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Target
 from lmcache_core.client.links import Links
 from lmcache_core.client.lookups import LookupHandle, LookupOptions, Lookups
+from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.client.retrieving import Retriever, promise_of
-from lmcache_core.errors import DisconnectedError, LimitError, UsageError
-from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S, OPERATION_KEYS_MAX, PIN_TTL_S, STORE_PAGE_KEYS
-from lmcache_core.native import native
+from lmcache_core.errors import DisconnectedError, LimitError, UnknownNamespaceError, UsageError
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.limits import (
+    BATCH_KEYS_MAX,
+    CALL_TIMEOUT_S,
+    CLOSE_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    LINK_WAIT_PAUSE_S,
+    OPERATION_KEYS_MAX,
+    PIN_TTL_S,
+    STORE_PAGE_KEYS,
+)
 from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.address import check_address
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
@@ -36,16 +49,19 @@ class Client:
 
     Losing the server ends an operation in bounded time with a value (`Status.UNREACHABLE`); the next one works
     once the server is back. Only misuse raises, and questions that have no such value (`status`, `clear`, …)
-    raise `DisconnectedError`.
+    raise `DisconnectedError`, or what the server refused this client with. The logger `lmcache_core.client` has one
+    line when the server cannot be reached for the first time, and one when it can again.
     """
 
     def __init__(self, target: Target, copy_threads: int = 0, verify: str = "never") -> None:
         self._links = Links(target)
+        self._name = target.address or target.name
+        self._made_at = _caller()
         self._copy_threads = threads_to_copy(copy_threads)
         self._verify = verify_level(verify)
-        hits = Hits(self._links, self._copy_threads)
-        self._lookups = Lookups(self._links, hits)
-        self._retriever = Retriever(self._links, hits, self._copy_threads)
+        self._hits = Hits(self._links, self._copy_threads)
+        self._lookups = Lookups(self._links, self._hits)
+        self._retriever = Retriever(self._links, self._hits, self._copy_threads)
 
     @classmethod
     def connect(
@@ -60,6 +76,10 @@ class Client:
         copy_threads: int = 0,
         use_index: bool = True,
         verify: str = "never",
+        server_uid: int | None = None,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        wait_s: float = LINK_WAIT_PAUSE_S,
     ) -> Client:
         """A client of the server `name` on this node, or of the one at a ZMQ `address`.
 
@@ -67,11 +87,35 @@ class Client:
         `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes
         of one call; 0 takes half of the processors that are ours, 4 at most. Small batches take fewer.
         `use_index=False` asks the server for every hit, which otherwise is found in the pool without a call, and
-        outlives a server that dies. `verify`: the default of `retrieve`.
+        outlives a server that dies. `verify`: the default of `retrieve`. `server_uid`: the user whom the server runs
+        as, where that is neither ours nor root (None: `LMCACHE_CORE_SERVER_UID`, if it is set); to any other server,
+        and through any directory that others may write, nothing is said.
+
+        `call_timeout_s`: how long a call waits for its answer. After one that waited in vain the server counts as
+        silent: further calls end at once, until it is heard again. `connect_timeout_s`: how long the first call, and
+        later questions, wait for a server that is there and has not answered yet. Other calls that find no link wait
+        20 ms for one, and no two of these waits begin within `wait_s`.
         """
         root = Path(runtime_dir) if runtime_dir is not None else None
-        target = Target(name, root, address, curve, client_name, maps_pool, use_index=use_index)
+        target = Target(
+            name,
+            root,
+            None if address is None else check_address(address),
+            curve,
+            client_name,
+            maps_pool,
+            use_index=use_index,
+            server_uid=server_uid,
+            call_timeout_s=call_timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            wait_s=wait_s,
+        )
         return cls(target, copy_threads, verify)
+
+    @property
+    def why_unreachable(self) -> str:
+        """Why the server cannot be reached, in words; empty while it can, and before anything was asked of it."""
+        return self._links.why_unreachable
 
     # --- whole operations ---------------------------------------------------------------------------------
 
@@ -82,7 +126,7 @@ class Client:
         where no object of that layout fits into the pool (each store would answer `TOO_LARGE`).
         """
         try:
-            link = self._links.current()
+            link = self._links.current(patient=True)
             link.bind(namespace)
         except DisconnectedError:
             return False
@@ -102,14 +146,13 @@ class Client:
         _check_keys(keys)
         layout = namespace.layout
         found = spans(sources, len(keys), layout, writable=False)
-        with WriteLease(self._links, namespace) as lease:
+        with WriteLease(self._links, namespace, Presence()) as lease:
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
                 if lease.granted:
                     mapping, slots = lease.slots(first)
-                    # On the way they cost next to nothing; without the extension they would be a second pass.
                     checksums = copy_in(
-                        mapping.address, slots, found, layout, threads=self._copy_threads, checksums=native is not None
+                        mapping.address, slots, found, layout, threads=self._copy_threads, checksums=True
                     )
                     lease.settle_quietly(m.CommitStore, first, checksums)
             return StoreResult(lease.statuses)
@@ -143,7 +186,7 @@ class Client:
         keys: Sequence[bytes],
         *,
         namespace: Namespace,
-        hold: bool = False,
+        hold: bool | Literal["if_possible"] = False,
         prefix: bool = True,
         wait_s: float = 0.0,
         tiers: Sequence[str] | None = None,
@@ -154,7 +197,9 @@ class Client:
     ) -> LookupResult:
         """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
 
-        `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires.
+        `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires; the
+        server alone can promise, so without it the answer is `UNREACHABLE`. With `"if_possible"` the index answers
+        then, and there are no promises.
         `deadline_s`: how long the loads may take, where that is not `wait_s` (0: 30 s in the background).
         `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
         them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
@@ -169,7 +214,7 @@ class Client:
         keys: Sequence[bytes],
         *,
         namespace: Namespace,
-        hold: bool = False,
+        hold: bool | Literal["if_possible"] = False,
         prefix: bool = True,
         wait_s: float = 30.0,
         tiers: Sequence[str] | None = None,
@@ -178,8 +223,8 @@ class Client:
         pin_s: float = 0.0,
         policy: str = "",
     ) -> LookupHandle:
-        """As `lookup`, for callers that must not block: the handle has `done`, `result` and `cancel`. One frame
-        of keys at most."""
+        """As `lookup`, for callers that must not block: the handle has `done`, `result`, `wait` and `cancel`. One frame
+        of keys at most. Neither this nor the handle ever waits for the server, but for `wait`."""
         _check_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
@@ -199,19 +244,37 @@ class Client:
         return lease
 
     def prepare_retrieve(
-        self, keys: Sequence[bytes], *, namespace: Namespace, promises: Sequence[int] = (), prefix: bool = True
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: Namespace,
+        promises: Sequence[int] = (),
+        prefix: bool = True,
+        optimistic: bool = False,
     ) -> ReadLease:
-        """Slots to read these keys in place. Finish the lease soon: it keeps them from being evicted."""
+        """Slots to read these keys in place. Finish the lease soon: it keeps them from being evicted.
+
+        `optimistic`: what the index has is read without a call, also while the server is gone or hangs, and nothing
+        keeps it from being evicted meanwhile. `finish` says of each position whether what was read there stands; use
+        nothing of it before. What the index does not have is a `MISS`. Where there is no index to go by, as before the
+        first call in the namespace, it is a lease like any other.
+        """
         _check_keys(keys)
+        if optimistic and any(promises):
+            raise UsageError("promises are redeemed with the server: give them without optimistic=True")
         with ExitStack() as undo:
             lease = undo.enter_context(ReadLease(self._links, namespace))
+            if optimistic and lease.find(self._hits, keys, prefix):
+                undo.pop_all()
+                return lease
             for first in range(0, len(keys), BATCH_KEYS_MAX):
                 lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix)
                 lease.watch(keys[first : first + BATCH_KEYS_MAX])
+                lease.drop_damaged(first)
                 if prefix and lease.hits < len(lease.statuses):
                     break
             undo.pop_all()  # it is the caller's now
-        lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
+        lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
         return lease
 
     def free_lookup_locks(self, promises: Sequence[int]) -> int:
@@ -229,20 +292,26 @@ class Client:
         needed again. Raises `UsageError` without torch or a GPU, `PoolError` where CUDA refuses, `NotAttachedError`
         where this client does not map the pool, and `DisconnectedError`.
         """
-        return pin_for_cuda(self._links.current().mapped().mapping)
+        return pin_for_cuda(self._links.current(patient=True).mapped().mapping)
 
     # --- everything else ----------------------------------------------------------------------------------
 
-    def end_session(self) -> None:
-        """Release every lease and promise of this client; views die. It can go on with new ones."""
-        for lease in list(self._links.open_leases.values()):
-            lease.give_up(Status.ABORTED)
-        self._ask(m.EndSession)
+    def end_session(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Release every lease and promise of this client; views die. It can go on with new ones.
+
+        Waits up to `timeout_s` for copies that other threads make; what has not ended by then keeps its lease until it
+        has. Raises `DisconnectedError`.
+        """
+        self._links.end_session(timeout_s)
 
     def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.Cleared:
-        """Forget a namespace (None: everything), as a fence; with `tiers`, there too."""
-        chosen = None if namespace is None else namespace.id
-        return expect(self._ask(lambda rid: m.Clear(rid, chosen, tiers)), m.Cleared)
+        """Forget a namespace (None: everything), as a fence; with `tiers`, there too. Everything is for the server's
+        own user and root to clear: `UsageError` for others."""
+        if namespace is None:
+            return expect(self._ask(lambda rid: m.Clear(rid, None, tiers)), m.Cleared)
+        # Registered first: only the server's own user clears what it has not registered.
+        link, chosen = self._links.current(patient=True), namespace.id
+        return expect(link.ask(namespace, lambda rid: m.Clear(rid, chosen, tiers)), m.Cleared)
 
     def explain(
         self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None
@@ -254,19 +323,25 @@ class Client:
         """
         if (keys is None) == (tokens is None):
             raise UsageError("explain takes either keys or tokens: give one of them")
-        link = self._links.current()
+        link = self._links.current(patient=True)
         if tokens is not None:
             keys = chunk_keys(tokens, namespace, link.chunk_tokens)
         assert keys is not None
         _check_keys(keys)
-        if namespace.id in link.registered:  # perhaps in a session that is gone
+        if namespace.id not in link.registered:
+            return explain_pages(link, keys, namespace.id)  # and hear what the server says to that
+        link.bind(namespace)  # perhaps in a session that is gone
+        try:
+            return explain_pages(link, keys, namespace.id)
+        except UnknownNamespaceError:
+            link.forget_binding(namespace)
             link.bind(namespace)
-        return explain_pages(link, keys, namespace.id)
+            return explain_pages(link, keys, namespace.id)
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
         """The same for tools that know an id and a layout and no more; it is registered by that."""
         _check_keys(keys)
-        link = self._links.current()
+        link = self._links.current(patient=True)
         link.bind_id(namespace_id, layout)
         return explain_pages(link, keys, namespace_id)
 
@@ -336,14 +411,14 @@ class Client:
         For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
         """
         _check_keys(keys)
-        link = self._links.current()
+        link = self._links.current(patient=True)
         link.bind_id(namespace_id, layout)
         blob, named = join_keys(keys), list(tiers)
         asked = link.channel.call(
             lambda rid: m.Lookup(
                 rid, namespace_id, blob, prefix=False, wait_s=wait_s, tiers=named, policy="retain", warm_up=True
             ),
-            CALL_TIMEOUT_S + wait_s,
+            wait_s,
         )
         return expect(asked, m.Found).hits
 
@@ -356,25 +431,27 @@ class Client:
         self._ask(m.Noop)
 
     def _ask(self, make: Callable[[int], m.Message]) -> m.Reply:
-        return self._links.current().channel.call(make)
+        return self._links.current(patient=True).channel.call(make)
 
     def _pages(
         self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[int, bytes], m.Message]
     ) -> list[Status]:
         _check_keys(keys)
-        self._links.current().bind(namespace)
         statuses: list[Status] = []
         for first in range(0, len(keys), BATCH_KEYS_MAX):
             blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
-            reply = self._ask(lambda rid, blob=blob: make(rid, blob))  # type: ignore[misc]
+            link = self._links.current(patient=True)
+            reply = link.ask(namespace, lambda rid, blob=blob: make(rid, blob))  # type: ignore[misc]
             statuses += grant_statuses(expect(reply, m.Pinned).statuses)
         return statuses
 
-    def close(self) -> None:
-        """End the session: every lease is released, every view dies. Idempotent."""
-        for lease in list(self._links.open_leases.values()):
-            lease.give_up(Status.ABORTED)
-        self._links.close()
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the session: every lease is released, every view dies. Idempotent.
+
+        Waits up to `timeout_s` for copies that other threads make. What has not ended by then, and tensors and arrays
+        that somebody still has, keep their slots from everybody until they are dropped.
+        """
+        self._links.close(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -383,6 +460,26 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """Dropped without `close`, its descriptors close with the last view or tensor, which tells the server: the
+        connection has ended and the life lock is free. Nothing is sent and no lock is taken, for this may run inside
+        any."""
+        if not sys.is_finalizing() and hasattr(self, "_made_at") and self._links.connected:
+            warnings.warn(
+                f"a client of {self._name!r} was dropped and not closed; it was made at {self._made_at}",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+
+def _caller() -> str:
+    """FILE:LINE of the code that is not ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lmcache_core."):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _check_keys(keys: Sequence[bytes]) -> None:

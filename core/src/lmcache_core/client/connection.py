@@ -1,9 +1,13 @@
-"""One connection to a server, over either carrier. Sends whole frames, receives whole frames."""
+"""One connection to a server, over either carrier. Sends whole frames, receives whole frames.
+
+Nothing here waits unless it is given a deadline to wait until: who opens a link takes one step at a time.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -11,30 +15,53 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import DisconnectedError, UsageError
-from lmcache_core.limits import CALL_TIMEOUT_S, CONNECT_TIMEOUT_S, FRAME_BYTES_MAX
+from lmcache_core.limits import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
+    from lmcache_core.trust import Trust
 
 _POLL_S = 1.0  # how long one blocking receive lasts before the deadline is looked at again
+_WHOLE, _WAIT, _DO_NOT_WAIT = (0,), (0,), (int(socket.MSG_DONTWAIT),)  # arguments of `recv_into`
+_BACKLOG_POLL_S = 0.001  # nothing tells when a full backlog has room again
+_FULL_POLL_S = 0.005  # nor when ZMQ's queue of 1,024 frames has, without taking the receiver's wake-up
 
 
 class Connection(ABC):
-    """`send` may be called by any thread; `receive` by one at a time."""
+    """`send` and `poll` may be called by any thread; `connect` and `receive` by one at a time.
+
+    `deadline` is a time of the caller's clock; one that is past means: do not wait.
+    """
 
     carrier: str
 
     @abstractmethod
-    def send(self, frame: bytes) -> None:
-        """Send a frame. Raises `DisconnectedError`."""
+    def connect(self) -> bool:
+        """One step towards being connected, which waits for nothing. False: the server's backlog is full, try again.
+        Raises `DisconnectedError` where there is no server, and where there is one that is not to be trusted."""
+
+    @abstractmethod
+    def poll(self, deadline: float) -> None:
+        """Wait until there may be something to do: a frame, an end, or, before it is connected, another try."""
+
+    @abstractmethod
+    def send(self, frame: bytes, deadline: float) -> bool:
+        """Send a frame. False: the server does not read, and there was no room until the deadline; nothing was sent.
+        Raises `DisconnectedError`."""
 
     @abstractmethod
     def receive(self, deadline: float) -> memoryview | None:
-        """The next frame, valid until the next call, or None at the deadline. Raises `DisconnectedError`."""
+        """The next frame, or None at the deadline, and now and then before it. Raises `DisconnectedError`. The same
+        frame again, until `received` is called: a reader that is interrupted on the way loses nothing."""
+
+    @abstractmethod
+    def received(self) -> None:
+        """The last frame has been dealt with."""
 
     @abstractmethod
     def ended(self) -> bool:
@@ -54,67 +81,106 @@ class Connection(ABC):
 
 
 class LifelineConnection(Connection):
-    """A Unix SEQPACKET socket: connected by path, or one end of a pair (embedded mode)."""
+    """A Unix SEQPACKET socket: to a path, or one end of a pair (embedded mode)."""
 
     carrier = "lifeline"
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, path: Path | None = None, trust: Trust | None = None) -> None:
+        """`path`: where to connect to, and `trust`: to whom. Without them the socket is connected."""
         self._sock = sock
+        self._trust = trust
+        self._path = path
+        self._connected = False
         self._fd = -1
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))
+        self._buffers = (self._buffer,)
+        self._lengths: deque[int] = deque()  # of the frame in the buffer, until `received`
         self._welcomed = False
-        sock.settimeout(None)
-        # The kernel's own timers: one system call a receive instead of a poll and a receive.
-        timeout = struct.pack("ll", int(_POLL_S), 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CALL_TIMEOUT_S), 0))
+        sock.setblocking(False)
+        if path is None:
+            self._now_connected()
 
     @classmethod
-    def open(cls, path: Path) -> LifelineConnection:
-        """Connect. Raises `DisconnectedError` where nobody listens, or nobody may."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        directory_fd = -1
+    def to(cls, path: Path, trust: Trust) -> LifelineConnection:
+        """A connection that is yet to be made. Raises `DisconnectedError` without a descriptor for it."""
         try:
-            directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            sock.settimeout(CONNECT_TIMEOUT_S)  # a server that is stopped has a backlog that fills up
-            sock.connect(f"/proc/self/fd/{directory_fd}/{path.name}")
+            return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC), path, trust)
         except OSError as error:
-            sock.close()
-            cure = (
-                'the server admits others with l1.access = "group" and its runtime_dir open to them'
-                if isinstance(error, PermissionError)
-                else "start one with `serve`"
-            )
-            raise DisconnectedError(f"no server answers at {path}: {error.strerror}; {cure}") from error
-        finally:
-            if directory_fd >= 0:
-                os.close(directory_fd)
-        return cls(sock)
+            raise DisconnectedError(f"no connection to {path}: {error.strerror}; see ulimit -n") from error
 
-    def send(self, frame: bytes) -> None:
-        try:
-            self._sock.send(frame)
-        except OSError as error:
-            raise DisconnectedError(f"the server went away: {error.strerror}") from error
+    def connect(self) -> bool:
+        if not self._connected:
+            assert self._path is not None
+            assert self._trust is not None
+            directory_fd = -1
+            try:
+                directory_fd = self._trust.open_socket_directory(self._path)
+                self._sock.connect(f"/proc/self/fd/{directory_fd}/{self._path.name}")
+                self._trust.check_peer(self._sock, str(self._path))
+            except BlockingIOError:  # a server that is stopped has a backlog that fills up
+                return False
+            except OSError as error:
+                raise DisconnectedError(
+                    f"no server answers at {self._path}: {error.strerror}; {_cure(error)}"
+                ) from error
+            finally:
+                if directory_fd >= 0:
+                    os.close(directory_fd)
+            self._now_connected()
+        return True
+
+    def _now_connected(self) -> None:
+        self._connected = True
+        self._sock.settimeout(None)
+        # The kernel's own timer: one system call a receive instead of a poll and a receive.
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_POLL_S), 0))
+
+    def poll(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if self._connected:
+            _ready(self._sock.fileno(), select.POLLIN | select.POLLRDHUP, left)
+        else:
+            select.poll().poll(max(0.0, min(left, _BACKLOG_POLL_S)) * 1000)
+
+    def send(self, frame: bytes, deadline: float) -> bool:
+        while True:
+            try:
+                self._sock.send(frame, socket.MSG_DONTWAIT)
+                return True
+            except BlockingIOError:
+                if not _ready(self._sock.fileno(), select.POLLOUT, deadline - time.monotonic()):
+                    return False
+            except OSError as error:
+                raise DisconnectedError(f"the server went away: {error.strerror}") from error
 
     def receive(self, deadline: float) -> memoryview | None:
-        left = deadline - time.monotonic()
-        if left < _POLL_S and not _readable(self._sock.fileno(), left):
-            return None
-        try:
-            nbytes = self._sock.recv_into(self._buffer) if self._welcomed else self._receive_with_fd()
-        except BlockingIOError:
-            return None if time.monotonic() >= deadline else self.receive(deadline)
-        except OSError as error:
-            raise DisconnectedError(f"the server went away: {error.strerror}") from error
-        if nbytes == 0:
+        lengths = self._lengths
+        if not lengths:
+            left = deadline - time.monotonic()
+            if 0 < left < _POLL_S and not _ready(self._sock.fileno(), select.POLLIN, left):
+                return None
+            flags = _WAIT if left >= _POLL_S else _DO_NOT_WAIT
+            try:
+                if self._welcomed:
+                    # All of it in C: an interrupt comes before or after it, never between a frame and its length.
+                    lengths.extend(map(self._sock.recv_into, self._buffers, _WHOLE, flags))
+                else:
+                    lengths.append(self._receive_with_fd(flags[0]))
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise DisconnectedError(f"the server went away: {error.strerror}") from error
+        if lengths[0] == 0:
             raise DisconnectedError("the server closed the connection")
-        return self._buffer[:nbytes]
+        return self._buffer[: lengths[0]]
 
-    def _receive_with_fd(self) -> int:
+    def received(self) -> None:
+        self._lengths.clear()
+
+    def _receive_with_fd(self, flags: int) -> int:
         """The first frame may carry the pool's descriptor; no later one does."""
         room = socket.CMSG_SPACE(struct.calcsize("i"))
-        nbytes, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], room, socket.MSG_CMSG_CLOEXEC)
+        nbytes, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], room, flags | socket.MSG_CMSG_CLOEXEC)
         for _, kind, data in ancillary:
             if kind == socket.SCM_RIGHTS:
                 self._fd = array.array("i", data)[0]
@@ -136,6 +202,9 @@ class LifelineConnection(Connection):
     def abandon(self) -> None:
         self._sock.close()
 
+    def __del__(self) -> None:
+        self._sock.close()
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self.take_fd())
@@ -155,13 +224,14 @@ class ZmqConnection(Connection):
 
     carrier = "zmq"
 
-    def __init__(self, address: str, curve: CurveKeys | None) -> None:
+    def __init__(self, address: str, curve: CurveKeys | None, trust: Trust) -> None:
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
         self._zmq = zmq
         if address.startswith("tcp://") and curve is None:
             raise UsageError(f"{address} is reached over tcp and needs keys: pass curve=CurveKeys(…)")
+        trust.check_ipc(address)
         self._address = address
         self._endings = {
             int(zmq.EVENT_DISCONNECTED): "went away",
@@ -188,26 +258,50 @@ class ZmqConnection(Connection):
         self._poller.register(self._socket.fileno(), select.POLLIN)
         self._poller.register(self._monitor.fileno(), select.POLLIN)
         self._poller.register(self._wake_fd, select.POLLIN)
+        self._frames: deque[bytes] = deque()  # the frame received, until `received`
         self._closed = False
         self._polling = False
 
-    def send(self, frame: bytes) -> None:
-        zmq = self._zmq
+    def connect(self) -> bool:
+        return True  # it connects on its own threads, and sends what has waited for that
+
+    def poll(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
         with self._lock:
-            self._check()
-            try:
-                self._socket.send(frame, zmq.NOBLOCK)
-            except zmq.Again as error:
-                raise DisconnectedError("the server does not read: its queue is full") from error
-            if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                os.eventfd_write(self._wake_fd, 1)
+            closed = self._closed
+            there = not closed and int(self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN
+        if left > 0 and not closed and not there:
+            poller = select.poll()  # one of our own: a poll object is for one thread at a time
+            for fd in (self._socket.fileno(), self._monitor.fileno()):
+                poller.register(fd, select.POLLIN)
+            # Another thread may eat the edge that this one waits for, so it does not wait for long.
+            poller.poll(min(left, _FULL_POLL_S) * 1000)
+
+    def send(self, frame: bytes, deadline: float) -> bool:
+        zmq = self._zmq
+        while True:
+            with self._lock:
+                self._check()
+                try:
+                    self._socket.send(frame, zmq.NOBLOCK)
+                    sent = True
+                except zmq.Again:
+                    sent = False
+                if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    os.eventfd_write(self._wake_fd, 1)
+            left = deadline - time.monotonic()
+            if sent or left <= 0:
+                return sent
+            time.sleep(min(left, _FULL_POLL_S))
 
     def receive(self, deadline: float) -> memoryview | None:
         zmq = self._zmq
         while True:
             with self._lock:
-                if not self._closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                    return memoryview(self._socket.recv(zmq.NOBLOCK))
+                if not self._frames and not self._closed and self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    self._frames.extend(map(self._socket.recv, (zmq.NOBLOCK,)))  # in C: see LifelineConnection
+                if self._frames:
+                    return memoryview(self._frames[0])
                 self._check()
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -222,6 +316,9 @@ class ZmqConnection(Connection):
                         self._close_wake_fd()
             if self._wake_fd >= 0 and any(fd == self._wake_fd for fd, _ in ready):
                 os.eventfd_read(self._wake_fd)
+
+    def received(self) -> None:
+        self._frames.clear()
 
     def ended(self) -> bool:
         with self._lock:
@@ -244,6 +341,16 @@ class ZmqConnection(Connection):
         # ZMQ's own threads did not come along: the socket can only be forgotten. pyzmq does so by process id.
         self._closed = True
 
+    def __del__(self) -> None:
+        """As `close`, but for the lock: nobody else is here."""
+        if not getattr(self, "_closed", True):
+            self._closed = True
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            self._context.term()
+            self._close_wake_fd()
+
     def close(self) -> None:
         with self._lock:
             if not self._closed:
@@ -263,9 +370,19 @@ class ZmqConnection(Connection):
             os.close(fd)
 
 
-def _readable(fd: int, timeout_s: float) -> bool:
+def _ready(fd: int, events: int, timeout_s: float) -> bool:
     if fd < 0:
         raise DisconnectedError("the connection is closed")
+    if timeout_s <= 0 and events == select.POLLOUT:
+        return False  # it was tried just now
     poller = select.poll()
-    poller.register(fd, select.POLLIN)
+    poller.register(fd, events)
     return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def _cure(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return 'the server admits others with l1.access = "group" and its runtime_dir open to them'
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this process has no descriptor left: see ulimit -n"
+    return "start one with `serve`"

@@ -133,7 +133,7 @@ def copy_in(
         if not sources[at]:
             _slot_tensor(base + offset, layout).copy_(found[position][1].reshape(layout.shape))
     _copy(*_of_hosts(targets, sources), layout.nbytes, threads, False)
-    return _checksums(targets, layout.nbytes, threads) if checksums else b""
+    return checksums_of(targets, layout.nbytes, threads) if checksums else b""
 
 
 def copy_out(
@@ -165,7 +165,8 @@ def _copy(targets: array[int], sources: array[int], nbytes: int, threads: int, c
     return way(targets, sources, nbytes, threads, checksums) or b""
 
 
-def _checksums(addresses: array[int], nbytes: int, threads: int) -> bytes:
+def checksums_of(addresses: array[int], nbytes: int, threads: int = 1) -> bytes:
+    """The xxh3_64 of so many bytes at each address, a u64 each."""
     way = _checksums_plainly if native is None else native.checksum_many
     return way(addresses, nbytes, threads)
 

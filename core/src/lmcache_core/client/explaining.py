@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lmcache_core.client.channel import expect
 from lmcache_core.client.link import Link
 from lmcache_core.kernel.answers import Grant, Reason
-from lmcache_core.limits import CALL_TIMEOUT_S, EXPLAIN_KEYS_MAX, TIER_LOOKUP_S
+from lmcache_core.limits import EXPLAIN_KEYS_MAX, TIER_LOOKUP_S
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tiers.l1 import TierReason
@@ -108,7 +108,7 @@ def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[
         blob = join_keys(page)
         reply = link.channel.call(
             lambda rid, blob=blob: m.Explain(rid, namespace_id, blob),  # type: ignore[misc]
-            CALL_TIMEOUT_S + TIER_LOOKUP_S,
+            TIER_LOOKUP_S,
         )
         told += _keys_of(expect(reply, m.Explained), page)
     return told

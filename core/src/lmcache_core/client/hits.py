@@ -34,8 +34,9 @@ class Hits:
         self._links = links
         self._threads = copy_threads
 
-    def find(self, keys: Sequence[bytes], namespace: Namespace, prefix: bool) -> bytes | None:
-        """One byte a key, 1 for what is there; with `prefix` it ends at the first that is not. None: ask the server."""
+    def find(self, keys: Sequence[bytes], namespace: Namespace, prefix: bool, mark: bool = False) -> bytes | None:
+        """One byte a key, 1 for what is there; with `prefix` it ends at the first that is not. None: ask the server.
+        `mark`: what was found is about to be read, as the eviction policy is to know."""
         link = self._links.look()
         if link is None or link.index is None:
             return None
@@ -43,7 +44,10 @@ class Hits:
         if layout is None:
             return None
         try:
-            return link.index.find(link.epoch, namespace.id, layout, _in_a_row(keys), prefix)
+            found = link.index.find(link.index_epoch, namespace.id, layout, _in_a_row(keys), prefix, mark)
+            if found is None and link.follows():
+                return self.find(keys, namespace, prefix, mark)
+            return found
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None
 
@@ -66,9 +70,13 @@ class Hits:
             return None
         nbytes = namespace.layout.nbytes
         try:
-            return link.index.read(
-                link.epoch, namespace.id, layout, nbytes, _in_a_row(keys), addresses, prefix, verify, self._threads
+            row = _in_a_row(keys)
+            found = link.index.read(
+                link.index_epoch, namespace.id, layout, nbytes, row, addresses, prefix, verify, self._threads
             )
+            if found is None and link.follows():
+                return self.read(keys, targets, namespace, prefix, verify)
+            return found
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None
 

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import xxhash
 
 from lmcache_core.client.channel import expect
-from lmcache_core.client.copying import tensor_of
+from lmcache_core.client.copying import address_of, checksums_of, tensor_of
+from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
+from lmcache_core.client.occupancy import PARENTS, Holding, Page, settle_page
+from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import Status, grant_statuses, miss_reasons, settled_statuses
 from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.pool.mapping import Mapping
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import join_keys, pack_positions, unpack_u64
+from lmcache_core.protocol.codec import join_keys, unpack_u64
 from lmcache_core.tokens.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lmcache_core._native import Index
 
 _ZERO = array("Q", [0])
 _LOST: dict[type[CacheError], Status] = {
@@ -35,95 +42,136 @@ _LOST: dict[type[CacheError], Status] = {
 class Lease(ABC):
     """A batch of slots. Positions count the keys that were asked for; those not granted have no view.
 
-    Views and tensors die with the lease: a view raises `ValueError` afterwards, a tensor is empty.
+    Views and tensors die with the lease: a view raises `ValueError` afterwards, a tensor is empty. Where another thread
+    ends the client or its session, a tensor that somebody has, and a view that is in use, keep their slots until they
+    are dropped.
     """
 
     _let_go: ClassVar[type[m.Settle]]  # what ends a position that nothing else has ended
 
-    def __init__(self, links: Links, namespace: Namespace) -> None:
+    def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
+        """`copying`: the call that copies to or from the slots itself, where they are not lent to the caller."""
         self._links = links
+        self._occupancy = links.occupancy
         self._namespace = namespace
-        self._link: Link | None = None
-        self.id = 0
-        self.statuses: list[Status] = []
+        self._holding = holding = Holding(self._let_go, copying)
+        self.statuses = holding.statuses
+        self._unsettled = holding.unsettled
         self.reasons: list[Reason] = []
-        self.expired = False  # the server said so; it waits for our answer, which is the next settling call
         self._offsets: array[int] = array("Q")
         self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
-        self._unsettled: dict[int, None] = {}  # an ordered set of positions
-        self._views: list[memoryview] = []
         self._tensors: list[Any] = []
-        self._ended = False
+        self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
+        self._occupancy.open(self, holding)
+
+    @property
+    def id(self) -> int:
+        """The lease's number, 0 before the server gave it one."""
+        return self._holding.id
+
+    @property
+    def expired(self) -> bool:
+        """The server said so; it waits for our answer, which is the next settling call."""
+        return self._holding.expired
 
     @property
     def granted(self) -> list[int]:
         """The positions that have a slot and are not settled."""
         return list(self._unsettled)
 
+    @property
+    def _link(self) -> Link | None:
+        return self._holding.link
+
     def extend(self, make: Callable[[int, int], m.Message], count: int) -> None:
         """One more page: send `make(rid, lease id)`. A server that is gone grants nothing."""
-        try:
-            if self._link is None:
-                self._link = self._links.current()
-            self._link.bind(self._namespace)
-            self._link.mapped()
-            self._link.lease_opens(self)
-            reply = expect(self._link.channel.call(lambda rid: make(rid, self.id)), m.Granted)
-            if reply.lease:
-                self.id = reply.lease
-                if not self._link.lease_granted(self, self._links.open_leases):
-                    raise DisconnectedError("the link was lost while this was granted")
-        except DisconnectedError:
-            self.add_ungranted(Status.UNREACHABLE, count)
-            if self._link is not None and not self._unsettled:
-                self._link.lease_ended(self)
+        holding, first = self._holding, len(self.statuses)
+        if holding.barred:
+            self.add_ungranted(Status.ABORTED, Reason.NONE, count)
             return
-        first = len(self.statuses)
+        if holding.over:  # given up, and not looked after any more: nothing may be granted
+            self.add_ungranted(Status.UNREACHABLE, Reason.NONE, count)
+            return
+        self._asked = None
+        try:
+            link = holding.link or self._links.current()
+            link.bind(self._namespace)
+            link.mapped()
+            self._occupancy.asking(holding, link)
+            reply = expect(link.in_namespace(self._namespace, lambda: self._granting(link, make, first)), m.Granted)
+            if reply.lease and not self._occupancy.granted(holding, link, reply.lease):
+                raise DisconnectedError("the link was lost while this was granted")
+        except CacheError as error:
+            self._occupancy.give_page_up(holding, self._asked)
+            self.add_ungranted(*self._links.refused(error), count)
+            return
         self.statuses += grant_statuses(reply.statuses)
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
         self._checksums.extend(unpack_u64(reply.checksums) if reply.checksums else _ZERO * count)
-        for position in range(first, first + count):
-            if self.statuses[position] is Status.GRANTED:
-                self._unsettled[position] = None
-        if not self._unsettled:
-            self._link.lease_ended(self)
+        statuses = self.statuses
+        self._unsettled.update(
+            dict.fromkeys(at for at in range(first, first + count) if statuses[at] is Status.GRANTED)
+        )
+        holding.page = self._asked = None
 
-    def add_ungranted(self, status: Status, count: int) -> None:
+    def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int) -> m.Reply:
+        holding, channel = self._holding, link.channel
+        pending = channel.expecting()
+        self._asked = holding.page = Page(
+            first, pending
+        )  # before the server knows of it: an interrupt may come at any time
+        channel.send(pending, lambda rid: make(rid, holding.id))
+        return channel.wait(pending)
+
+    def add_ungranted(self, status: Status, reason: Reason, count: int) -> None:
         """Positions that nobody was asked for, or that nobody answered."""
         self.statuses += [status] * count
-        self.reasons += [Reason.NONE] * count
+        self.reasons += [reason] * count
         self._offsets.extend(_ZERO * count)
         self._checksums.extend(_ZERO * count)
 
     def slots(self, first: int) -> tuple[Mapping, list[tuple[int, int]]]:
         """The mapping (hold it while its address is used), and (position, offset) of every slot from `first` on."""
-        assert self._link is not None
+        link = self._link
+        assert link is not None
         offsets = self._offsets
-        chosen = [(position, offsets[position]) for position in self._unsettled if position >= first]
-        return self._link.mapped().mapping, chosen
+        chosen = [(position, offsets[position]) for position in list(self._unsettled) if position >= first]
+        return link.mapped().mapping, chosen
 
     @abstractmethod
     def view(self, position: int) -> memoryview:
         """The bytes of the slot at this position, without a copy."""
 
     def tensor(self, position: int) -> Any:
-        """The slot as a torch tensor of the layout, without a copy. Needs the extra `torch`; it knows no
-        read-only tensors: do not write to one of a read lease."""
-        whole = self._slot(position)
-        tensor = tensor_of(whole, self._namespace.layout)
+        """The slot as a torch tensor of the layout, without a copy. Needs the extra `torch`. One of a read lease may
+        not be written to: torch knows no read-only tensors, so the write ends the process with SIGSEGV (after
+        `pin_memory`, which registers the writable mapping alone, nothing stops it)."""
+        lender = self._lent(position, fenced=self._let_go is m.FinishRead)
+        tensor = tensor_of(memoryview(lender).cast("B"), self._namespace.layout)
         self._tensors.append(tensor)
-        self._views.append(whole)
         return tensor
 
-    def _slot(self, position: int) -> memoryview:
-        if self._ended:
+    def _lent(self, position: int, *, fenced: bool = False) -> Any:
+        """What lends the slot's memory. For as long as it lives, the slot counts as occupied. `fenced`: a write to it
+        faults."""
+        offset = self._offset(position)
+        link = self._link
+        assert link is not None
+        lender = link.mapped().slot(offset, self._namespace.layout.nbytes, fenced=fenced)
+        return self._occupancy.lend(self._holding, lender)
+
+    def _offset(self, position: int) -> int:
+        holding = self._holding
+        if holding.barred:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: {holding.barred}")
+        if holding.over:
             raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
         if not 0 <= position < len(self.statuses):
             raise UsageError(f"position {position} is not in this lease of {len(self.statuses)} keys")
-        if position not in self._unsettled or self._link is None:
+        if position not in self._unsettled:
             raise UsageError(f"position {position} has no slot: it is {self.statuses[position]}")
-        return self._link.view(self._offsets[position], self._namespace.layout)
+        return self._offsets[position]
 
     def renew(self) -> float:
         """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`."""
@@ -132,9 +180,13 @@ class Lease(ABC):
 
     def _link_now(self) -> Link:
         """The link to speak over: the lease's own, or a later one to the same server."""
-        link = self._links.current()
-        if self._link is None or link.epoch != self._link.epoch:
-            raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
+        if self._holding.barred == PARENTS:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: {PARENTS}")
+        link = self._link
+        if link is None or link.channel.found_lost():
+            before, link = link, self._links.current()
+            if before is None or link.epoch != before.epoch:
+                raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
         return link
 
     def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None, checksums: bytes = b"") -> None:
@@ -145,7 +197,7 @@ class Lease(ABC):
             for first in range(0, len(chosen), BATCH_KEYS_MAX):
                 page = chosen[first : first + BATCH_KEYS_MAX]
                 reply = self._link_now().channel.call(
-                    _settling(kind, self.id, page, checksums[8 * first : 8 * (first + len(page))])
+                    settle_page(kind, self.id, page, checksums[8 * first : 8 * (first + len(page))])
                 )
                 for position, status in zip(
                     page, settled_statuses(expect(reply, m.SettledReply).outcomes), strict=True
@@ -155,13 +207,14 @@ class Lease(ABC):
         except CacheError as error:
             self.give_up(_LOST.get(type(error), Status.EXPIRED))
             raise
-        if not self._unsettled:
+        # A call that copies page by page ends it when it is through: what it asks for until then is looked after, too.
+        if not self._unsettled and self._holding.page is None and self._holding.copying is None:
             self.end()
 
     def settle_quietly(self, kind: type[m.Settle], first: int = 0, checksums: bytes = b"") -> None:
         """Settle what is left from `first` on. What came between becomes the positions' status."""
         with contextlib.suppress(CacheError):  # the positions are ours, so nothing here is the caller's mistake
-            self._settle(kind, [position for position in self._unsettled if position >= first], checksums)
+            self._settle(kind, [position for position in list(self._unsettled) if position >= first], checksums)
 
     def _checked(self, positions: Iterable[int]) -> list[int]:
         chosen = list(dict.fromkeys(positions))
@@ -172,25 +225,28 @@ class Lease(ABC):
 
     def give_up(self, status: Status) -> None:
         """Our copies have ended and the server cannot be told: a reconnect will not declare this lease."""
-        for position in self._unsettled:
+        for position in list(self._unsettled):
             self.statuses[position] = status
         self._unsettled.clear()
         self.end()
 
     def end(self) -> None:
         """Nothing of it is ours any more: views and tensors die."""
-        self._ended = True
-        self._links.open_leases.pop(self.id, None)
-        if self._link is not None:
-            self._link.lease_ended(self)
+        self._occupancy.ended(self._holding)
         for tensor in self._tensors:
             tensor.set_()
         self._tensors.clear()
-        for view in self._views:
-            # Somebody may still hold a slice of it: the mapping stays for that slice, the slot does not.
-            with contextlib.suppress(BufferError):
-                view.release()
-        self._views.clear()
+        # Somebody may still hold a slice of a view: the mapping stays for that slice, the slot does not.
+        self._holding.take_back()
+
+    def close(self) -> None:
+        """End it, whatever is left: uncommitted positions are aborted, unfinished ones are finished. Idempotent."""
+        if not self._holding.over:
+            if self._holding.page is None:
+                self.settle_quietly(self._let_go)
+            else:  # the lease does not know yet what it was granted
+                self._occupancy.let_go(self._holding)
+            self.end()
 
     def __enter__(self) -> Self:
         return self
@@ -198,9 +254,7 @@ class Lease(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._ended:
-            self.settle_quietly(self._let_go)
-            self.end()
+        self.close()
 
 
 class WriteLease(Lease):
@@ -215,18 +269,27 @@ class WriteLease(Lease):
 
     def view(self, position: int) -> memoryview:
         """Writable bytes of the slot."""
-        view = self._slot(position)
-        self._views.append(view)
+        view = memoryview(self._lent(position)).cast("B")
+        self._holding.views.append(weakref.ref(view))
         return view
 
-    def commit(self, positions: Sequence[int] | None = None) -> list[Status]:
+    def commit(self, positions: Sequence[int] | None = None, *, checksums: bool = True) -> list[Status]:
         """Publish these positions (None: all that are left). The caller has written every byte of them.
+
+        Their checksums are taken from the slots, one more pass over the bytes. Without `checksums` nobody can check
+        them: readers with `verify="always"` do not get them, and no next server adopts them.
 
         Returns the statuses of all positions of the lease. Raises `LeaseExpiredError` where the lease did not
         live until now, and `ClearedError`; then nothing of what is left was published.
         """
-        self._settle(m.CommitStore, positions)
+        chosen = list(self._unsettled) if positions is None else self._checked(positions)
+        self._settle(m.CommitStore, chosen, self._sums(chosen) if checksums and not self._holding.over else b"")
         return self.statuses
+
+    def _sums(self, positions: Sequence[int]) -> bytes:
+        lent = [memoryview(self._lent(position)).cast("B") for position in positions]
+        addresses = array("Q", [address_of(each) for each in lent])
+        return checksums_of(addresses, self._namespace.layout.nbytes) if addresses else b""
 
     def abort(self, positions: Sequence[int] | None = None) -> None:
         """Give these positions back unwritten (None: all that are left)."""
@@ -234,14 +297,19 @@ class WriteLease(Lease):
 
 
 class ReadLease(Lease):
-    """Slots to read. They stay as they are until the lease is finished, whatever is evicted meanwhile."""
+    """Slots to read. They stay as they are until the lease is finished, whatever is evicted meanwhile.
+
+    An optimistic one (see `find`) holds nothing: its slots may become another object's while they are read, and
+    `finish` says of which that is so.
+    """
 
     _let_go = m.FinishRead
 
-    def __init__(self, links: Links, namespace: Namespace) -> None:
-        super().__init__(links, namespace)
+    def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
+        super().__init__(links, namespace, copying)
         self._keys: list[bytes] = []
         self._generations: array[int] = array("Q")  # of each key as it was granted, 0 where that cannot be told
+        self._optimistic = False
 
     def ask(self, keys: Sequence[bytes], promise: int = 0, prefix: bool = True, verify: bool = False) -> None:
         """Ask to read these keys: the next positions. At most one frame of them. `verify`: for `damaged`."""
@@ -249,6 +317,34 @@ class ReadLease(Lease):
         self.extend(
             lambda rid, lease: m.PrepareRetrieve(rid, namespace, blob, lease, promise, prefix, verify), len(keys)
         )
+
+    def find(self, hits: Hits, keys: Sequence[bytes], prefix: bool) -> bool:
+        """Take the slots of these keys, all of the lease, from the index: no call is made, and nobody is told. False:
+        there is no index to go by."""
+        found, link = hits.find(keys, self._namespace, prefix, mark=True), self._links.look()
+        index = None if link is None else link.index
+        layout = None if link is None else link.layout_of(self._namespace)
+        if found is None or link is None or index is None or layout is None:
+            return False
+        self._optimistic = True
+        self._occupancy.asking(self._holding, link)
+        self._offsets = array("Q", [self._offset_in(index, key, layout) for key in keys[: len(found)]])
+        self.watch(keys[: len(found)])
+        there = [bool(generation) for generation in self._generations]
+        if prefix and not all(there):  # it went since it was found
+            there = there[: there.index(False)]
+        there += [False] * (len(keys) - len(there))
+        self._offsets.extend(_ZERO * (len(keys) - len(self._offsets)))
+        self.statuses += [Status.GRANTED if each else Status.MISS for each in there]
+        self.reasons += [Reason.NONE] * len(keys)
+        self._unsettled.update(dict.fromkeys(at for at, each in enumerate(there) if each))
+        return True
+
+    def _offset_in(self, index: Index, key: bytes, layout: int) -> int:
+        """Where the object of a key is, 0 for nowhere. It may have left by now: `watch` looks again."""
+        entry = index.entry(self._namespace.id, bytes(key))
+        there = entry is not None and entry["layout"] == layout and entry["nbytes"] == self._namespace.layout.nbytes
+        return int(entry["offset"]) if entry is not None and there else 0
 
     def watch(self, keys: Sequence[bytes]) -> None:
         """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""
@@ -272,21 +368,40 @@ class ReadLease(Lease):
 
     def damaged(self, first: int = 0) -> list[int]:
         """Positions from `first` on whose bytes do not have the checksum that they were stored with. Only what was
-        asked for with `verify`, and stored with one, can be told."""
-        wanted = self._checksums
+        asked for with `verify`, or adopted, and stored with one, can be told."""
+        wanted, link, nbytes = self._checksums, self._link, self._namespace.layout.nbytes
+        assert link is not None
         return [
             position
-            for position in self._unsettled
+            for position in list(self._unsettled)
             if position >= first
             and wanted[position]
-            and xxhash.xxh3_64_intdigest(self._slot(position)) != wanted[position]
+            and xxhash.xxh3_64_intdigest(link.mapped().view(self._offsets[position], nbytes)) != wanted[position]
         ]
+
+    def drop_damaged(self, first: int) -> None:
+        """Check what the server asks to check, and make misses of what is not what was stored."""
+        if any(self._checksums[first:]):
+            damaged = self.damaged(first)
+            if damaged:
+                self.report_damaged(damaged)
+            for position in damaged:
+                self.statuses[position], self.reasons[position] = Status.MISS, Reason.DAMAGED
+
+    def unverifiable(self, first: int) -> list[int]:
+        """Positions from `first` on whose checksum nobody knows."""
+        return [at for at in list(self._unsettled) if at >= first and not self._checksums[at]]
+
+    def report_damaged(self, positions: Sequence[int]) -> None:
+        """Let go of these, and have the server delete the very objects that they hold. Where there is none now, the
+        next reader finds them again."""
+        with contextlib.suppress(CacheError):
+            self._settle(m.ReportDamaged, positions)
 
     def view(self, position: int) -> memoryview:
         """Read-only bytes of the slot."""
-        whole = self._slot(position)
-        view = whole.toreadonly()
-        self._views += (view, whole)
+        view = memoryview(self._lent(position)).cast("B").toreadonly()
+        self._holding.views.append(weakref.ref(view))
         return view
 
     @property
@@ -297,8 +412,19 @@ class ReadLease(Lease):
                 return position
         return len(self.statuses)
 
-    def finish(self, positions: Sequence[int] | None = None) -> None:
-        """Release these positions (None: all that are left).
+    def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None, checksums: bytes = b"") -> None:
+        if not self._optimistic:
+            super()._settle(kind, positions, checksums)
+            return
+        for position in list(self._unsettled) if positions is None else self._checked(positions):
+            self.statuses[position] = Status.HIT if self._untouched([position]) else Status.MISS
+            del self._unsettled[position]
+        if not self._unsettled:
+            self.end()
+
+    def finish(self, positions: Sequence[int] | None = None) -> list[Status]:
+        """Release these positions (None: all that are left). Returns the statuses of all positions of the lease: of an
+        optimistic one `MISS` where what was read cannot be trusted, as the object left while it was read.
 
         Raises `DisconnectedError` or `LeaseExpiredError` where the server that kept these slots is gone and it cannot
         be shown that they still hold what they held: its successor may have emptied them while they were read, so
@@ -312,20 +438,19 @@ class ReadLease(Lease):
                 raise
             for position in chosen:
                 self.statuses[position] = Status.HIT
+        return self.statuses
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish what is left. Raises as `finish` does, unless the block raised already."""
-        if not self._ended and error is None:
+        """Finish what is left. Raises as `finish` does, unless the block raised already; of an optimistic lease also
+        `LeaseExpiredError` where something that was read cannot be trusted."""
+        if not self._holding.over and error is None:
+            read = list(self._unsettled)
             self.finish()
+            gone = [position for position in read if self.statuses[position] is not Status.HIT]
+            if gone:
+                raise LeaseExpiredError(
+                    f"positions {gone[:8]} left the pool while they were read: what was read there is not to be used"
+                )
         super().__exit__(kind, error, trace)
-
-
-def _settling(kind: type[m.Settle], lease_id: int, page: Sequence[int], checksums: bytes) -> Callable[[int], m.Settle]:
-    """A run of positions is said as a range: eight bytes for any number of them."""
-    more = (checksums,) if checksums else ()
-    if page and page[-1] - page[0] == len(page) - 1:
-        return lambda rid: kind(rid, lease_id, page[0], len(page), b"", *more)
-    blob = pack_positions(page)
-    return lambda rid: kind(rid, lease_id, 0, 0, blob, *more)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.channel import Channel, expect
 from lmcache_core.client.connection import Connection, LifelineConnection, ZmqConnection
-from lmcache_core.errors import NotAttachedError, PoolError
-from lmcache_core.limits import CONNECT_TIMEOUT_S
+from lmcache_core.errors import NotAttachedError, UnknownNamespaceError, UsageError
+from lmcache_core.limits import (
+    CALL_TIMEOUT_S,
+    CONNECT_TIMEOUT_S,
+    LINK_WAIT_PAUSE_S,
+    NAMESPACES_KNOWN_MAX,
+    NAMESPACES_PER_SESSION_MAX,
+)
 from lmcache_core.pool.index import open_index
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
@@ -22,13 +29,16 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import server_directory
 from lmcache_core.protocol.codec import pool_info_from_wire
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_core.trust import Trust
 
 if TYPE_CHECKING:
     from lmcache_core._native import Index
-    from lmcache_core.client.leases import Lease
+    from lmcache_core.client.channel import Pending
 
+_V = TypeVar("_V")
 SOCKET_NAME = "lifeline"
 MAPS_POOL = "maps_pool"  # capability: this client wants slots, not only answers
+Clock = Callable[[], float]  # monotonic seconds
 
 
 @dataclass(frozen=True)
@@ -43,23 +53,45 @@ class Target:
     maps_pool: bool
     open_pair: Callable[[], Connection] | None = None  # embedded mode
     use_index: bool = True
+    server_uid: int | None = None  # besides ours and root's
 
-    def connect(self) -> Connection:
-        """A new connection. Raises `DisconnectedError`."""
+    call_timeout_s: float = CALL_TIMEOUT_S
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    wait_s: float = LINK_WAIT_PAUSE_S
+    clock: Clock = time.monotonic  # what every deadline of this client is told by
+
+    @property
+    def trust(self) -> Trust:
+        """Whom we may be connected to."""
+        return Trust.of_client(self.server_uid)
+
+    def __post_init__(self) -> None:
+        for name in ("call_timeout_s", "connect_timeout_s", "wait_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
+
+    def connection(self) -> Connection:
+        """A connection that is yet to be made, step by step. Raises `DisconnectedError`."""
         if self.open_pair is not None:
             return self.open_pair()
         if self.address is not None:
-            return ZmqConnection(self.address, self.curve)
-        return LifelineConnection.open(server_directory(self.name, self.runtime_dir) / SOCKET_NAME)
+            return ZmqConnection(self.address, self.curve, self.trust)
+        return LifelineConnection.to(server_directory(self.name, self.runtime_dir) / SOCKET_NAME, self.trust)
+
+    def __str__(self) -> str:
+        return self.address or f"{self.name!r}"
 
 
 class Link:
-    """Made by `open_link`. Dies with its channel; the mapping and the open leases go over to the next link."""
+    """Made by a `Handshake`. Dies with its channel; the mapping and the open leases go over to the next link."""
 
-    def __init__(self, channel: Channel, welcome: m.Welcome, why_not_mapped: str = "") -> None:
+    def __init__(self, channel: Channel, welcome: m.Welcome, previous: Link | None) -> None:
         self.channel = channel
         self.epoch = welcome.epoch
+        self.index_epoch = welcome.epoch  # of whoever answers for the index: a successor in the same pool, perhaps
         self.session = welcome.session
+        self.row = welcome.row
+        self.uid = welcome.uid  # of the server
         self.chunk_tokens = welcome.chunk_tokens
         self.write_ttl_s = welcome.write_ttl_s
         self.read_ttl_s = welcome.read_ttl_s
@@ -67,196 +99,172 @@ class Link:
         self.segment: Segment | None = None
         self.life_lock: LifeLock | None = None
         self.index: Index | None = None  # of the segment, where this client reads it
-        self._why_not_mapped = why_not_mapped
+        self.why_not_mapped = "it was connected with maps_pool=False"
         self._lock = threading.Lock()
-        self._leases: set[object] = set()  # in whose slots a thread of ours may be at work
-        self._declared = False  # the next link's server has been, or will be told which of them it is to keep
-        self._left = False
-        self._heir: Link | None = None  # the next link to the same server: our leases are its now
-        self._layouts: dict[int, int] = {}
-        self.registered: set[int] = set()  # namespaces of this client instance, in earlier sessions too
+        self.left = False  # the next link is open
+        self._bound: dict[int, int] = {}  # namespace → layout id, as this session has registered them
+        self._binding: dict[int, Pending] = {}  # registrations that nobody waits for, one for all lookups under way
+        # The same for all sessions over this pool, where ids never change their meaning.
+        self._known: dict[int, _Known] = {}
+        # Namespaces of this client instance, in earlier sessions too.
+        self.registered: dict[int, None] = {} if previous is None else dict(previous.registered)
 
     def bind(self, namespace: Namespace) -> int:
         """Register a namespace and its layout with this session, once. Returns the layout's id."""
-        layout_id = self._layouts.get(namespace.id)
+        layout_id = self._bound.get(namespace.id)
         return self.bind_id(namespace.id, namespace.layout, namespace.model) if layout_id is None else layout_id
 
     def bind_id(self, namespace_id: int, layout: Layout, label: str = "") -> int:
         """The same for a namespace of which only the id is known, as tools do that find it on a tier."""
-        layout_id = self._layouts.get(namespace_id)
+        layout_id = self._bound.get(namespace_id)
         if layout_id is None:
-            reply = self.channel.call(
-                lambda rid: m.RegisterLayout(
-                    rid,
-                    namespace_id,
-                    layout.dtype,
-                    list(layout.shape),
-                    layout.memory_format,
-                    layout.fingerprint,
-                    label,
-                )
-            )
-            layout_id = self._layouts[namespace_id] = expect(reply, m.LayoutRegistered).layout
-            self.registered.add(namespace_id)
+            reply = self.channel.call(_registering(namespace_id, layout, label))
+            layout_id = self.note_bound(namespace_id, layout, reply)
         return layout_id
 
+    def start_binding(self, namespace: Namespace) -> Pending | None:
+        """As `bind`, for who must not wait: the call under way, for `note_bound`; None where nothing is to be done."""
+        if namespace.id in self._bound:
+            return None
+        under_way = self._binding.get(namespace.id)
+        if under_way is None or not (not under_way.settled or isinstance(under_way.reply, m.LayoutRegistered)):
+            make = _registering(namespace.id, namespace.layout, namespace.model)
+            under_way = self._binding[namespace.id] = self.channel.start(make, blocks=False)
+        return under_way
+
+    def note_bound(self, namespace_id: int, layout: Layout, reply: m.Reply) -> int:
+        """The server has answered a registration. Returns the layout's id."""
+        layout_id = expect(reply, m.LayoutRegistered).layout
+        with self._lock:
+            self._binding.pop(namespace_id, None)
+            _remember(self._bound, namespace_id, layout_id, NAMESPACES_PER_SESSION_MAX)
+            _remember(self._known, namespace_id, _Known(layout_id, layout.fingerprint), NAMESPACES_KNOWN_MAX)
+            _remember(self.registered, namespace_id, None, NAMESPACES_KNOWN_MAX)
+        return layout_id
+
+    def ask(self, namespace: Namespace, make: Callable[[int], m.Message], extra_s: float = 0.0) -> m.Reply:
+        """A call in a namespace. See `in_namespace`."""
+        return self.in_namespace(namespace, lambda: self.channel.call(make, extra_s))
+
+    def in_namespace(self, namespace: Namespace, call: Callable[[], m.Reply]) -> m.Reply:
+        """Make a call once its namespace is registered, and once more if the server has forgotten it by then: a session
+        that meets very many forgets the oldest, here and there."""
+        self.bind(namespace)
+        try:
+            return call()
+        except UnknownNamespaceError:
+            self.forget_binding(namespace)
+            self.bind(namespace)
+            return call()
+
+    def forget_binding(self, namespace: Namespace) -> None:
+        """The server has forgotten it: it is to be registered again."""
+        with self._lock:
+            self._bound.pop(namespace.id, None)
+
     def layout_of(self, namespace: Namespace) -> int | None:
-        """The layout's id, if the namespace was bound to this session. Asks nobody."""
-        return self._layouts.get(namespace.id)
+        """The layout's id in this pool, if this client has learnt it. Asks nobody."""
+        known = self._known.get(namespace.id)
+        return None if known is None else known.layout_id
+
+    def follows(self) -> bool:
+        """Whether another server answers for our very pool now: then its index is read on, before there is a link to
+        that server. Ids of layouts mean there what they meant; those that do not are forgotten."""
+        segment = self.segment
+        if segment is None:
+            return False
+        serving = segment.serving
+        if serving in (0, self.index_epoch):
+            return False
+        with self._lock:
+            if not segment.still(self.pool):
+                return False  # it was made anew, perhaps with other places for everything
+            rows = segment.layouts
+            self._known = {
+                namespace: known
+                for namespace, known in self._known.items()
+                if (row := rows.get(known.layout_id)) is not None and row.fingerprint == known.fingerprint
+            }
+            self.index_epoch = serving
+        return True
 
     def mapped(self) -> Segment:
         """The pool. Raises `NotAttachedError` with the reason why there is none."""
         if self.segment is None:
-            raise NotAttachedError(f"this client does not map the pool: {self._why_not_mapped}")
+            raise NotAttachedError(f"this client does not map the pool: {self.why_not_mapped}")
         return self.segment
 
-    def view(self, offset: int, layout: Layout) -> memoryview:
-        """The bytes of one slot."""
-        return self.mapped().view(offset, layout.nbytes)
-
-    def attach(
-        self, welcome: m.Welcome, fd: int, previous: Link | None, held: Sequence[int], *, use_index: bool
-    ) -> None:
-        """Map the pool (or keep the mapping of the same pool), lock our row, and say so to the server."""
+    def map(self, fd: int, previous: Link | None, target: Target) -> tuple[int, int]:
+        """Map the pool (or keep the mapping of the same pool) and lock our row; the row, and what shows that we map it.
+        Owns `fd`. Raises `PoolError`."""
         if previous is not None and previous.segment is not None and previous.pool == self.pool:
             segment = previous.segment
             self.index = previous.index
+            self._known = dict(previous._known)
             if fd >= 0:
                 os.close(fd)
         else:
-            segment = _map(self.pool, fd)
-            self.index = open_index(segment) if use_index else None
+            segment = _map(self.pool, fd, self.uid, target.trust)
+            self.index = open_index(segment) if target.use_index else None
         self.segment = segment
-        self.life_lock = LifeLock.acquire(segment, welcome.row)
-        nonce = segment.row_nonce(welcome.row)
-        self.channel.call(lambda rid: m.Attach(rid, welcome.row, nonce, list(held)), CONNECT_TIMEOUT_S)
+        self.life_lock = LifeLock.acquire(segment, self.row)
+        row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to who maps the pool
+        segment.clear_tally(row)
+        return row, segment.shown(row)
 
-    def lease_opens(self, lease: object) -> None:
-        """A lease is about to be asked for over this link. Before it is granted, or a link made meanwhile would not
-        know that someone is going to write."""
-        with self._lock:
-            self._leases.add(lease)
+    def unmap(self, why: str) -> None:
+        """Go on without the pool: a client on another machine can look up, clear and ask."""
+        self.segment, self.index, self.life_lock, self.why_not_mapped = None, None, None, why
 
-    def lease_granted(self, lease: Lease, open_leases: dict[int, Lease]) -> bool:
-        """Note an open lease, by its id. False: it comes too late for what the next link declares, and the server
-        gives its slots to others."""
-        with self._lock:
-            if not self._declared:
-                open_leases[lease.id] = lease
-            return lease.id in open_leases
-
-    def declare(self, open_leases: dict[int, Lease]) -> list[int]:
-        """The link is lost, and another one is about to be made: the leases that it is to go on with."""
-        with self._lock:
-            self._declared = True
-            return list(open_leases)
-
-    def lease_ended(self, lease: object) -> None:
-        """No thread of ours touches its slots any more."""
-        with self._lock:
-            self._leases.discard(lease)
-            self._let_go_if_idle()
-            heir = self._heir
-        if heir is not None:
-            heir.lease_ended(lease)
-
-    def leave(self, successor: Link) -> None:
-        """The next link is open. Where it is to another server, that one keeps the slots of our leases from
-        everybody for as long as our old row says that we live: the lock is let go with the last of these leases.
-        The same server has heard what we hold, and holds it under the new row."""
-        with self._lock:
-            self._left = True
-            if successor.epoch == self.epoch and successor.life_lock is not None:
-                self._heir = successor
-                successor._leases |= self._leases
-                self._leases.clear()
-            elif successor.pool != self.pool:
-                self._leases.clear()  # nobody has that pool any more
-            self._let_go_if_idle()
-
-    def _let_go_if_idle(self) -> None:
-        if self._left and not self._leases and self.life_lock is not None:
-            self.life_lock.close()
-            self.life_lock = None
-
-    @property
-    def gone(self) -> bool:
-        """Nothing of it is needed any more."""
-        return self._left and self.life_lock is None
-
-    def say_goodbye(self) -> None:
-        """Release every lease and end the session, so that nobody needs to prove that we are dead."""
-        if not self.channel.lost:
-            self.channel.call(lambda rid: m.EndSession(rid, goodbye=True), CONNECT_TIMEOUT_S)
+    def say_goodbye(self, leases: Sequence[int] | None) -> None:
+        """End the session, so that nobody needs to prove that we are dead, and release every lease. Where only these
+        `leases` may be released, the session stays: its end is the end of its life lock."""
+        channel = self.channel
+        if not channel.lost:
+            settled = None if leases is None else list(leases)
+            goodbye = channel.start(lambda rid: m.EndSession(rid, leases is None, settled))
+            channel.wait(goodbye, CONNECT_TIMEOUT_S)
 
     def abandon(self) -> None:
         """In a forked child: close our copies of the descriptors. Nothing is said to the server."""
         self._lock = threading.Lock()  # a thread that did not come along may have held it
         self.channel.connection.abandon()
         self.index = None
-        if self.life_lock is not None:
-            self.life_lock.close()
-            self.life_lock = None
+        self._known = {}
+        self.life_lock = None  # it has closed itself
 
     def close(self) -> None:
-        """Drop the connection and the life lock. The mapping stays while views of it are out."""
+        """Drop the connection and the life lock, which goes on for holdings that are occupied. The mapping stays while
+        views of it are out."""
+        self.life_lock = None  # first: whoever sees the end of the connection looks at the lock
         self.channel.close()
-        if self.life_lock is not None:
-            self.life_lock.close()
-            self.life_lock = None
+
+    def __del__(self) -> None:
+        self.life_lock = None  # before the connection, which goes with the channel
 
 
-def open_link(
-    target: Target,
-    client_id: bytes,
-    held: Sequence[int],
-    previous: Link | None,
-    on_notice: Callable[[m.LeaseExpired], None],
-) -> Link:
-    """Connect, say hello, attach. Raises `DisconnectedError` where no server answers, `VersionError`, `PoolError`."""
-    connection = target.connect()
-    channel = Channel(connection, on_notice)
-    link: Link | None = None
-    try:
-        welcome = expect(
-            channel.call(
-                lambda rid: m.Hello(
-                    rid,
-                    m.PROTOCOL_VERSION_MIN,
-                    m.PROTOCOL_VERSION_MAX,
-                    client_id,
-                    target.client_name,
-                    os.getpid(),
-                    [MAPS_POOL] if target.maps_pool else [],
-                ),
-                CONNECT_TIMEOUT_S,
-            ),
-            m.Welcome,
-        )
-        link = Link(channel, welcome, "it was connected with maps_pool=False")
-        if previous is not None:
-            link.registered |= previous.registered
-        fd = connection.take_fd()
-        if target.maps_pool:
-            try:
-                link.attach(welcome, fd, previous, held, use_index=target.use_index)
-            except PoolError as error:
-                if connection.carrier == "lifeline":
-                    raise
-                # A ZMQ client may be on another machine: it can look up, clear and ask.
-                link.segment, link.index, link._why_not_mapped = None, None, str(error)
-                if link.life_lock is not None:
-                    link.life_lock.close()
-                    link.life_lock = None
-        if previous is not None:
-            previous.leave(link)  # only now: until here the old row had to say that we live
-        return link
-    except BaseException:
-        channel.close("the session could not be opened")
-        if link is not None and link.life_lock is not None:
-            link.life_lock.close()  # or that row would seem to be taken for as long as we live
-        raise
+def _map(pool: PoolInfo, fd: int, uid: int, trust: Trust) -> Segment:
+    if fd >= 0:
+        return Segment.attach_fd(fd, pool, trust=trust)
+    return Segment.attach_name(pool.name, pool, uid=uid, trust=trust)
 
 
-def _map(pool: PoolInfo, fd: int) -> Segment:
-    return Segment.attach_fd(fd, pool) if fd >= 0 else Segment.attach_name(pool.name, pool)
+class _Known(NamedTuple):
+    """What a namespace's objects are in one pool."""
+
+    layout_id: int
+    fingerprint: int
+
+
+def _registering(namespace_id: int, layout: Layout, label: str) -> Callable[[int], m.RegisterLayout]:
+    return lambda rid: m.RegisterLayout(
+        rid, namespace_id, layout.dtype, list(layout.shape), layout.memory_format, layout.fingerprint, label
+    )
+
+
+def _remember(table: dict[int, _V], namespace_id: int, value: _V, most: int) -> None:
+    """The newest last; the oldest goes when there are too many."""
+    table.pop(namespace_id, None)
+    table[namespace_id] = value
+    if len(table) > most:
+        del table[next(iter(table))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -14,9 +14,9 @@ from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
-from lmcache_core.errors import DisconnectedError, UsageError
+from lmcache_core.errors import CacheError, DisconnectedError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
-from lmcache_core.limits import BATCH_KEYS_MAX, CALL_TIMEOUT_S, JOBS_REMEMBERED
+from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
@@ -26,7 +26,7 @@ from lmcache_core.tokens.namespace import Namespace
 class LookupOptions(NamedTuple):
     """What a lookup asks for, beside its keys. See `protocol.messages.Lookup`."""
 
-    hold: bool = False
+    hold: bool | Literal["if_possible"] = False
     prefix: bool = True
     wait_s: float = 0.0
     tiers: Sequence[str] | None = None
@@ -37,9 +37,9 @@ class LookupOptions(NamedTuple):
     warm_up: bool = False
 
 
-def unreachable(count: int) -> LookupResult:
-    """What a lookup answers while there is no server."""
-    return LookupResult([Status.UNREACHABLE] * count, [Reason.NONE] * count, 0)
+def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = Reason.NONE) -> LookupResult:
+    """What a lookup answers that no server could be asked for, or that one refused."""
+    return LookupResult([status] * count, [reason] * count, 0)
 
 
 def result_of(reply: Reply, count: int) -> LookupResult:
@@ -55,21 +55,31 @@ def result_of(reply: Reply, count: int) -> LookupResult:
     )
 
 
-def lookup_pages(link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
-    """Look up any number of keys, a frame at a time. A prefix ends with its first short page."""
-    link.bind(namespace)
+def free_promise(reply: Reply) -> Callable[[int], m.Message] | None:
+    """What undoes an answer that nobody was told of."""
+    promise = reply.promise if isinstance(reply, m.Found) else 0
+    return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
+
+
+def lookup_pages(
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+) -> LookupResult:
+    """Look up any number of keys, a frame at a time. A prefix ends with its first short page. `answers` keeps the
+    promises: its owner says, by `Pending.tell`, that the caller has them; dropped before that, they are freed."""
     if options.window:
-        return _lookup_window(link, keys, namespace, options)
+        return _lookup_window(link, keys, namespace, options, answers)
     pages: list[LookupResult] = []
     for first in range(0, len(keys), BATCH_KEYS_MAX):
         page = keys[first : first + BATCH_KEYS_MAX]
-        pages.append(_page(link, page, namespace, options))
+        pages.append(_page(link, page, namespace, options, answers))
         if options.prefix and pages[-1].hits < len(page):
             break
     return _joined(pages, len(keys), prefix=options.prefix)
 
 
-def _lookup_window(link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+def _lookup_window(
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+) -> LookupResult:
     """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
     keys with the next that every window is whole in one of them."""
     window, end = options.window, len(keys)
@@ -77,11 +87,10 @@ def _lookup_window(link: Link, keys: Sequence[bytes], namespace: Namespace, opti
         raise UsageError(f"a window of {window} keys: give 1 to {BATCH_KEYS_MAX}")
     while True:
         first = max(0, end - BATCH_KEYS_MAX)
-        page = _page(link, keys[first:end], namespace, options)
+        page = _page(link, keys[first:end], namespace, options, answers)
         if first == 0 or page.hits >= window:
             break
-        if page.promises:  # of keys in no window
-            link.channel.call(lambda rid, held=page.promises: m.FreeLookupLocks(rid, list(held)))  # type: ignore[misc]
+        answers.clear()  # of keys in no window
         end = first + window - 1
     before, after = first, len(keys) - end
     return LookupResult(
@@ -94,15 +103,24 @@ def _lookup_window(link: Link, keys: Sequence[bytes], namespace: Namespace, opti
     )
 
 
-def _page(link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
-    reply = link.channel.call(asking(namespace, join_keys(page), options), CALL_TIMEOUT_S + options.wait_s)
-    return result_of(reply, len(page))
+def _page(
+    link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+) -> LookupResult:
+    make, undo = asking(namespace, join_keys(page), options), free_promise if options.hold else None
+
+    def ask() -> Reply:
+        pending = link.channel.start(make, undo, options.wait_s)
+        answers.append(pending)
+        return link.channel.wait(pending)
+
+    return result_of(link.in_namespace(namespace, ask), len(page))
 
 
 def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.Lookup]:
     """The request, for a channel to number."""
     tiers = None if options.tiers is None else list(options.tiers)
-    return lambda rid: m.Lookup(rid, namespace.id, blob, **options._replace(tiers=tiers)._asdict())
+    sent = options._replace(tiers=tiers, hold=bool(options.hold))
+    return lambda rid: m.Lookup(rid, namespace.id, blob, **sent._asdict())
 
 
 def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> LookupResult:
@@ -149,6 +167,11 @@ class Lookups:
 
     def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
         """The index first; the server is asked for what is not there and may be elsewhere."""
+        if options.hold == "if_possible":
+            held = self._ask(keys, namespace, options)
+            if Status.UNREACHABLE not in held.statuses:
+                return held
+            options = options._replace(hold=False)
         found = self._find(keys, namespace, options)
         if not found:
             return self._ask(keys, namespace, options)
@@ -170,21 +193,46 @@ class Lookups:
         return LookupResult(statuses, reasons, hits + asked.hits, asked.done, asked.promises, asked.job)
 
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
-        """A handle, with its result where all is in the index. One frame of keys at most."""
-        count, found = len(keys), self._find(keys, namespace, options)
-        if found is not None and found.count(1) == count:
-            return LookupHandle(None, None, count, _all_there(count))
-        try:
-            link = self._links.current()
-            link.bind(namespace)
-            pending = link.channel.start(asking(namespace, join_keys(keys), options))
-        except DisconnectedError:
-            return LookupHandle(None, None, count)
-        return LookupHandle(link, pending, count)
+        """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
+        blob = join_keys(keys)
+        found = self._find(keys, namespace, options)
+        if found is not None and found.count(1) == len(keys):
+            return LookupHandle(self, _Asking(keys, namespace, options, blob), _all_there(len(keys)))
+        handle = LookupHandle(self, _Asking(keys, namespace, options, blob))
+        handle.get_on()
+        if not handle.sent:
+            self._links.wait_unsent(handle)
+        return handle
+
+    def step(self) -> Link | None:
+        """See `Links.step`. Handles that have waited for the link longest are sent first, from within this."""
+        return self._links.step()
+
+    def ask_without_waiting(self, link: Link, wanted: _Asking) -> _Asked:
+        """Send a lookup. Raises what the channel does."""
+        # The server answers in order: by the time it comes to the lookup, the namespace is registered.
+        binding = link.start_binding(wanted.namespace)
+        lookup = asking(wanted.namespace, wanted.blob, wanted.options)
+        undo = free_promise if wanted.options.hold else None
+        return _Asked(link, binding, link.channel.start(lookup, undo, wanted.options.wait_s, blocks=False))
+
+    def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
+        """What is answered in place of the server."""
+        if wanted.options.hold == "if_possible" and isinstance(error, DisconnectedError):
+            return self._by_index(wanted)
+        return unserved(len(wanted.keys), *self._links.refused(error))
+
+    def _by_index(self, wanted: _Asking) -> LookupResult:
+        """The index alone, with no promise."""
+        keys, options = wanted.keys, wanted.options._replace(hold=False)
+        found = self._find(keys, wanted.namespace, options) or b""
+        statuses = [Status.GRANTED if byte else Status.UNREACHABLE for byte in found.ljust(len(keys), b"\0")]
+        hits = len(found) if options.prefix else found.count(1)
+        return LookupResult(statuses, [Reason.NONE] * len(keys), hits)
 
     def whole(self, found: m.Found) -> m.Found:
         """What the server says of a job, with the keys that it was not asked for."""
-        link = self._links.current()
+        link = self._links.current(patient=True)
         part = self._parts.get((link.epoch, found.job))
         if part is None:
             return found
@@ -215,10 +263,22 @@ class Lookups:
         return self._hits.find(keys, namespace, options.prefix)
 
     def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+        answers: list[Pending] = []
         try:
-            return lookup_pages(self._links.current(), keys, namespace, options)
-        except DisconnectedError:
-            return unreachable(len(keys))
+            result = lookup_pages(self._links.current(), keys, namespace, options, answers)
+        except CacheError as error:
+            return unserved(len(keys), *self._links.refused(error))
+        for pending in answers:
+            pending.tell()
+        return result
+
+    def now(self) -> float:
+        """By the client's clock."""
+        return self._links.now()
+
+    def wait_for_link(self, timeout_s: float) -> None:
+        """Wait until the link that is being made may get on, at most for that long."""
+        self._links.wait(timeout_s)
 
     def _remember(self, job: int, part: _Part) -> None:
         with contextlib.suppress(DisconnectedError):
@@ -238,54 +298,113 @@ def _scatter(found: m.Found, positions: Sequence[int], statuses: bytearray, reas
         reasons[at] = reason
 
 
-class LookupHandle:
-    """A lookup under way. `done` and `result` never wait; `result` is None until it is done."""
+class _Asking(NamedTuple):
+    """A lookup that is to be sent."""
 
-    def __init__(
-        self, link: Link | None, pending: Pending | None, count: int, result: LookupResult | None = None
-    ) -> None:
-        self._link = link
-        self._pending = pending
-        self._count = count
-        self._result = unreachable(count) if link is None and result is None else result
+    keys: Sequence[bytes]
+    namespace: Namespace
+    options: LookupOptions
+    blob: bytes
+
+
+class _Asked(NamedTuple):
+    """A lookup that was sent, and the registration of its namespace that went before it."""
+
+    link: Link
+    binding: Pending | None
+    pending: Pending
+
+
+class LookupHandle:
+    """A lookup under way. `done`, `result` and `cancel` never wait; `result` is None until it is done."""
+
+    def __init__(self, lookups: Lookups, wanted: _Asking, result: LookupResult | None = None) -> None:
+        self._lookups = lookups
+        self._wanted = wanted
+        self._asked: _Asked | None = None
+        self._error: CacheError | None = None  # the caller's mistake
+        self._again = True  # a namespace that the server has forgotten is registered again, once
+        self._result = result
 
     @property
     def done(self) -> bool:
         """Whether `result` has it."""
-        return self.result is not None
+        return self._fetch() is not None
 
     @property
     def result(self) -> LookupResult | None:
-        """The result, if it has come. A server that went away makes it a miss."""
-        if self._result is None:
-            assert self._link is not None
-            assert self._pending is not None
-            try:
-                reply = self._link.channel.poll(self._pending)
-                if reply is not None:
-                    self._result = result_of(reply, self._count)
-            except DisconnectedError:
-                self._result = unreachable(self._count)
+        """The result, if it has come. A server that went away, or does not answer in its time, makes it a miss. Its
+        promise is the caller's from now on; that of a handle that is dropped unread, or cancelled, is freed."""
+        result, asked = self._fetch(), self._asked  # taken once: another thread may cancel
+        if result is not None and asked is not None:
+            asked.pending.tell()
+        return result
+
+    def _fetch(self) -> LookupResult | None:
+        if self._result is None and self._error is None:
+            self.get_on()
+        if self._error is not None:
+            raise self._error
         return self._result
 
-    def wait(self, timeout_s: float) -> LookupResult:
-        """Wait for the result. A server that is silent for that long is treated as gone."""
-        if self._result is None:
-            assert self._link is not None
-            assert self._pending is not None
-            try:
-                self._result = result_of(self._link.channel.wait(self._pending, timeout_s), self._count)
-            except DisconnectedError:
-                self._result = unreachable(self._count)
-        return self._result
+    @property
+    def sent(self) -> bool:
+        """Whether the server was asked: the first calls of a client go out when its link is made."""
+        return self._asked is not None
+
+    def wait(self, timeout_s: float) -> LookupResult | None:
+        """Wait for the result, for that long. None: it has not come, and may still."""
+        deadline = self._lookups.now() + timeout_s
+        while self._fetch() is None and (left := deadline - self._lookups.now()) > 0:
+            asked = self._asked
+            if asked is None:
+                self._lookups.wait_for_link(left)
+            else:
+                with contextlib.suppress(CacheError):  # `result` hears of it
+                    asked.link.channel.wait_for(asked.pending, left)
+        return self.result
 
     def cancel(self) -> None:
         """It is not wanted any more: the server stops what nobody else waits for."""
         if self._result is None:
-            assert self._link is not None
-            assert self._pending is not None
-            rid = self._pending.rid
-            self._link.channel.abandon(self._pending)
-            self._result = LookupResult([Status.MISS] * self._count, [Reason.NONE] * self._count, 0)
-            with contextlib.suppress(DisconnectedError):  # with the server gone, nothing is left to stop
-                self._link.channel.call(lambda own: m.Cancel(own, rid))
+            count = len(self._wanted.keys)
+            self._result = LookupResult([Status.MISS] * count, [Reason.NONE] * count, 0)
+            asked, self._asked = self._asked, None
+            if asked is not None:
+                channel, rid = asked.link.channel, asked.pending.rid
+                channel.abandon(asked.pending)
+                channel.post(lambda own: m.Cancel(own, rid))
+
+    def get_on(self) -> None:
+        """Whatever can be done without waiting."""
+        if self._result is not None or self._error is not None:
+            return
+        try:
+            link = self._lookups.step() if self._asked is None else None
+            if link is not None and self._asked is None:  # still: that step may have sent it
+                self._asked = self._lookups.ask_without_waiting(link, self._wanted)
+            if (asked := self._asked) is not None:
+                self._hear(asked)
+        except UnknownNamespaceError as error:
+            if self._again and (asked := self._asked) is not None:
+                asked.link.forget_binding(self._wanted.namespace)
+                self._again, self._asked = False, None
+            else:
+                self._error = error
+        except CacheError as error:
+            try:
+                self._result = self._lookups.refused(self._wanted, error)
+            except CacheError as misuse:  # for whoever asks for the result
+                self._error = misuse
+
+    def _hear(self, asked: _Asked) -> None:
+        channel, namespace = asked.link.channel, self._wanted.namespace
+        if asked.binding is not None:
+            bound = channel.poll(asked.binding)
+            if bound is None:
+                return
+            asked.link.note_bound(namespace.id, namespace.layout, bound)
+            self._asked = asked._replace(binding=None)
+        reply = channel.poll(asked.pending)
+        if reply is not None:
+            self._result = result_of(reply, len(self._wanted.keys))

@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_core.errors import (
+    CacheError,
+    ClearedError,
+    DisconnectedError,
+    LeaseExpiredError,
+    LimitError,
+    NotAttachedError,
+    SettingsError,
+    UsageError,
+)
 from lmcache_core.kernel.answers import Grant, Reason, Settled
 
 
@@ -26,6 +36,7 @@ class Status(StrEnum):
     CLEARED = "cleared"  # a clear came before the commit
     EXPIRED = "expired"  # the lease did not live until the commit
     ABORTED = "aborted"
+    DRAINING = "draining"  # the server is about to end, and takes nothing new
     UNREACHABLE = "unreachable"  # no server; stores and lookups go on without it
 
 
@@ -39,6 +50,7 @@ FROM_GRANT = {
     Grant.QUOTA: Status.QUOTA,
     Grant.MISS: Status.MISS,
     Grant.LOADING: Status.LOADING,
+    Grant.DRAINING: Status.DRAINING,
 }
 FROM_SETTLED = {
     Settled.COMMITTED: Status.STORED,
@@ -46,6 +58,7 @@ FROM_SETTLED = {
     Settled.FINISHED: Status.HIT,
     Settled.CLEARED: Status.CLEARED,
 }
+_MISUSE = (UsageError, NotAttachedError, SettingsError, LeaseExpiredError, ClearedError)
 _SETTLED = [FROM_SETTLED.get(outcome, Status.EXPIRED) for outcome in sorted(Settled)]
 _GRANTS = [FROM_GRANT[grant] for grant in sorted(Grant)]
 _REASONS = sorted(Reason)
@@ -59,6 +72,16 @@ def grant_statuses(blob: bytes) -> list[Status]:
 def settled_statuses(blob: bytes) -> list[Status]:
     """The statuses of a reply to commit, abort or finish."""
     return [_SETTLED[byte] for byte in blob]
+
+
+def refused(error: CacheError) -> tuple[Status, Reason]:
+    """What each key of an operation answers that met this error: a limit is a quota, and whatever else keeps the
+    server from serving is as if it were not there. Raises the error where it is the caller's mistake."""
+    if isinstance(error, LimitError):
+        return Status.QUOTA, Reason.QUOTA
+    if isinstance(error, _MISUSE) and not isinstance(error, DisconnectedError):
+        raise error
+    return Status.UNREACHABLE, Reason.NONE
 
 
 def miss_reasons(blob: bytes, count: int) -> list[Reason]:
@@ -87,8 +110,9 @@ class RetrieveResult:
 
     @property
     def hits(self) -> int:
-        """Length of the prefix that was read."""
-        return _prefix(self.statuses, Status.HIT)
+        """How many keys were read, counted as a lookup's hits are. With `prefix` that is its length: nothing behind the
+        first miss is a hit."""
+        return list(self.statuses).count(Status.HIT)
 
 
 @dataclass(frozen=True)
@@ -104,10 +128,3 @@ class LookupResult:
     done: bool = True
     promises: tuple[int, ...] = ()
     job: int = 0
-
-
-def _prefix(statuses: Sequence[Status], wanted: Status) -> int:
-    for position, status in enumerate(statuses):
-        if status is not wanted:
-            return position
-    return len(statuses)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 from lmcache_core.client.copying import Span, copy_out
-from lmcache_core.client.hits import DAMAGED, READ, Hits
+from lmcache_core.client.hits import READ, VERIFY, Hits
 from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.links import Links
+from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import RetrieveResult, Status
-from lmcache_core.errors import DisconnectedError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
 
 
@@ -44,21 +42,16 @@ class Retriever:
         statuses, reasons = [Status.HIT] * count, [Reason.NONE] * count
         if read.count(READ) == count:
             return RetrieveResult(statuses, reasons)
-        damaged = [at for at, byte in enumerate(read) if byte == DAMAGED]
         if not prefix:
-            rest: Sequence[int] = [at for at, byte in enumerate(read) if byte not in (READ, DAMAGED)]
+            rest: Sequence[int] = [at for at, byte in enumerate(read) if byte != READ]
         else:
-            hits = len(read) - len(read.lstrip(bytes((READ,))))
-            rest = range(0) if damaged else range(hits, count)
-        if rest:
-            asked = self._under_lease(
-                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
-            )
-            for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
-                statuses[at], reasons[at] = status, reason
-        if damaged:
-            _mark_damaged(damaged, statuses, reasons, prefix)
-            self._report(keys, damaged, namespace)
+            rest = range(len(read) - len(read.lstrip(bytes((READ,)))), count)
+        # Also what was damaged: only a lease names the incarnation that is to go, and the key may have a sound one.
+        asked = self._under_lease(
+            [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
+        )
+        for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
+            statuses[at], reasons[at] = status, reason
         return RetrieveResult(statuses, reasons)
 
     def _under_lease(
@@ -71,33 +64,29 @@ class Retriever:
         verify: int,
     ) -> RetrieveResult:
         damaged: list[int] = []
-        with ReadLease(self._links, namespace) as lease:
+        unverifiable: list[int] = []
+        with ReadLease(self._links, namespace, Presence()) as lease:
             for first in range(0, len(keys), BATCH_KEYS_MAX):
                 lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix, verify > 0)
                 if lease.granted:
-                    damaged += lease.damaged(first)
+                    found = lease.damaged(first)
+                    unknown = lease.unverifiable(first) if verify == VERIFY["always"] else []
                     mapping, slots = lease.slots(first)
-                    if damaged:
-                        slots = [slot for slot in slots if slot[0] not in damaged]
+                    if found or unknown:
+                        slots = [slot for slot in slots if slot[0] not in found and slot[0] not in unknown]
+                        damaged += found
+                        unverifiable += unknown
                     copy_out(mapping.address, slots, targets, namespace.layout, threads=self._threads)
+                    if found:
+                        lease.report_damaged(found)
                     lease.settle_quietly(m.FinishRead, first)
-                if prefix and (damaged or lease.hits < len(lease.statuses)):
+                if prefix and (damaged or unverifiable or lease.hits < len(lease.statuses)):
                     break
-            lease.add_ungranted(Status.MISS, len(keys) - len(lease.statuses))
+            lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
             statuses, reasons = lease.statuses, lease.reasons
-        if damaged:
-            _mark_damaged(damaged, statuses, reasons, prefix)
-            self._report(keys, damaged, namespace)
+        if damaged or unverifiable:
+            _make_misses(damaged, unverifiable, statuses, reasons, prefix)
         return RetrieveResult(statuses, reasons)
-
-    def _report(self, keys: Sequence[bytes], damaged: Sequence[int], namespace: Namespace) -> None:
-        """Have the server drop these. Where there is none now, the next reader reports them again."""
-        with contextlib.suppress(DisconnectedError):
-            link = self._links.current()
-            link.bind(namespace)
-            for first in range(0, len(damaged), BATCH_KEYS_MAX):
-                blob = join_keys([keys[at] for at in damaged[first : first + BATCH_KEYS_MAX]])
-                link.channel.call(lambda rid, blob=blob: m.ReportDamaged(rid, namespace.id, blob))  # type: ignore[misc]
 
 
 def promise_of(promises: Sequence[int], first: int) -> int:
@@ -106,11 +95,19 @@ def promise_of(promises: Sequence[int], first: int) -> int:
     return promises[page] if page < len(promises) else 0
 
 
-def _mark_damaged(damaged: Sequence[int], statuses: list[Status], reasons: list[Reason], prefix: bool) -> None:
+def _make_misses(
+    damaged: Sequence[int],
+    unverifiable: Sequence[int],
+    statuses: list[Status],
+    reasons: list[Reason],
+    prefix: bool,
+) -> None:
     """They are misses; with `prefix`, so is everything behind the first of them."""
     for at in damaged:
         statuses[at], reasons[at] = Status.MISS, Reason.DAMAGED
+    for at in unverifiable:
+        statuses[at], reasons[at] = Status.MISS, Reason.UNVERIFIABLE
     if prefix:
-        behind = damaged[0] + 1
+        behind = min(*damaged, *unverifiable, len(statuses) - 1) + 1
         statuses[behind:] = [Status.MISS] * (len(statuses) - behind)
         reasons[behind:] = [Reason.NONE] * (len(reasons) - behind)

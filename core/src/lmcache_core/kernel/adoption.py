@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from lmcache_core.kernel.allocator import Slab
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
-from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.objects import Incarnation, UnverifiedIncarnation
 from lmcache_core.kernel.states import Event, State
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class AdoptingPolicy(EvictionPolicy):
 
     def __init__(self, inner: EvictionPolicy, make_more: Callable[[int], int]) -> None:
         self.inner = inner
+        self.wants_charges = inner.wants_charges
         self._make_more = make_more
         self._warm: dict[Entry, None] = {}
         self._leaving: list[Entry] | None = None  # of the warm ones, the last to leave first
@@ -86,6 +87,7 @@ class AdoptingPolicy(EvictionPolicy):
         if self._leaving is not None:
             self.inner.insert(entries)
         else:
+            self._charge(entries, +1)
             self._warm.update(dict.fromkeys(entries))
 
     def insert_cold(self, entries: Sequence[Entry]) -> None:
@@ -100,6 +102,7 @@ class AdoptingPolicy(EvictionPolicy):
             return
         if cold:
             self.inner.remove(cold)
+            self._charge(cold, +1)
         for entry in entries:
             warm.pop(entry, None)
             warm[entry] = None
@@ -107,6 +110,7 @@ class AdoptingPolicy(EvictionPolicy):
     def remove(self, entries: Sequence[Entry]) -> None:
         warm = self._warm
         cold = [entry for entry in entries if entry not in warm]
+        self._charge([entry for entry in entries if entry in warm], -1)
         for entry in entries:
             warm.pop(entry, None)
         if cold:
@@ -135,6 +139,21 @@ class AdoptingPolicy(EvictionPolicy):
             named = self.inner.victims(nbytes)
         return named
 
+    def charge(self, namespace: int, nbytes: int) -> None:
+        self.inner.charge(namespace, nbytes)
+
+    def surplus(self, nbytes: int) -> list[Entry]:
+        return self.inner.surplus(nbytes)
+
+    def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
+        return self.inner.spares(entries, namespace)
+
+    def _charge(self, entries: Sequence[Entry], sign: int) -> None:
+        """What waits here takes room, too."""
+        if self.wants_charges:
+            for entry in entries:
+                self.inner.charge(entry.namespace, sign * entry.nbytes)
+
     def settle(self, most: int) -> int:
         """Hand up to `most` warm ones over, the coldest first. 0: there are no more."""
         if self._leaving is None:
@@ -146,6 +165,7 @@ class AdoptingPolicy(EvictionPolicy):
                 del self._warm[entry]
                 going.append(entry)
         if going:
+            self._charge(going, -1)
             self.inner.insert(going)
             held = [entry for entry in going if entry.holds]
             if held:
@@ -156,9 +176,10 @@ class AdoptingPolicy(EvictionPolicy):
 class Untouched:
     """Adopted objects, until the last is made."""
 
-    def __init__(self, residents: Residents, pool: AdoptedPool) -> None:
+    def __init__(self, residents: Residents, pool: AdoptedPool, kind: type[Incarnation]) -> None:
         self._residents = residents
         self._pool = pool
+        self._kind = kind
         self._clears: list[tuple[int | None, Clearing]] = []
         self.lost = 0  # damaged between the check and the making
         for slab in pool.slabs():
@@ -217,7 +238,7 @@ class Untouched:
         gone: list[Incarnation] = []
         for key, namespace, offset, layout_id, checksum in found:
             slab = allocator.slab_at(offset)
-            item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum)
+            item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum, self._kind)
             slab.unmade -= 1
             if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
                 (gone if key is not None else lost).append(item)
@@ -255,10 +276,12 @@ class Adoption:
         self._untouched: Untouched | None = None
         self._lost = 0
 
-    def begin(self, pool: AdoptedPool, rows: Iterable[int]) -> None:
+    def begin(self, pool: AdoptedPool, rows: Iterable[int], *, unverified: bool = False) -> None:
         """Take over what a dead server left, before any call into the kernel but `register_layout`. `rows`: of its
-        workers that live. Everything is served at once; `step` is to be called until it answers 0."""
-        self._untouched = Untouched(self._residents, pool)
+        workers that live. `unverified`: readers are told the checksums of what was adopted, asked for or not.
+        Everything is served at once; `step` is to be called until it answers 0."""
+        self._untouched = Untouched(self._residents, pool, UnverifiedIncarnation if unverified else Incarnation)
+        self._residents.unverified = unverified
         self._former = FormerSlots(self._residents, pool.waiting(), rows)
 
     @property
@@ -317,6 +340,7 @@ class FormerSlots:
             slab = residents.allocator.slab_at(offset)
             item = seated(slab, offset, State(state), b"", 0, 0, None)
             residents.count(item.state, 1, item.nbytes)
+            residents.charge([item], +1)
             if item.state is State.DOOMED:
                 item.holds = 1
                 self._read.append(item)
@@ -337,10 +361,17 @@ class FormerSlots:
 
 
 def seated(
-    slab: Slab, offset: int, state: State, key: bytes, namespace: int, layout_id: int, checksum: int | None
+    slab: Slab,
+    offset: int,
+    state: State,
+    key: bytes,
+    namespace: int,
+    layout_id: int,
+    checksum: int | None,
+    kind: type[Incarnation] = Incarnation,
 ) -> Incarnation:
     """An incarnation in a slot that the allocator has counted as used."""
-    item = Incarnation.__new__(Incarnation)
+    item = kind.__new__(kind)
     item.key = key
     item.namespace = namespace
     item.nbytes = slab.slot_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import InvariantError, UsageError
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.states import State
 from lmcache_core.limits import OBJECT_BYTES_MAX, PAGE_BYTES, SLAB_BYTES, SLAB_BYTES_MIN
@@ -232,8 +232,10 @@ class Allocator:
         first_unit, units = (start - self.data_offset) // self.unit_bytes, -(-nbytes // self.unit_bytes)
         slab = Slab(size_class, first_unit, units, start, nbytes)
         slab.used, slab.unmade, slab.fresh, slab.free = used, unmade, fresh, free
+        taken = [unit for unit in range(first_unit, first_unit + units) if self._owners[unit] is not None]
+        if taken:
+            raise InvariantError(f"unit {taken[0]} would be in two slabs")
         for unit in range(first_unit, first_unit + units):
-            assert self._owners[unit] is None, f"unit {unit} would be in two slabs"
             self._units[unit] = TAKEN
             self._owners[unit] = slab
         if used < slab.slots:
@@ -246,7 +248,8 @@ class Allocator:
     def slab_at(self, offset: int) -> Slab:
         """The slab that a slot stands in."""
         slab = self._owners[(offset - self.data_offset) // self.unit_bytes]
-        assert slab is not None, f"no slab at {offset:#x}"
+        if slab is None:
+            raise InvariantError(f"no slab at {offset:#x}")
         return slab
 
     # --- slabs ----------------------------------------------------------------------------------------------
@@ -276,7 +279,9 @@ class Allocator:
     def dissolve(self, slabs: Sequence[Slab]) -> None:
         """Return empty slabs to all classes."""
         for slab in slabs:
-            assert not slab.used, "only an empty slab goes back"
+            if slab.used:
+                raise InvariantError(f"{slab.used} slots of the slab at {slab.start:#x} are used, and it would go back")
+        for slab in slabs:
             del self._empty[slab]
             size_class = slab.size_class
             del size_class.open[slab]

@@ -19,6 +19,7 @@ class Grant(IntEnum):
     QUOTA = 6  # the session's quarantine, or the pinned bytes, are at their cap
     MISS = 7  # the reason stands beside it
     LOADING = 8  # a lane is bringing it from a tier
+    DRAINING = 9  # the server is about to end: it takes nothing new
 
 
 class Settled(IntEnum):
@@ -50,6 +51,7 @@ class Reason(IntEnum):
     NO_ROOM = 12  # was offered when the pool was full
     OTHER_LAYOUT = 13  # stored under another layout than the one asked for
     ABORTED = 14  # its writer gave up
+    UNVERIFIABLE = 15  # its reader wants everything checked, and it has no checksum
 
 
 class LeaseKind(IntEnum):
@@ -72,7 +74,8 @@ class Grants:
     statuses: bytearray
     reasons: bytearray
     offsets: array[int]
-    checksums: array[int] | None = None  # of a read, where they were asked for; 0 where one is not known
+    checksums: array[int] | None = None  # of a read, where they were asked for, or are to be checked; else 0
+    generation: int = 0  # of what a write was granted: all of one page
 
 
 @dataclass(slots=True)

@@ -69,10 +69,26 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self, nbytes: int) -> list[Entry]:
-        """Entries to evict, first to go first, whose bytes sum to at least `nbytes`, or all there are.
+        """Entries to evict, first to go first, whose bytes sum to at least `nbytes`, or all that may go.
 
         Never an entry with holds. Names them only: asked again before any `remove`, it gives the same ones.
         """
+
+    wants_charges: bool = False  # True: `charge` is called
+
+    def charge(self, namespace: int, nbytes: int) -> None:  # noqa: B027
+        """`nbytes` more (negative: less) are taken by a namespace without an entry: they are being written, loaded or
+        reserved, or their entry was removed while somebody holds their slot. Bytes of entries whose eviction is
+        under way are taken off the same way. Only for policies that say `wants_charges`; never for what `insert` and
+        `remove` count."""
+
+    def surplus(self, nbytes: int) -> list[Entry]:
+        """As `victims`, for headroom that nobody needs yet: fewer may be named, or none."""
+        return self.victims(nbytes)
+
+    def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
+        """Whether some of these must stay although an object of `namespace` needs the place where they all stand."""
+        return False
 
     def resize(self, capacity_bytes: int) -> None:  # noqa: B027
         """The store's capacity. The owner calls it before the first `insert`, and again when it changes.

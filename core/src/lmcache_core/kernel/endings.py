@@ -41,9 +41,12 @@ class Endings:
             self.settle_all(session, reason)
             del self._sessions.by_id[session_id]
 
-    def settle_all(self, session: Session, reason: Reason) -> None:
-        """Nobody touches any more what it held."""
+    def settle_all(self, session: Session, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
+        """Nobody touches any more what it held: its promises, and these leases (None: all)."""
+        chosen = None if lease_ids is None else frozenset(lease_ids)
         for lease in list(session.leases.values()):
+            if chosen is not None and lease.kind is not LeaseKind.PROMISE and lease.id not in chosen:
+                continue
             if lease.kind is LeaseKind.WRITE:
                 self._writing.give_up(lease, reason)
             else:
@@ -67,6 +70,16 @@ class Endings:
         moved = [lease_id for lease_id in lease_ids if self._move(lease_id, old, new)]
         self.end(old_session_id, Reason.ABORTED)
         return moved
+
+    def keep_promises(self, old_session_id: int, new_session_id: int) -> None:
+        """Move the promises of one session to another of the same client instance. Nobody touches memory under them,
+        so nothing has to be declared."""
+        old, new = self._sessions.by_id.get(old_session_id), self._sessions.by_id.get(new_session_id)
+        if old is None or new is None or old is new or old.uid != new.uid or old_session_id == SERVER_SESSION:
+            return
+        for lease in [each for each in old.leases.values() if each.kind is LeaseKind.PROMISE]:
+            self._move(lease.id, old, new)
+        self._sessions.forget_if_done(old)
 
     def _move(self, lease_id: int, old: Session, new: Session) -> bool:
         lease = self._leases.of_session(old, lease_id)

@@ -11,8 +11,8 @@ EVICTED_OBJECTS_MAX = 8192  # evicted for one page: the rest is answered FULL, a
 TRIM_STEP_OBJECTS = 512  # evicted in one background step: well below the loop's page of 2 ms
 
 
-def make_room(residents: Residents, size_class: SizeClass, slots: int) -> None:
-    """Evict until `size_class` has `slots` free slots, or nothing more can go.
+def make_room(residents: Residents, size_class: SizeClass, slots: int, namespace: int) -> None:
+    """Evict until `size_class` has `slots` free slots for objects of `namespace`, or nothing more can go.
 
     The policy's coldest first. Those of the same class give their slots; where these are not enough, the class
     takes a whole slab: the one that holds the coldest object of another class and nothing that is held.
@@ -25,11 +25,13 @@ def make_room(residents: Residents, size_class: SizeClass, slots: int) -> None:
         nbytes = missing * size_class.slot_bytes * reach
         coldest = residents.victims(nbytes)
         own = [item for item in coldest if item.slab.size_class is size_class][:missing]
+        if residents.policy.spares(own, namespace):
+            own = [item for item in own if not residents.policy.spares([item], namespace)]
         if own:
             residents.evict(own)
         if len(own) == missing:
             return
-        if _empty_a_slab(residents, size_class, coldest, known_busy):
+        if _empty_a_slab(residents, size_class, coldest, known_busy, namespace):
             while size_class.slots_free < slots and allocator.grow(size_class):
                 pass
         elif not own:
@@ -40,7 +42,7 @@ def make_room(residents: Residents, size_class: SizeClass, slots: int) -> None:
 
 
 def _empty_a_slab(
-    residents: Residents, size_class: SizeClass, coldest: list[Incarnation], known_busy: set[Slab]
+    residents: Residents, size_class: SizeClass, coldest: list[Incarnation], known_busy: set[Slab], namespace: int
 ) -> bool:
     """Empty what stands where `size_class` could have a slab, and return those units to all classes."""
     allocator = residents.allocator
@@ -51,6 +53,9 @@ def _empty_a_slab(
         slabs = allocator.slabs_to_empty(size_class, slab, known_busy)
         if slabs is None:
             known_busy.add(slab)  # or its neighbours are: the same for this purpose
+            continue
+        if any(residents.policy.spares(each.live(), namespace) for each in slabs):
+            known_busy.add(slab)
             continue
         for each in slabs:
             live = each.live()
@@ -86,7 +91,7 @@ class Trimmer:
         if over > 0:
             mean = max(1, used // max(1, residents.objects()))
             nbytes = min(over, TRIM_STEP_OBJECTS * mean)
-            victims = residents.victims(nbytes)[:TRIM_STEP_OBJECTS]
+            victims = residents.victims(nbytes, needed=False)[:TRIM_STEP_OBJECTS]
         if victims:
             residents.evict(victims)
         else:

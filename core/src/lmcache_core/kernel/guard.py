@@ -14,6 +14,7 @@ class GuardedPolicy(EvictionPolicy):
 
     def __init__(self, policy: EvictionPolicy, on_fault: Callable[[str, Exception], None]) -> None:
         self.inner = policy
+        self.wants_charges = policy.wants_charges
         self._on_fault = on_fault
 
     def insert(self, entries: Sequence[Entry]) -> None:
@@ -40,6 +41,23 @@ class GuardedPolicy(EvictionPolicy):
         except Exception as error:  # noqa: BLE001 - the code of others
             self._on_fault("victims", error)
             return []
+
+    def charge(self, namespace: int, nbytes: int) -> None:
+        self._call("charge", lambda nbytes: self.inner.charge(namespace, nbytes), nbytes)
+
+    def surplus(self, nbytes: int) -> list[Entry]:
+        try:
+            return list(dict.fromkeys(self.inner.surplus(nbytes)))
+        except Exception as error:  # noqa: BLE001 - the code of others
+            self._on_fault("surplus", error)
+            return []
+
+    def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
+        try:
+            return self.inner.spares(entries, namespace)
+        except Exception as error:  # noqa: BLE001 - the code of others
+            self._on_fault("spares", error)
+            return True
 
     def _call(self, name: str, method: Callable[[Any], None], argument: Any) -> None:
         try:

@@ -22,7 +22,7 @@ from lmcache_core.kernel.eviction import Trimmer
 from lmcache_core.kernel.explain import Explanation, explain
 from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
 from lmcache_core.kernel.leases import LeaseBook
-from lmcache_core.kernel.objects import check_keys
+from lmcache_core.kernel.objects import Incarnation, Named, check_keys
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
@@ -54,7 +54,7 @@ class Kernel:
         self._pins = Pins(self._residents, int(config.pinned_fraction_max * config.pool_bytes))
         self._fence = Fence(self._residents, self._pins)
         self._writing = Writing(config, self._residents, self._fence, self._leases, self._quarantine)
-        self._reading = Reading(config, self._residents, self._leases)
+        self._reading = Reading(config, self._residents, self._leases, self._pins)
         self._endings = Endings(
             self._residents, self._sessions, self._leases, self._quarantine, self._writing, self._reading
         )
@@ -83,6 +83,11 @@ class Kernel:
         """Objects of `layout_id` have `nbytes` bytes. Repeating it is no error; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
 
+    def layout_of(self, namespace: int) -> int | None:
+        """The layout of the namespace's objects; None where it has none. No adopted object is made for it."""
+        item = next(iter(self._residents.table.of(namespace)), None)
+        return None if item is None else item.layout_id
+
     def open_session(self, session_id: int, uid: int, row: int = NO_ROW) -> None:
         """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes."""
         self._sessions.open(session_id, uid, row)
@@ -92,6 +97,14 @@ class Kernel:
         session = self._sessions.get(session_id)
         session.attached = True
         session.row = row
+
+    def holds(self, session_id: int) -> bool:
+        """Whether the session has a lease of any kind, or a slot in quarantine. An unknown one holds nothing."""
+        return self._sessions.holds(session_id)
+
+    def begin_drain(self) -> None:
+        """The end is near: from here on no key is granted a slot, so that what is owed to tiers comes to an end."""
+        self._writing.draining = True
 
     # --- write ----------------------------------------------------------------------------------------------
 
@@ -202,9 +215,32 @@ class Kernel:
         self.adoption.touch(namespace, keys)
         return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix)
 
-    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
-        """How many of the keys come before the first that is ready. No adopted object is made for it."""
-        return self._reading.leading_misses(namespace, keys)
+    # --- what tiers hold, and say, of incarnations --------------------------------------------------------------
+
+    def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
+        """How many of these incarnations come before the first that is ready. No adopted object is made for it."""
+        return self._reading.leading_gone(namespace, wanted)
+
+    def hold_incarnations(
+        self, namespace: int, wanted: Sequence[Named], now: float
+    ) -> tuple[int, list[Incarnation | None]]:
+        """A read lease of the server's own on these very incarnations: its id, and what each position holds, None
+        where it is gone, also where its key has a successor. It is no use of them."""
+        self._expire_due(now)
+        return self._reading.hold_incarnations(self._sessions.get(SERVER_SESSION), namespace, wanted, now)
+
+    def drop_incarnations(self, namespace: int, wanted: Sequence[Named], now: float, reason: Reason) -> None:
+        """As `drop`, for these very incarnations: a successor under the same key stays."""
+        self._expire_due(now)
+        check_keys([key for key, _ in wanted])
+        found = dict.fromkeys(self._residents.standing_as(namespace, wanted))
+        self._drop([item for item in found if item is not None], reason)
+
+    def report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
+        """End a read lease's hold on these positions and delete the very objects that they hold: their bytes are not
+        what was stored. The `Settled` of each."""
+        self._expire_due(now)
+        return self._reading.report_damaged(self._sessions.get(session_id), lease_id, positions)
 
     def explain(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], now: float
@@ -220,6 +256,20 @@ class Kernel:
         """End the session's promises; how many were still open."""
         self._expire_due(now)
         return self._reading.free_promises(self._sessions.get(session_id), promise_ids)
+
+    def promise_more(
+        self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, *, prefix: bool = False
+    ) -> float | None:
+        """A promise of a lookup of these keys keeps what has come of them since, too; its new deadline. None: it is no
+        more, and nothing is kept."""
+        self._expire_due(now)
+        self.adoption.touch(namespace, keys)
+        return self._reading.promise_more(promise_id, namespace, keys, now, prefix)
+
+    def take_promise_back(self, promise_id: int, now: float) -> None:
+        """End a promise that nobody was told of."""
+        self._expire_due(now)
+        self._reading.take_promise_back(promise_id)
 
     def used(self, keys: Sequence[tuple[int, bytes]], now: float) -> int:
         """Workers have read these, (namespace, key), without a call; how many are still there.
@@ -307,16 +357,19 @@ class Kernel:
         check_keys(keys)
         table = self._residents.table.of(namespace)
         found = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
-        ready = [item for item in found if item.state is State.READY]
+        self._drop([item for item in found if item.state is State.READY], reason)
+
+    def _drop(self, ready: list[Incarnation], reason: Reason) -> None:
         self._residents.remove(ready, reason)
         self._pins.let_go(ready)
 
     # --- the end of sessions --------------------------------------------------------------------------------
 
-    def end_session(self, session_id: int, now: float) -> None:
-        """Settle all that the session holds, as it says itself; the session stays open."""
+    def end_session(self, session_id: int, now: float, lease_ids: Sequence[int] | None = None) -> None:
+        """Settle what the session holds, as it says itself: its promises, and these leases (None: all). The session
+        stays open."""
         self._expire_due(now)
-        self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED)
+        self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED, lease_ids)
 
     def session_closed(self, session_id: int, now: float) -> None:
         """An orderly goodbye: it has answered for everything. An unknown session is no error."""
@@ -339,6 +392,12 @@ class Kernel:
         settled, for it has said that it does not hold them. The ids that moved, also of settled leases."""
         self._expire_due(now)
         return self._endings.reclaim(old_session_id, new_session_id, lease_ids)
+
+    def keep_promises(self, old_session_id: int, new_session_id: int, now: float) -> None:
+        """The same client instance is back: what it was promised in its old session it has in the new one, for as long
+        as it was promised."""
+        self._expire_due(now)
+        self._endings.keep_promises(old_session_id, new_session_id)
 
     # --- time and room --------------------------------------------------------------------------------------
 

@@ -67,6 +67,12 @@ class Lease:
         else:
             self.answers += bytes([_NOT_HELD if item is None else _OPEN for item in entries])
 
+    def hold_at(self, at: int, item: Incarnation) -> None:
+        """Hold one more object, at a position that held nothing so far."""
+        self.entries[at] = item
+        self.answers[at] = _OPEN
+        self.pending += 1
+
     def settle(self, positions: Sequence[int] | None, answer: Settled) -> tuple[list[Incarnation], list[int]]:
         """Let go of what the positions (None: all) still hold: those objects, and where they stood.
 
@@ -198,6 +204,10 @@ class LeaseBook:
         """The session's lease of that id, open or remembered, if there is one."""
         lease = self._open.get(lease_id) or self._settled.get(lease_id)
         return lease if lease is not None and lease.session is session else None
+
+    def find_open(self, lease_id: int) -> Lease | None:
+        """The lease of that id, whoever has it, while it is open."""
+        return self._open.get(lease_id)
 
     def find_promise(self, promise_id: int, namespace: int) -> Lease | None:
         """A promise that any session of its namespace may redeem; None, and counted, when it is no more."""

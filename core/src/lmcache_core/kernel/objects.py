@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.states import State
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 SHARDS = 256  # a dictionary grows in one go: 1,000,000 keys in one stalled for 174 ms, in 256 for less than one
 SHARD_FROM_KEYS = 2048  # below this a namespace is one dictionary: a tenant with ten keys must not cost 16 KiB
+
+
+Named = tuple[bytes, int]  # key and generation: one incarnation, within its namespace
 
 
 class Incarnation:
@@ -55,11 +58,21 @@ class Incarnation:
     temporary: bool  # loaded for one reader, dropped with it
     checksum: int | None  # xxh3_64 of its bytes, where whoever wrote them has told
 
+    unverified: ClassVar[bool] = False
+
     def __repr__(self) -> str:
         return (
             f"<{self.state.name} {self.key.hex()[:8]} of namespace {self.namespace:#x}: "
             f"{self.nbytes:,} bytes at {self.offset:#x}, holds {self.holds}>"
         )
+
+
+class UnverifiedIncarnation(Incarnation):
+    """Adopted with its checksum, and perhaps scribbled over between two servers: who reads it is to check it."""
+
+    __slots__ = ()
+
+    unverified: ClassVar[bool] = True
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

@@ -10,7 +10,8 @@ from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Lookup, Reason
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import LeaseExpired, Read
 from lmcache_core.kernel.leases import Lease, LeaseBook
-from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.objects import Incarnation, Named
+from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.sessions import SERVER_SESSION, Session
 from lmcache_core.kernel.states import State
@@ -23,9 +24,10 @@ _MISS = int(Grant.MISS)
 class Reading:
     """Leases to read, and promises of them."""
 
-    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook) -> None:
+    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook, pins: Pins) -> None:
         self._residents = residents
         self._leases = leases
+        self._pins = pins
         self._read_ttl_s = config.read_ttl_s
         self._promise_ttl_s = config.promise_ttl_s
         self.expiries = 0
@@ -132,8 +134,7 @@ class Reading:
             offsets = array("Q", [0 if item is None else item.offset for item in entries])
         if found:
             self._residents.hold(found)
-            if session.id != SERVER_SESSION:  # a lane that stores to a tier is not a use
-                self._residents.policy.access(found[::-1])
+            self._residents.policy.access(found[::-1])
         if promise_id:
             self._redeem(promise_id, namespace, keys)
         if lease is None:
@@ -144,6 +145,10 @@ class Reading:
         checksums = None
         if verify:
             checksums = array("Q", [0 if item is None else item.checksum or 0 for item in entries])
+        elif self._residents.unverified and any(item.unverified for item in found):
+            checksums = array(
+                "Q", [item.checksum or 0 if item is not None and item.unverified else 0 for item in entries]
+            )
         return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums)
 
     def _new(
@@ -206,17 +211,42 @@ class Reading:
             residents.effects.append(Read(found))
         return len(found)
 
-    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
-        """How many of the keys come before the first that is ready."""
+    # --- for the tiers --------------------------------------------------------------------------------------
+
+    def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
+        """How many of the incarnations come before the first that is still ready."""
         table = self._residents.table.of(namespace)
         shards, mask = table.shards, table.mask
-        misses = 0
-        for key in keys:
+        gone = 0
+        for key, generation in wanted:
             item = shards[(key[0] ^ key[31]) & mask].get(key)
-            if item is not None and item.state is READY:
+            if item is not None and item.state is READY and item.generation == generation:
                 break
-            misses += 1
-        return misses
+            gone += 1
+        return gone
+
+    def hold_incarnations(
+        self, session: Session, namespace: int, wanted: Sequence[Named], now: float
+    ) -> tuple[int, list[Incarnation | None]]:
+        """A read lease on those that are still ready, and what it holds by position."""
+        check_batch([key for key, _ in wanted], None)
+        entries = self._residents.standing_as(namespace, wanted)
+        held = [item for item in entries if item is not None]
+        if held:
+            self._residents.hold(held)
+        lease = self._new(LeaseKind.READ, session, namespace, now, self._read_ttl_s, list(entries), len(held))
+        return lease.id, entries
+
+    def report_damaged(self, session: Session, lease_id: int, positions: Sequence[int]) -> bytearray:
+        """The reader has found that what it holds there is not what was stored: nobody else is given it."""
+        lease = self._leases.find(session, lease_id, LeaseKind.READ)
+        lease.check_positions(positions)
+        held = dict.fromkeys(lease.entries[at] for at in positions) if lease.entries else {}
+        damaged = [item for item in held if item is not None and item.state is READY]
+        self._residents.remove(damaged, Reason.DAMAGED)
+        self._pins.let_go(damaged)
+        self._let_go(lease, positions)
+        return lease.answered(positions)
 
     # --- lookup and promises --------------------------------------------------------------------------------
 
@@ -232,6 +262,32 @@ class Reading:
         self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
         return Lookup(statuses, reasons, promise.id, promise.deadline)
+
+    def promise_more(
+        self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, prefix: bool
+    ) -> float | None:
+        """A promise made for these keys keeps what has come of them since, too, and its time starts anew: its deadline.
+        None for one that is no more: redeemed, freed, or too old."""
+        promise = self._leases.find_open(promise_id)
+        if promise is None or promise.kind is not LeaseKind.PROMISE:
+            return None
+        entries, _, _, _ = self._find(namespace, 0, keys, prefix)
+        new = [
+            (at, item)
+            for at, item in enumerate(entries)
+            if item is not None and promise.answers[at] == Settled.NOT_HELD
+        ]
+        self._residents.hold([item for _, item in new])
+        for at, item in new:
+            promise.hold_at(at, item)
+        self._leases.renew(promise, now)
+        return promise.deadline
+
+    def take_promise_back(self, promise_id: int) -> None:
+        """End a promise that its holder was not told of, whoever that is by now."""
+        promise = self._leases.find_open(promise_id)
+        if promise is not None and promise.kind is LeaseKind.PROMISE:
+            self._let_go(promise, None)
 
     def free_promises(self, session: Session, promise_ids: Sequence[int]) -> int:
         """End the session's promises; how many were still open. One that is gone already is no error."""

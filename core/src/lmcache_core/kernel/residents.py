@@ -7,16 +7,17 @@ disagree. All methods take whole batches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lmcache_core.errors import InvariantError
 from lmcache_core.kernel.allocator import Allocator
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.effects import Effect, Evicted, PolicyFailed, Removed, SlabAssigned, SlotsMarked
 from lmcache_core.kernel.guard import GuardedPolicy
-from lmcache_core.kernel.objects import Incarnation, ObjectTable
+from lmcache_core.kernel.objects import Incarnation, Named, ObjectTable
 from lmcache_core.kernel.reasons import Loss, MissReasons
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX
@@ -34,6 +35,7 @@ class Residents:
         self.allocator = allocator
         self.policy: EvictionPolicy = GuardedPolicy(policy, self._policy_failed)
         self.untouched: Untouched | None = None  # what was adopted and is not made yet
+        self.unverified = False  # something was adopted that readers are to check
         self.table = ObjectTable()
         self.reasons = MissReasons(remembered_max)
         self.clearings: deque[Clearing] = deque()  # what clears took out of the table and steps have yet to free
@@ -48,21 +50,43 @@ class Residents:
     # --- one step of the transition table -------------------------------------------------------------------
 
     def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int = NO_ROW) -> None:
-        """Take every object one step on from `before`, keep the sums, have the slots marked."""
+        """Take every object one step on from `before`, keep the sums, have the slots marked.
+
+        All or none: where one of them is in another state (or stands in the batch twice) `InvariantError` is raised and
+        nothing has changed.
+        """
         after = TRANSITIONS[before, event]
         nbytes = 0
         offsets = []
-        for item in objects:
-            assert item.state is before, f"{item!r} cannot {event.name}: expected {before.name}"
+        for at, item in enumerate(objects):
+            if item.state is not before:
+                refusal = f"{item!r} cannot {event.name}: expected {before.name}"
+                for moved in objects[:at]:
+                    moved.state = before
+                raise InvariantError(refusal)
             item.state = after
             nbytes += item.nbytes
             offsets.append(item.offset)
         self.effects.append(SlotsMarked(offsets, after, row))
+        if before is READY and after is not State.FREE:
+            self.charge(objects, +1)
+        elif before is not READY and after in (READY, State.FREE):
+            self.charge(objects, -1)
         self.count(before, -len(objects), -nbytes)
         if after is State.FREE:
             self.allocator.free(objects)
         else:
             self.count(after, len(objects), nbytes)
+
+    def charge(self, objects: Sequence[Incarnation], sign: int) -> None:
+        """Tell the policy whose bytes take room without being ready: from the claim of a key until it is committed or
+        its slot is free, and from the removal of what is held until its last hold ends."""
+        if self.policy.wants_charges:
+            sums: dict[int, int] = {}
+            for item in objects:
+                sums[item.namespace] = sums.get(item.namespace, 0) + item.nbytes
+            for namespace, nbytes in sums.items():
+                self.policy.charge(namespace, sign * nbytes)
 
     def count(self, state: State, objects: int, nbytes: int) -> None:
         self.objects_by_state[state] += objects
@@ -79,6 +103,7 @@ class Residents:
     def unclaim(self, objects: Sequence[Incarnation]) -> None:
         """Undo a claim that was never granted: keys out of the table, slots back to their slabs."""
         self.table.remove(objects)
+        self.charge(objects, -1)
         seated = [item for item in objects if hasattr(item, "slab")]
         for item in seated:
             item.state = State.FREE
@@ -125,9 +150,12 @@ class Residents:
     def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
         """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
         idle, gone, used_up = [], [], []
-        for item in reversed(objects):  # last to first: a suffix goes before its prefix
+        for at, item in enumerate(reversed(objects)):  # last to first: a suffix goes before its prefix
             holds = item.holds - 1
-            assert holds >= 0, f"{item!r} was released once too often"
+            if holds < 0:
+                for released in objects[len(objects) - at :]:
+                    released.holds += 1
+                raise InvariantError(f"{item!r} was released once too often")
             item.holds = holds
             if not holds:
                 if item.state is not READY:
@@ -142,6 +170,15 @@ class Residents:
             self.move(gone, State.DOOMED, Event.LAST_RELEASE)
         if used_up:
             self.remove(used_up, Reason.DROPPED)
+
+    def standing_as(self, namespace: int, wanted: Iterable[Named]) -> list[Incarnation | None]:
+        """For each (key, generation) the ready object that it names, None where that one is gone."""
+        table = self.table.of(namespace)
+        found = [(table.get(key), generation) for key, generation in wanted]
+        return [
+            item if item is not None and item.state is READY and item.generation == generation else None
+            for item, generation in found
+        ]
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
         """Take ready objects out of the index; slots that someone holds follow with the last hold."""
@@ -168,9 +205,10 @@ class Residents:
         self.reasons.note(objects, reason, session_id=session_id, at_s=at_s)
         self.effects.append(Removed(list(objects), reason))
 
-    def victims(self, nbytes: int) -> list[Incarnation]:
-        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err."""
-        named = self.policy.victims(nbytes)
+    def victims(self, nbytes: int, *, needed: bool = True) -> list[Incarnation]:
+        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err. `needed` False:
+        for headroom."""
+        named = self.policy.victims(nbytes) if needed else self.policy.surplus(nbytes)
         return [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
 
     def evict(self, victims: Sequence[Incarnation]) -> None:

@@ -70,6 +70,11 @@ class SessionBook:
             )
         return session
 
+    def holds(self, session_id: int) -> bool:
+        """Whether anything waits for the end of the session."""
+        session = self.by_id.get(session_id)
+        return session is not None and bool(session.leases or session.quarantined_bytes)
+
     def forget_if_done(self, session: Session) -> None:
         """Nothing is left to wait for of a session that was lost."""
         if session.lost and not session.leases:

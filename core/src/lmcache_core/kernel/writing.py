@@ -47,6 +47,7 @@ class Writing:
         self._layouts: dict[int, SizeClass] = {}
         self._generation = 0
         self.expiries = 0
+        self.draining = False  # nothing new is granted
 
     def register_layout(self, layout_id: int, nbytes: int) -> None:
         if not 0 < nbytes <= OBJECT_BYTES_MAX:
@@ -97,6 +98,8 @@ class Writing:
         table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
         statuses = bytearray(len(keys))
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
+        if created:
+            residents.charge(created, +1)  # before room is made: it is theirs from the first byte
         if existing:
             residents.policy.access(existing[::-1])
         try:
@@ -113,7 +116,7 @@ class Writing:
             nbytes = len(created) * size_class.slot_bytes
             residents.granted(created, live, nbytes, session.row)
         lease = self._page(session, namespace, live, now, ttl_s, lease, entries, len(created))
-        return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets)
+        return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, generation=self._generation)
 
     def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
         if not lease_id:
@@ -175,6 +178,8 @@ class Writing:
         allocator = self._residents.allocator
         if not created:
             return Grant.FULL, 0
+        if self.draining:
+            return Grant.DRAINING, 0
         if not allocator.fits(size_class):
             return Grant.TOO_LARGE, 0
         if self._quarantine.refuses(session):
@@ -189,7 +194,7 @@ class Writing:
             try:
                 if self._residents.clearings:
                     self._fence.make_room(size_class, len(created) - placed)
-                make_room(self._residents, size_class, len(created) - placed)
+                make_room(self._residents, size_class, len(created) - placed, created[0].namespace)
             finally:
                 self._residents.release(existing)
             placed += allocator.place(size_class, created[placed:])
@@ -200,7 +205,8 @@ class Writing:
     ) -> None:
         residents = self._residents
         residents.table.remove(denied)
-        if refusal is not Grant.WARMING:
+        residents.charge(denied, -1)
+        if refusal not in (Grant.WARMING, Grant.DRAINING):
             residents.reasons.note(denied, Reason.QUOTA if refusal is Grant.QUOTA else Reason.NO_ROOM)
         unseated = set(denied)
         for at, item in enumerate(entries):

@@ -119,7 +119,9 @@ def _load(registry: Registry, candidate: Candidate) -> Loaded | None:
         examined = examine(registry.manager, plugin)
     except PluginError as error:
         _refuse(registry, candidate, str(error))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a stranger's module does stays its own
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  # whatever a stranger's module does stays its own: a panic of Rust too
         _refuse(registry, candidate, f"it failed to load with {type(error).__name__}: {error}")
     else:
         return candidate, plugin, examined, load_s

@@ -174,9 +174,9 @@ class Registry:
         arguments = (settings, context) if kind is Kind.L2_ADAPTER else (settings,)
         try:
             return factory(*arguments)
-        except CacheError:
+        except (CacheError, KeyboardInterrupt):
             raise
-        except Exception as error:
+        except BaseException as error:
             raise PluginError(f"{self._whose(spec)} could not be built: {type(error).__name__}: {error}") from error
 
     # --- inside ---------------------------------------------------------------------------------------------
@@ -190,7 +190,9 @@ class Registry:
             found: Any = import_module(module)
             for part in attribute.split("."):
                 found = getattr(found, part)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
             raise PluginError(
                 f"{self._whose(spec)} could not be imported from {path}: {type(error).__name__}: {error}"
             ) from error
@@ -233,7 +235,9 @@ class Registry:
                 continue
             try:
                 results.append(implementation.function(*(arguments[name] for name in implementation.argnames)))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  # a plugin's fault is not the server's end
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  # a plugin's fault is not the server's end
                 self._record_fault(record, hook, error)
         return [result for result in results if result is not None]
 

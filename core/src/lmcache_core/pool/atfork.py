@@ -30,16 +30,23 @@ def forget_in_child(owner: ForgottenInChild) -> None:
 
 
 def _in_child() -> None:
+    failed: Exception | None = None
     for owner in list(_registered):
-        owner.after_fork_in_child()
+        try:
+            owner.after_fork_in_child()
+        except Exception as error:  # noqa: BLE001 - the others are told all the same: one may hold a life lock
+            failed = error
     _registered.clear()
+    if failed is not None:
+        raise failed
 
 
 os.register_at_fork(after_in_child=_in_child)
 
 
 class PrivateDescriptor:
-    """A descriptor that closes itself in a forked child. It owns `fd`, and closes it once."""
+    """A descriptor that closes itself in a forked child, and with its last reference. It owns `fd`, and closes it
+    once."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -60,6 +67,9 @@ class PrivateDescriptor:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
 
     def after_fork_in_child(self) -> None:
         """Let go of the child's duplicate; the parent's lock is untouched by a close."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -48,8 +49,13 @@ def check_name(name: str) -> str:
     return name
 
 
-def segment_path(name: str, shm_dir: Path = SHM_DIR) -> Path:
-    """The file of a pool of backing shm."""
+def segment_path(name: str, shm_dir: Path = SHM_DIR, *, uid: int | None = None) -> Path:
+    """The file of a pool of backing shm, of a server of this uid (None: ours): each user has names of their own."""
+    return shm_dir / f"{FILE_PREFIX}{os.geteuid() if uid is None else uid}.{check_name(name)}"
+
+
+def former_segment_path(name: str, shm_dir: Path = SHM_DIR) -> Path:
+    """Where servers looked before names had the uid in them."""
     return shm_dir / f"{FILE_PREFIX}{check_name(name)}"
 
 
@@ -76,9 +82,14 @@ def reopen(fd: int) -> int:
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
+        none_left = error.errno in (errno.EMFILE, errno.ENFILE)
+        cure = (
+            "see ulimit -n"
+            if none_left
+            else ("this process needs /proc, and read and write access by its uid or a gid of l1.gids")
+        )
         raise PoolError(
-            f"the pool's segment cannot be opened again through /proc/self/fd: {error.strerror}; this process "
-            "needs /proc, and read and write access by its uid or a gid of l1.gids"
+            f"the pool's segment cannot be opened again through /proc/self/fd: {error.strerror}; {cure}"
         ) from error
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from lmcache_core.errors import PoolBusyError, PoolError, UsageError
+from lmcache_core.errors import PoolBusyError, PoolError, UntrustedError, UsageError
 from lmcache_core.pool.backing import FILE_PREFIX, SHM_DIR, check_name
 from lmcache_core.pool.header import KEPT_OFFSET
 from lmcache_core.pool.ownership import OwnerLock, give_back
+from lmcache_core.trust import Trust
 
 
 class CleanState(StrEnum):
@@ -42,7 +43,7 @@ def clean(
     dry_run: bool = False,
     shm_dir: Path = SHM_DIR,
 ) -> list[Cleaned]:
-    """Remove segments, lock files and sockets of dead servers.
+    """Remove segments, lock files and sockets of dead servers of our uid.
 
     `names` limits it to these pools, and takes those among them that were kept for the next server, too.
     Lock files NAME.lock are looked for in `runtime_dir` and one level below;
@@ -51,14 +52,31 @@ def clean(
     """
     wanted = {check_name(name) for name in names}
     found: list[Cleaned] = []
-    for path in _files(shm_dir, f"{FILE_PREFIX}*"):
-        if _selected(path.name.removeprefix(FILE_PREFIX), wanted):
+    for path in _segments(shm_dir):
+        if _selected(path.name.rpartition(".")[2], wanted):
             found += _clean(path, dry_run, segment=True, kept_too=bool(wanted))
-    if runtime_dir is not None:
-        for path in [*_files(runtime_dir, "*.lock"), *_files(runtime_dir, "*/*.lock")]:
-            if _selected(path.stem, wanted):
-                found += _clean(path, dry_run, segment=False, kept_too=True)
-    return found
+    if runtime_dir is None or not runtime_dir.is_dir():
+        return found
+    trust, refused = Trust.of_server(), dict[Path, str]()
+    for path in [*_files(runtime_dir, "*.lock"), *_files(runtime_dir, "*/*.lock")]:
+        if not _selected(path.stem, wanted):
+            continue
+        try:
+            os.close(trust.open_directory(path.parent))
+        except (UntrustedError, OSError) as error:
+            refused[path.parent] = str(error)
+        else:
+            found += _clean(path, dry_run, segment=False, kept_too=True)
+    return [*found, *(Cleaned(path, CleanState.REFUSED, reason=reason) for path, reason in refused.items())]
+
+
+def _segments(shm_dir: Path) -> list[Path]:
+    """What bears our uid in its name, and what a former version of ours left: names without a uid are anybody's."""
+    former = (path for path in _files(shm_dir, f"{FILE_PREFIX}*") if "." not in path.name.removeprefix(FILE_PREFIX))
+    return [
+        *_files(shm_dir, f"{FILE_PREFIX}{os.geteuid()}.*"),
+        *(path for path in former if path.lstat().st_uid == os.geteuid()),
+    ]
 
 
 def _files(directory: Path, pattern: str) -> list[Path]:

@@ -3,11 +3,13 @@
     offset 0   header          one page: magic, version, boot id, sizes, offsets, name, checksum
                layouts         LAYOUTS_MAX rows of 32 bytes
                workers         WORKERS_MAX rows of 64 bytes; the first byte of a row is its life lock
+               tallies         a line of 128 bytes for each worker row, which that worker alone writes: what it counts
+                               without a call; reserved, all zero until it does
                slabs           one u64 for each SLAB_BYTES_MIN of data
                slots           one u64 for each PAGE_BYTES of data
                index           marks: one u16 for each entry, in whole pages; then the entries, INDEX_ENTRY_BYTES
-                               each, a power of two of them: twice as many as there are INDEX_OBJECT_BYTES in
-                               the data, unless the setting says otherwise
+                               each, a power of two of them: at least 5 for every 4 INDEX_OBJECT_BYTES of the
+                               data, unless the setting says otherwise
     data_offset  data          2 MiB-aligned
 
 All numbers are little-endian. Offsets count from the start of the segment, and 0 is never an object's. The
@@ -23,6 +25,7 @@ server that answers for the index now, 0 while there is none: who reads the inde
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import time
@@ -35,6 +38,7 @@ from lmcache_core.limits import (
     HUGE_PAGE_BYTES,
     INDEX_ENTRIES_MAX,
     INDEX_ENTRY_BYTES,
+    INDEX_LOAD_MAX,
     INDEX_OBJECT_BYTES,
     LAYOUTS_MAX,
     PAGE_BYTES,
@@ -45,18 +49,21 @@ from lmcache_core.limits import (
 from lmcache_core.pool.backing import Backing, check_name
 
 MAGIC = b"LMCPOOL\0"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3  # 2 had no tallies
 HEADER_BYTES = PAGE_BYTES
 LAYOUT_ROW_BYTES = 32
 WORKER_ROW_BYTES = 64
+TALLY_BYTES = 128  # two cache lines, as processors fetch them: no worker slows another one down
 KEPT_OFFSET = 1088  # u64, not 0 where the last server left the pool on purpose; the low 24 bits: its epoch
+PROOF_OFFSET = 1152  # u64, drawn at random by each server: who can say it maps the pool
 SERVING_OFFSET = 1024  # a cache line of its own: every reader looks at it, one server writes it
+EPOCH_MASK = (1 << 24) - 1
 INDEX_MARK_BYTES = 2
 _INDEX_ENTRIES_MIN = 4096
 _BACKING_CODES = {Backing.SHM: 1, Backing.MEMFD: 2, Backing.HUGETLB: 3}
 _BACKINGS = {code: backing for backing, code in _BACKING_CODES.items()}
 
-_FORM = struct.Struct("<8s 19Q 64s")
+_FORM = struct.Struct("<8s 21Q 64s")
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -104,6 +111,8 @@ class Header:
     index_offset: int
     index_bytes: int
     index_entries: int  # a power of two
+    tallies_offset: int
+    tally_rows: int
     pid: int  # the maker's, for messages only: it means nothing in another pid namespace
     created_ns: int  # Unix time
     name: str
@@ -142,7 +151,8 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
     data_bytes = round_up(data_bytes, backing.page_bytes)
     layouts_offset = HEADER_BYTES
     workers_offset = layouts_offset + LAYOUTS_MAX * LAYOUT_ROW_BYTES
-    slabs_offset = workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
+    tallies_offset = workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
+    slabs_offset = tallies_offset + WORKERS_MAX * TALLY_BYTES
     slab_rows = -(-data_bytes // SLAB_BYTES_MIN)
     slots_offset = round_up(slabs_offset + slab_rows * 8, PAGE_BYTES)
     slot_rows = data_bytes // PAGE_BYTES
@@ -168,6 +178,8 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
         index_offset=index_offset,
         index_bytes=index_bytes,
         index_entries=entries,
+        tallies_offset=tallies_offset,
+        tally_rows=WORKERS_MAX,
         pid=os.getpid(),
         created_ns=time.time_ns(),
         name=name,
@@ -176,7 +188,7 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
 
 def _index_entries(wanted: int | None, data_bytes: int) -> int:
     if not wanted:
-        least = max(_INDEX_ENTRIES_MIN, 2 * data_bytes // INDEX_OBJECT_BYTES)
+        least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (INDEX_LOAD_MAX * INDEX_OBJECT_BYTES)))
         return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
     if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= INDEX_ENTRIES_MAX:
         raise UsageError(
@@ -184,6 +196,12 @@ def _index_entries(wanted: int | None, data_bytes: int) -> int:
             f"{INDEX_ENTRIES_MAX:,}, or 0 to have it follow from the pool's size"
         )
     return wanted
+
+
+def regions(header: Header) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(start, end) of what only the server writes before the index: header, layouts and workers; slabs and slots."""
+    workers_end = header.workers_offset + header.worker_rows * WORKER_ROW_BYTES
+    return (0, workers_end), (header.slabs_offset, header.slots_offset + header.slot_rows * 8)
 
 
 def round_up(nbytes: int, unit: int) -> int:

@@ -13,9 +13,10 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
-from lmcache_core.errors import PoolError
+from lmcache_core.errors import PoolError, RowTakenError
 from lmcache_core.pool.atfork import PrivateDescriptor, forget_in_child
 from lmcache_core.pool.backing import reopen
+from lmcache_core.pool.tables import NO_ROW
 
 if TYPE_CHECKING:
     from lmcache_core.pool.segment import Segment
@@ -35,7 +36,10 @@ class LifeLock(PrivateDescriptor):
 
     @classmethod
     def acquire(cls, segment: Segment, row: int) -> LifeLock:
-        """Take the lock of `row`. Raises PoolError if another living process has it."""
+        """Take the lock of `row`; NO_ROW: of any that nobody has. Raises RowTakenError if another living process
+        has it."""
+        if row == NO_ROW:
+            return cls._acquire_any(segment)
         fd = reopen(segment.fileno())
         try:
             wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, segment.life_offset(row), 1, 0)
@@ -43,13 +47,28 @@ class LifeLock(PrivateDescriptor):
             return cls(fd, row)
         except BlockingIOError:
             os.close(fd)
-            raise PoolError(
+            raise RowTakenError(
                 f"the life lock of worker row {row} in pool {segment.info.name!r} is held by another process: "
                 "connect again for a row of your own"
             ) from None
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def _acquire_any(cls, segment: Segment) -> LifeLock:
+        tables = segment.tables
+        # From the end: the server gives rows from the beginning on, to workers that are yet to lock them.
+        for row in reversed(range(segment.header.worker_rows)):
+            if not tables.row_claimed(row) and lock_is_free(segment.fileno(), tables.life_offset(row)):
+                try:
+                    lock = cls.acquire(segment, row)
+                except PoolError:  # somebody was faster
+                    continue
+                if not tables.row_claimed(row):
+                    return lock
+                lock.close()
+        raise PoolError(f"all worker rows of pool {segment.info.name!r} are taken")
 
 
 def lock_is_free(fd: int, offset: int) -> bool:

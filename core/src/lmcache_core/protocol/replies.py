@@ -11,7 +11,8 @@ from lmcache_core.protocol.requests import Message
 
 class Welcome(Message, tag="welcome"):
     """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
-    each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon."""
+    each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon. `uid`: the
+    server's, as it stands in the name of the pool's segment."""
 
     rid: int
     version: int
@@ -24,6 +25,7 @@ class Welcome(Message, tag="welcome"):
     write_ttl_s: float
     read_ttl_s: float
     capabilities: list[str] = msgspec.field(default_factory=list)
+    uid: int = 0
 
 
 class Attached(Message, tag="attached"):

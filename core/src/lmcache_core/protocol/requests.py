@@ -24,8 +24,9 @@ class Hello(Message, tag="hello"):
 
 
 class Attach(Message, tag="attach"):
-    """The worker maps the pool: it read `nonce` from its row, whose life lock it holds. `held` are the leases of
-    the same client instance whose memory it may still touch; the server settles all its others."""
+    """The worker maps the pool: it read `nonce` there, and holds the life lock of `row`, which is the one that
+    `Welcome` named, or, where that named none, a free one of its own choice. `held` are the leases of the same client
+    instance whose memory it may still touch; the server settles all its others."""
 
     rid: int
     row: int
@@ -139,12 +140,9 @@ class PrepareRetrieve(Message, tag="prepare_retrieve"):
     verify: bool = False
 
 
-class ReportDamaged(Message, tag="report_damaged"):
-    """The bytes of these objects do not have their checksums: nobody else should be given them. Answered by `Done`."""
-
-    rid: int
-    namespace: int
-    keys: bytes
+class ReportDamaged(Settle, tag="report_damaged"):
+    """What these positions of a read lease hold does not have the checksum that it was stored with: nobody else should
+    be given it. Ends the lease's hold on them. By lease, for a key may have a sound successor by now."""
 
 
 class RenewLease(Message, tag="renew_lease"):
@@ -158,10 +156,12 @@ class LeaseStatusOf(Message, tag="lease_status"):
 
 
 class EndSession(Message, tag="end_session"):
-    """Release every lease of the session. With `goodbye` the session itself ends, too."""
+    """Release the session's promises and these leases (None: every lease). With `goodbye` the session itself ends, and
+    every lease with it."""
 
     rid: int
     goodbye: bool = False
+    leases: list[int] | None = None
 
 
 class Clear(Message, tag="clear"):

@@ -76,20 +76,34 @@ class CodecChain:
     ) -> None:
         """Write the object into `into`. `lengths` are those that `encode` gave.
 
-        Raises `DamagedObjectError` where a serde refuses its input or the lengths do not fit the chain.
+        Raises `DamagedObjectError` where a serde refuses its input or the lengths do not fit the chain, before
+        anything is allocated by them.
         """
         if len(lengths) != len(self.serdes) or (lengths and lengths[-1] != src.nbytes):
             raise DamagedObjectError(
                 f"object {key.hex()[:16]}… records {len(lengths)} encoded lengths and the chain has "
                 f"{len(self.serdes)} serdes, or its size differs: store it again"
             )
-        layouts = [layout]
-        for serde, nbytes in zip(self.serdes, lengths, strict=True):
-            layouts.append(serde.encoded_layout(layouts[-1], nbytes))
+        layouts = self._stages(layout, key, lengths)
         for step in range(len(self.serdes) - 1, -1, -1):
             target = into if step == 0 else scratch.take(lengths[step - 1])
             self.serdes[step].decode(src.toreadonly(), target, layouts[step], key)
             src = target
+
+    def _stages(self, layout: Layout, key: bytes, lengths: Sequence[int]) -> list[Layout]:
+        """The layout before each serde, once each recorded length has been held against its serde's bound: they come
+        from the medium, and memory is allocated by them."""
+        layouts, nbytes = [layout], layout.nbytes
+        for serde, length in zip(self.serdes, lengths, strict=True):
+            bound = serde.encoded_bytes_max(nbytes, layouts[-1])
+            if not 0 < length <= bound:
+                raise DamagedObjectError(
+                    f"object {key.hex()[:16]}… records {length:,} bytes after serde {serde.name!r}, which gives at "
+                    f"most {bound:,} here: store it again"
+                )
+            layouts.append(serde.encoded_layout(layouts[-1], length))
+            nbytes = length
+        return layouts
 
 
 def _nbytes(part: Buffer) -> int:

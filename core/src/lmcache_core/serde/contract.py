@@ -17,6 +17,10 @@ class Serde(ABC):
     One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's
     header and compared on the way back, so an object encoded under other settings is a miss with a reason,
     never wrong bytes.
+
+    `key` names the object on its tier: 60 opaque bytes, made of its key, namespace, epoch, and a digest of its layout
+    and codec chain. No two objects share one. A serde that authenticates binds it whole; the object's header is
+    protected against accidents only, and whoever can write to the medium can write a header too.
     """
 
     name: ClassVar[str]
@@ -28,7 +32,10 @@ class Serde(ABC):
 
     @abstractmethod
     def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
-        """The most bytes that `encode` gives for an object of `nbytes`."""
+        """The most bytes that `encode` gives for an object of `nbytes`.
+
+        Lengths that come back from a medium are held against it before anything is allocated.
+        """
 
     def encoded_layout(self, layout: Layout, nbytes: int) -> Layout:
         """What the encoded bytes look like to the next serde of the chain: opaque bytes, unless it says more."""

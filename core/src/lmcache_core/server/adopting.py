@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def read_pool(segment: Segment, living: bytes) -> Adoption:
-    """Validate the tables and the index of a dead server's pool, and put them right. `living`: its workers' rows."""
+def read_pool(segment: Segment, living: bytes, *, distrust: bool = False) -> Adoption:
+    """Validate the tables and the index of a dead server's pool, and put them right. `living`: its workers' rows.
+    `distrust`: what has no checksum is dropped, and what has one is to be checked by whoever reads it."""
     assert native is not None, "who begins cold does not come here"
     header = segment.header
     return native.Adoption(
@@ -36,6 +37,8 @@ def read_pool(segment: Segment, living: bytes) -> Adoption:
         unit_bytes=slab_bytes_for(header.data_bytes),
         slab_bytes_min=SLAB_BYTES_MIN,
         object_bytes_max=OBJECT_BYTES_MAX,
+        master=None if segment.master is None else segment.master.buffer,
+        distrust=distrust,
     )
 
 
@@ -47,14 +50,16 @@ class Adopting:
     else does.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, verify: str) -> None:
+        """`verify`: `AdoptSettings.verify`."""
         began_s = time.monotonic()
         # Nobody may find anything here without a call while it is read and put right.
         segment.serve(0)
         self._segment = segment
+        self._verify = verify
         living = segment.living_rows()
         self._checks = {row: (0.0, LIFE_CHECK_S_MIN) for row, lives in enumerate(living) if lives}
-        self._pool: Adoption | None = read_pool(segment, living)
+        self._pool: Adoption | None = read_pool(segment, living, distrust=verify != "never")
         self.layouts = self._pool.layouts()
         self._objects = self._pool.objects
         self._nbytes = self._pool.nbytes
@@ -69,7 +74,7 @@ class Adopting:
         """Hand it to the kernel, before anything else is asked of that."""
         assert self._pool is not None
         self._kernel = kernel
-        kernel.adoption.begin(self._pool, self._checks)
+        kernel.adoption.begin(self._pool, self._checks, unverified=self._verify != "never")
         log.info(
             "pool %r: adopted %d objects of %d bytes in %.3f s; %d former workers live",
             self._segment.info.name,
@@ -124,6 +129,7 @@ class Adopting:
         return {
             "objects": self._objects,
             "nbytes": self._nbytes,
+            "verify": self._verify,
             "dropped": dict(self._dropped),
             "lost": 0 if self._kernel is None else self._kernel.adoption.lost,
             "pending": 0 if self._pool is None else self._pool.pending,

@@ -130,6 +130,7 @@ def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable
         l1,
         [build_tier(name, tier, registry) for name, tier in settings.l2.items()],
         wake=wake,
+        clock=l1.clock,
         store_policy=store_policy,
         prefetch_policy=prefetch_policy,
         config=TieringConfig(

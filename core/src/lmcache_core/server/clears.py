@@ -24,22 +24,22 @@ class Clears:
 
         A fence that cannot be kept on the tiers is an error at once; the L1 is cleared all the same.
         """
-        now = self._l1.now
+        now = self._l1.clock.now
         clearing = self._kernel.begin_clear(now, request.namespace, session_id=session.id)
         if self._l1.tiering is not None:
-            self._l1.tiering.clear(request.namespace, now, tiers=request.tiers)
+            self._l1.tiering.clear(request.namespace, tiers=request.tiers)
         self._kernel.free_cleared(now)
         if clearing.done:
             return _answer(clearing, request.rid)
         self._waiting.append((clearing, session, request.rid))
         return None
 
-    def step(self, now: float) -> bool:
+    def step(self) -> bool:
         """Free a bounded part of what was cleared. Whether there is more: the next turn of the loop should come at
         once, after everybody's next message."""
         if not self._kernel.clearing and not self._waiting:
             return False
-        self._kernel.free_cleared(now)
+        self._kernel.free_cleared(self._l1.clock.now)
         self._l1.apply()  # whoever reads the answer finds nothing of it any more
         while self._waiting and self._waiting[0][0].done:
             clearing, session, rid = self._waiting.popleft()

@@ -9,10 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.errors import CacheError, LimitError, PoolMismatchError, ProtocolError, UsageError, VersionError
+from lmcache_core.errors import (
+    CacheError,
+    LimitError,
+    PoolMismatchError,
+    ProtocolError,
+    UnknownNamespaceError,
+    UsageError,
+    VersionError,
+)
 from lmcache_core.kernel.answers import Reason, Settled
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import BATCH_KEYS_MAX, NAMESPACES_PER_SESSION_MAX, SESSION_NAME_BYTES_MAX
+from lmcache_core.limits import BATCH_KEYS_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import (
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.clears import Clears
     from lmcache_core.server.explains import Explains
     from lmcache_core.server.lookups import Lookups
+    from lmcache_core.server.namespaces import Namespaces
     from lmcache_core.server.sessions import Sessions
     from lmcache_core.server.tier_changes import TierChanges
     from lmcache_core.settings.model import Settings
@@ -50,6 +59,7 @@ class Dispatch:
         l1: L1,
         sessions: Sessions,
         lookups: Lookups,
+        namespaces: Namespaces,
         clears: Clears,
         explains: Explains,
         tier_changes: TierChanges,
@@ -60,6 +70,8 @@ class Dispatch:
         self._l1 = l1
         self._sessions = sessions
         self._lookups = lookups
+        self._namespaces = namespaces
+        self._clears = clears
         self._settings = settings
         self._status = status
         self.counters: Counter[str] = Counter()
@@ -76,11 +88,11 @@ class Dispatch:
             m.AbortStore: self._settle(partial(kernel.abort_store, reason=Reason.ABORTED)),
             m.FinishRead: self._settle(kernel.finish_read),
             m.PrepareRetrieve: self._prepare_retrieve,
-            m.ReportDamaged: self._report_damaged,
+            m.ReportDamaged: self._settle(self._report_damaged),
             m.RenewLease: self._renew_lease,
             m.LeaseStatusOf: self._lease_status,
             m.EndSession: self._end_session,
-            m.Clear: clears.clear,
+            m.Clear: self._clear,
             m.Explain: explains.explain,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
@@ -110,7 +122,7 @@ class Dispatch:
         try:
             if session is None:
                 return self._hello(peer, request)
-            session.heard_at_s = self._l1.now
+            session.heard_at_s = self._l1.clock.now
             handler = self._handlers.get(type(request))
             if handler is None:
                 raise ProtocolError("this session has said hello already")
@@ -139,7 +151,7 @@ class Dispatch:
         maps_pool = MAPS_POOL in request.capabilities
         segment, settings = self._l1.segment, self._settings
         session = self._sessions.open(
-            peer, request.client_id, request.name, request.pid, self._l1.now, maps_pool=maps_pool
+            peer, request.client_id, request.name, request.pid, self._l1.clock.now, wants_pool=maps_pool
         )
         welcome = m.Welcome(
             request.rid,
@@ -152,6 +164,7 @@ class Dispatch:
             settings.chunk_tokens,
             settings.lease.write_ttl_s,
             settings.lease.read_ttl_s,
+            uid=os.geteuid(),
         )
         if not (maps_pool and peer.can_pass_fd):
             return welcome
@@ -163,8 +176,19 @@ class Dispatch:
         return None
 
     def _attach(self, session: Session, request: m.Attach) -> m.Message:
-        held = self._sessions.attach(session, request.row, request.nonce, request.held, self._l1.now)
+        held = self._sessions.attach(session, request.row, request.nonce, request.held, self._l1.clock.now)
         return m.Attached(request.rid, held)
+
+    def _clear(self, session: Session, request: m.Clear) -> m.Message | None:
+        """A session clears what it has registered. Our own user and root, as whom the command line runs, clear all."""
+        if request.namespace not in session.namespaces and session.uid not in (os.geteuid(), 0):
+            what = "everything" if request.namespace is None else f"namespace {request.namespace:016x}"
+            cure = "" if request.namespace is None else "register_layout first, or "
+            raise (UsageError if request.namespace is None else UnknownNamespaceError)(
+                f"this session may not clear {what}, which it has not registered: {cure}clear it as the server's own "
+                f"user (uid {os.geteuid()}) over the lifeline"
+            )
+        return self._clears.clear(session, request)
 
     def _register_layout(self, session: Session, request: m.RegisterLayout) -> m.Message:
         layout = Layout(request.dtype, tuple(request.shape), request.memory_format)
@@ -173,20 +197,15 @@ class Dispatch:
                 f"layout {layout} has fingerprint {layout.fingerprint:x} here and {request.fingerprint:x} at the "
                 "client: install the same lmcache-core on both sides"
             )
-        if len(session.namespaces) >= NAMESPACES_PER_SESSION_MAX and request.namespace not in session.namespaces:
-            raise LimitError(f"a session has at most {NAMESPACES_PER_SESSION_MAX} namespaces: open another")
-        layout_id = self._l1.layout_id(layout)
-        if layout_id not in self._l1.layouts:
-            self._l1.add_layout(layout_id, layout)
-        session.namespaces[request.namespace] = layout_id
+        layout_id = self._namespaces.register(session, request.namespace, layout)
         return m.LayoutRegistered(request.rid, layout_id, layout.nbytes)
 
     def _end_session(self, session: Session, request: m.EndSession) -> m.Message | None:
         if not request.goodbye:
-            self._kernel.end_session(session.id, self._l1.now)
+            self._kernel.end_session(session.id, self._l1.clock.now, request.leases)
             return m.Done(request.rid)
         session.send(m.Done(request.rid))
-        self._sessions.goodbye(session, self._l1.now)
+        self._sessions.goodbye(session, self._l1.clock.now)
         return None
 
     # --- lookups ------------------------------------------------------------------------------------------
@@ -194,7 +213,9 @@ class Dispatch:
     def _layout_of(self, session: Session, namespace: int) -> int:
         layout_id = session.namespaces.get(namespace)
         if layout_id is None:
-            raise UsageError(f"namespace {namespace:016x} is not registered in this session: register_layout first")
+            raise UnknownNamespaceError(
+                f"namespace {namespace:016x} is not registered in this session: register_layout first"
+            )
         return layout_id
 
     def _lookup(self, session: Session, request: m.Lookup) -> m.Message | None:
@@ -204,21 +225,21 @@ class Dispatch:
     def _free_lookup_locks(self, session: Session, request: m.FreeLookupLocks) -> m.Message:
         if len(request.promises) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(request.promises)} promises in one frame, and the limit is {BATCH_KEYS_MAX}")
-        freed = self._kernel.free_lookup_locks(session.id, request.promises, self._l1.now)
+        freed = self._kernel.free_lookup_locks(session.id, request.promises, self._l1.clock.now)
         return m.Done(request.rid, freed)
 
     # --- the two phases -----------------------------------------------------------------------------------
 
     def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)
-        now, keys = self._l1.now, split_keys(request.keys)
+        now, keys = self._l1.clock.now, split_keys(request.keys)
         self._l1.before_store(layout_id, len(keys))
         grants = self._kernel.prepare_store(session.id, request.namespace, layout_id, keys, now, lease_id=request.lease)
         return self._granted(request.rid, grants, now)
 
     def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)
-        now = self._l1.now
+        now = self._l1.clock.now
         grants = self._kernel.prepare_retrieve(
             session.id,
             request.namespace,
@@ -246,7 +267,7 @@ class Dispatch:
 
     def _settle(self, settle: Callable[..., bytearray]) -> Callable[[Session, m.Settle], m.Message]:
         def handle(session: Session, request: m.Settle) -> m.Message:
-            outcomes = settle(session.id, request.lease, self._l1.now, _positions_of(request))
+            outcomes = settle(session.id, request.lease, self._l1.clock.now, _positions_of(request))
             return m.SettledReply(request.rid, bytes(outcomes))
 
         return handle
@@ -254,24 +275,22 @@ class Dispatch:
     def _commit_store(self, session: Session, request: m.CommitStore) -> m.Message:
         checksums = unpack_u64(request.checksums) if request.checksums else None
         outcomes = self._kernel.commit_store(
-            session.id, request.lease, self._l1.now, _positions_of(request), checksums=checksums
+            session.id, request.lease, self._l1.clock.now, _positions_of(request), checksums=checksums
         )
         return m.SettledReply(request.rid, bytes(outcomes))
 
-    def _report_damaged(self, session: Session, request: m.ReportDamaged) -> m.Message:
+    def _report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
         """A worker is trusted with the bytes of the pool, and so with this: it could have changed them itself."""
-        self._layout_of(session, request.namespace)
-        keys = split_keys(request.keys)
-        self._kernel.drop(request.namespace, keys, self._l1.now, Reason.DAMAGED)
-        self.counters["reported_damaged"] += len(keys)
-        return m.Done(request.rid, len(keys))
+        outcomes = self._kernel.report_damaged(session_id, lease_id, now, positions)
+        self.counters["reported_damaged"] += len(positions)
+        return outcomes
 
     def _renew_lease(self, session: Session, request: m.RenewLease) -> m.Message:
-        now = self._l1.now
+        now = self._l1.clock.now
         return m.Renewed(request.rid, self._kernel.renew_lease(session.id, request.lease, now) - now)
 
     def _lease_status(self, session: Session, request: m.LeaseStatusOf) -> m.Message:
-        now = self._l1.now
+        now = self._l1.clock.now
         found = self._kernel.lease_status(session.id, request.lease, now)
         return m.LeaseState(
             request.rid,
@@ -287,13 +306,13 @@ class Dispatch:
     def _pin(self, session: Session, request: m.Pin) -> m.Message:
         self._layout_of(session, request.namespace)
         statuses = self._kernel.pin(
-            session.id, request.namespace, split_keys(request.keys), request.ttl_s, self._l1.now
+            session.id, request.namespace, split_keys(request.keys), request.ttl_s, self._l1.clock.now
         )
         return m.Pinned(request.rid, bytes(statuses))
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Message:
         self._layout_of(session, request.namespace)
-        statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.now)
+        statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.clock.now)
         return m.Pinned(request.rid, bytes(statuses))
 
 

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.errors import LimitError, UnknownNamespaceError
 from lmcache_core.kernel.explain import Explanation
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import (
@@ -44,14 +44,14 @@ class Explains:
         this session has registered: a stranger must not learn what others have stored, and when."""
         layout_id = session.namespaces.get(request.namespace)
         if layout_id is None:
-            raise UsageError(
+            raise UnknownNamespaceError(
                 f"namespace {request.namespace:016x} is not registered in this session, and only its own are "
                 "explained to it: register_layout first"
             )
         keys = split_keys(request.keys)
         if len(keys) > EXPLAIN_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys to explain in one frame, and the limit is {EXPLAIN_KEYS_MAX}")
-        told = self._kernel.explain(session.id, request.namespace, layout_id, keys, self._l1.now)
+        told = self._kernel.explain(session.id, request.namespace, layout_id, keys, self._l1.clock.now)
         tiering = self._l1.tiering
         if tiering is None or not keys:
             return self._reply(request.rid, told, [])
@@ -67,14 +67,14 @@ class Explains:
             self._under_way -= Counter([session.id])
             session.send(self._reply(request.rid, told, whereabouts.answers))
 
-        whereabouts = tiering.whereabouts(request.namespace, keys, answered, self._l1.now)
+        whereabouts = tiering.whereabouts(request.namespace, keys, answered)
         if not whereabouts.pending:
             return self._reply(request.rid, told, whereabouts.answers)
         self._under_way[session.id] += 1
         return None
 
     def _reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:
-        now, now_unix_s = self._l1.now, time.time()
+        now, now_unix_s = self._l1.clock.now, time.time()
         since = now_unix_s - now  # from the kernel's clock to everybody's
         names: dict[int, str] = {}
         for session_id in dict.fromkeys(told.session_ids):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import ClearedError, LeaseExpiredError, LimitError
 from lmcache_core.kernel.answers import Grant, Reason, Settled
 from lmcache_core.kernel.effects import (
@@ -35,7 +37,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
 from lmcache_core.tiers import l1 as contract
-from lmcache_core.tiers.l1 import LoadGrant, Loading, Pinned, TierReason
+from lmcache_core.tiers.l1 import LoadGrant, Loading, Named, Pinned, Slot, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.tiers.tiering import Tiering
@@ -67,7 +69,7 @@ _LOAD_GRANTS = {
 class L1:
     """Implements `tiers.l1.L1` over kernel and segment. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, segment: Segment, notify: Callable[[LeaseExpired], None]) -> None:
+    def __init__(self, kernel: Kernel, segment: Segment, clock: Clock, notify: Callable[[LeaseExpired], None]) -> None:
         self.kernel = kernel
         self.segment = segment
         self.layouts: dict[int, Layout] = {}
@@ -75,9 +77,10 @@ class L1:
         self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # set once, when there are tiers
         self.wants_reuse = False
-        self.now = 0.0  # monotonic seconds, moved by the loop once a turn
+        self.clock = clock
         self.counters: Counter[str] = Counter()
         self._notify = notify
+        self._untold: deque[Effect] = deque()
         self._policy_quiet_until_s = 0.0
 
     def layout_id(self, layout: Layout) -> int:
@@ -106,24 +109,32 @@ class L1:
     # --- what the kernel decided --------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Carry out what the kernel decided since the last time.
+        """Carry out what the kernel decided since the last time. Never raises.
 
-        In its order: what is evicted leaves the index before its slot is marked as another's, and what is
-        committed enters it once its slot is marked ready.
+        What concerns memory comes first, in the kernel's order: what is evicted leaves the index before its slot is
+        marked as another's, and what is committed enters it once its slot is marked ready. It calls nobody, so nothing
+        can come in between. Only then others are told; one of them may call the kernel and come here again, for
+        instance since a peer that was told of an expiry turned out to be gone.
         """
-        if not self.kernel.effects:
-            return
-        effects = iter(self.kernel.take_effects())
-        try:
-            for effect in effects:
-                self._carry_out(effect)
-        except BaseException:
-            # The rest is owed all the same, before anything newer and before any other reply: an object whose removal
-            # got lost here would be found in a slot that is another's by then.
-            self.kernel.effects[:0] = effects
-            raise
+        while self.kernel.effects:
+            for effect in self.kernel.take_effects():
+                try:
+                    self._to_memory(effect)
+                except Exception:
+                    log.exception("%s was not carried out in one go: each object of it follows", type(effect).__name__)
+                    self.counters["apply_faults"] += 1
+                    self._one_by_one(effect)
+                self._untold.append(effect)
+        while self._untold:
+            effect = self._untold.popleft()
+            try:
+                self._tell(effect)
+            except Exception:
+                log.exception("somebody was not told of %s", type(effect).__name__)
+                self.counters["apply_faults"] += 1
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _to_memory(self, effect: Effect) -> None:
+        """The pool's tables and index."""
         index = self.index
         match effect:
             case SlotsMarked():
@@ -131,25 +142,55 @@ class L1:
             case Committed():
                 if index is not None:
                     index.publish(effect.objects)
-                self.counters["committed"] += len(effect.objects)
-                if self.tiering is not None and not effect.loaded:
-                    self._to_tiers(effect.objects, reused=False)
-            case Read():
-                self.counters["read"] += len(effect.objects)
-                if self.wants_reuse:
-                    self._to_tiers(effect.objects, reused=True)
             case Evicted():
                 if index is not None:
                     index.remove(effect.objects, Reason.EVICTED)
-                self.counters["evicted"] += len(effect.objects)
             case Removed():
                 if index is not None:
                     index.remove(effect.objects, effect.reason)
+            case SlabAssigned():
+                self.segment.tables.mark_slab(effect.offset, effect.nbytes, effect.slot_bytes)
+
+    def _one_by_one(self, effect: Effect) -> None:
+        """Finish what failed as a batch. What cannot be taken out of the index by its key is taken out by its slot,
+        which may be granted to another from here on; all else that fails now costs hits, and nobody's bytes."""
+        index = self.index
+        match effect:
+            case SlotsMarked():
+                parts: list[Callable[[], object]] = [
+                    partial(self.segment.mark_slots, [offset], effect.state, effect.row) for offset in effect.offsets
+                ]
+            case Committed() if index is not None:
+                parts = [partial(index.publish, [item]) for item in effect.objects]
+            case Evicted() | Removed() if index is not None:
+                reason = effect.reason if isinstance(effect, Removed) else Reason.EVICTED
+                parts = [partial(index.remove_surely, item, reason) for item in effect.objects]
+            case _:
+                return
+        for part in parts:
+            try:
+                part()
+            except Exception:
+                log.exception("an object of %s was not carried out", type(effect).__name__)
+                self.counters["apply_faults"] += 1
+
+    def _tell(self, effect: Effect) -> None:
+        """Counters, tiers, peers."""
+        match effect:
+            case Committed():
+                self.counters["committed"] += len(effect.objects)
+                if self.tiering is not None and not effect.loaded:
+                    self._to_tiers(self.tiering, effect.objects, reused=False)
+            case Read():
+                self.counters["read"] += len(effect.objects)
+                if self.wants_reuse and self.tiering is not None:
+                    self._to_tiers(self.tiering, effect.objects, reused=True)
+            case Evicted():
+                self.counters["evicted"] += len(effect.objects)
+            case Removed():
                 self.counters[f"removed_{effect.reason.name.lower()}"] += len(effect.objects)
             case LeaseExpired():
                 self._notify(effect)
-            case SlabAssigned():
-                self.segment.tables.mark_slab(effect.offset, effect.nbytes, effect.slot_bytes)
             case PolicyFailed():
                 self._policy_failed(effect)
             case LoadDoomed():
@@ -157,20 +198,19 @@ class L1:
 
     def _policy_failed(self, effect: PolicyFailed) -> None:
         """`status` counts every fault; the log gets the trace of one now and then."""
-        if self.now >= self._policy_quiet_until_s:
-            self._policy_quiet_until_s = self.now + TIER_WARNING_PAUSE_S
+        if self.clock.now >= self._policy_quiet_until_s:
+            self._policy_quiet_until_s = self.clock.now + TIER_WARNING_PAUSE_S
             log.error(
                 "the eviction policy failed in %s: stores may be answered FULL", effect.method, exc_info=effect.error
             )
 
-    def _to_tiers(self, objects: Sequence[Incarnation], *, reused: bool) -> None:
-        assert self.tiering is not None
+    def _to_tiers(self, tiering: Tiering, objects: Sequence[Incarnation], *, reused: bool) -> None:
         layouts = self.layouts
         if self.former_layouts:  # of adopted objects whose layout no session has registered, the tiers know nothing
             objects = [item for item in objects if item.layout_id in layouts]
-        self.tiering.on_committed(
+        tiering.on_committed(
             [
-                contract.Committed(o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, reused, o.checksum)
+                contract.Committed(o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, o.generation, reused)
                 for o in objects
             ]
         )
@@ -181,9 +221,9 @@ class L1:
         """Tell the eviction policy what workers have read, one bounded step. True: there is more."""
         if self.index is None:
             return False
-        marked = self.index.take_marks(self.now)
+        marked = self.index.take_marks(self.clock.now)
         if marked:
-            self.kernel.used(marked, self.now)
+            self.kernel.used(marked, self.clock.now)
         return len(marked) == INDEX_SWEEP_KEYS_MAX
 
     def before_store(self, layout_id: int, keys: int) -> None:
@@ -194,35 +234,35 @@ class L1:
 
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
 
-    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
-        return self.kernel.leading_misses(namespace, keys)
+    def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
+        return self.kernel.leading_gone(namespace, wanted)
 
-    def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
-        grants = self.kernel.prepare_retrieve(SERVER_SESSION, namespace, keys, self.now)
-        return Pinned(grants.lease_id, [offset or None for offset in grants.offsets])
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+        lease, held = self.kernel.hold_incarnations(namespace, wanted, self.clock.now)
+        return Pinned(lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum) for o in held])
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
-        self.kernel.finish_read(SERVER_SESSION, lease, self.now, positions)
+        self.kernel.finish_read(SERVER_SESSION, lease, self.clock.now, positions)
 
-    def drop(self, namespace: int, keys: Sequence[bytes]) -> None:
-        self.kernel.drop(namespace, keys, self.now, Reason.DROPPED)
+    def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
+        self.kernel.drop_incarnations(namespace, wanted, self.clock.now, Reason.DROPPED)
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
-        ttl_s = max(0.0, deadline - self.now)
+        ttl_s = max(0.0, deadline - self.clock.now)
         self.before_store(layout_id, len(keys))
         grants = self.kernel.prepare_store(
-            SERVER_SESSION, namespace, layout_id, keys, self.now, loading=True, ttl_s=ttl_s
+            SERVER_SESSION, namespace, layout_id, keys, self.clock.now, loading=True, ttl_s=ttl_s
         )
         self.apply()
         answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
-        return Loading(grants.lease_id, answers, grants.offsets)
+        return Loading(grants.lease_id, answers, grants.offsets, grants.generation)
 
     def commit_load(
         self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
     ) -> Sequence[int]:
         try:
             outcomes = self.kernel.commit_store(
-                SERVER_SESSION, lease, self.now, positions, retain=retain, checksums=checksums
+                SERVER_SESSION, lease, self.clock.now, positions, retain=retain, checksums=checksums
             )
         except (LeaseExpiredError, ClearedError):  # too late, or cleared: the kernel has taken the slots back
             return []
@@ -232,7 +272,7 @@ class L1:
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
         with contextlib.suppress(LeaseExpiredError, ClearedError):  # then this was the answer it waited for
-            self.kernel.abort_store(SERVER_SESSION, lease, self.now, positions, reason=REASONS[reason])
+            self.kernel.abort_store(SERVER_SESSION, lease, self.clock.now, positions, reason=REASONS[reason])
 
     def late_load(self, lease: int, positions: Sequence[int]) -> None:
         """The lease has the load's deadline: the kernel has expired it, or does so in this very turn."""

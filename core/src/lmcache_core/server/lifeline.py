@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lmcache_core.limits import SEND_QUEUE_FRAMES_MAX
+from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.backing import Access, grant_access
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer
@@ -53,7 +54,13 @@ class LifelinePeer(Peer):
         self._buffer = loop.buffer  # one byte more than a frame may have: a larger packet fills it
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.pid, self.uid, self._gid = struct.unpack("iII", credentials)
+        self.origin = f"uid {self.uid}"
         loop.add(sock.fileno(), _READ, self._ready)
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """The client of an embedded server hears of its end at once, whoever was forked meanwhile."""
+        self._sock.close()
 
     def gids(self) -> set[int]:
         """The groups of the peer, its supplementary ones too."""
@@ -70,6 +77,12 @@ class LifelinePeer(Peer):
             with contextlib.suppress(OSError):
                 return os.pidfd_open(self.pid)
         return -1
+
+    def turn_away(self, frame: bytes) -> None:
+        """Say why nobody listens here. Whatever comes ends the connection, unread; to end it at once would lose the
+        words where the peer speaks at the same moment."""
+        self._on_frame = lambda peer, frame: self._end()
+        self.send(frame)
 
     def _ready(self, mask: int) -> None:
         if mask & select.EPOLLOUT:
@@ -167,6 +180,14 @@ class LifelineListener:
         self._sock.listen(1024)
         self._spare_fd = _spare_fd()
         loop.add(self._sock.fileno(), select.EPOLLIN, self._ready)
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """A socket that listens on in the child would let clients wait for a server that is dead."""
+        self._sock.close()
+        if self._spare_fd >= 0:
+            os.close(self._spare_fd)
+            self._spare_fd = -1
 
     def _ready(self, mask: int) -> None:
         try:
@@ -191,8 +212,9 @@ class LifelineListener:
         """Stop listening and remove the socket, unless another server has put its own there."""
         self._loop.remove(self._sock.fileno())
         self._sock.close()
-        if self._spare_fd >= 0:
-            os.close(self._spare_fd)
+        fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close its number again
+        if fd >= 0:
+            os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()

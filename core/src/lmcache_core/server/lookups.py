@@ -61,7 +61,7 @@ class Lookups:
 
     def lookup(self, session: Session, request: Lookup, keys: Sequence[bytes]) -> Found | None:
         """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
-        now = self._l1.now
+        now = self._l1.clock.now
         _check(request)
         policy = self._policy_named(request.policy) if request.policy else None
         found = self._kernel.lookup(
@@ -96,7 +96,6 @@ class Lookups:
                     request.warm_up,
                 ),
                 lambda job: self._ended(wait, job),
-                now,
                 policy,
             )
         except CacheError:  # a tier that is not there: the caller hears of no promise
@@ -115,9 +114,11 @@ class Lookups:
         )
 
     def status_of(self, session: Session, rid: int, job_id: int) -> Found:
-        """How far a lookup is."""
+        """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its
+        loads have ended, for this is who hears of it."""
         wait = self._wait_of(session, job_id)
-        return self._look_again(wait, rid, hold=False)
+        assert wait.job is not None
+        return self._look_again(wait, rid, hold=wait.request.hold and wait.job.ended and not wait.promise)
 
     def hits_of(self, session: Session, rid: int, job_id: int) -> Found | None:
         """What will be a hit, or None: the reply follows once the tiers have answered."""
@@ -143,7 +144,7 @@ class Lookups:
 
     def after_step(self) -> None:
         """Answer those that asked what the hits will be, where that is known now, and those that wait no longer."""
-        now = self._l1.now
+        now = self._l1.clock.now
         for wait in [wait for wait in self._timed if wait.reply_at_s <= now]:
             self._reply(wait)
         if self._asking:
@@ -184,22 +185,25 @@ class Lookups:
         if not self._by_session[session_id]:  # sessions come and go
             del self._by_session[session_id]
         self._answer_hits(wait)
-        if wait.session.peer is None:
-            self._timed.pop(wait, None)
-        elif wait.holds_reply:
+        if wait.holds_reply:
             self._reply(wait)
-        elif wait.request.hold or wait.request.pin_s > 0:
-            # A promise of its own for what was loaded, told to who asks.
-            self._look_again(wait, 0, hold=wait.request.hold, pin=True)
+            return
+        if wait.promise:  # the one that its holder was told of keeps what was loaded, too
+            request, now = wait.request, self._l1.clock.now
+            prefix = _wanted(request) is Wanted.PREFIX
+            self._kernel.promise_more(wait.promise, request.namespace, wait.keys, now, prefix=prefix)
+        if wait.request.pin_s > 0 and wait.session.peer is not None:
+            self._look_again(wait, 0, hold=False, pin=True)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""
         self._timed.pop(wait, None)
         wait.holds_reply = False
+        if wait.promise:  # the reply brings one for everything, and nobody was told of this one
+            self._kernel.take_promise_back(wait.promise, self._l1.clock.now)
+            wait.promise = 0
         if wait.session.peer is None:
             return
-        if wait.promise:  # the reply brings one for everything
-            self._kernel.free_lookup_locks(wait.session.id, [wait.promise], self._l1.now)
         wait.session.send(self._look_again(wait, wait.rid, hold=wait.request.hold, pin=True))
 
     def _answer_hits(self, wait: Wait) -> None:
@@ -214,7 +218,7 @@ class Lookups:
             wait.session.id,
             request.namespace,
             wait.keys,
-            self._l1.now,
+            self._l1.clock.now,
             hold=hold,
             prefix=_wanted(request) is Wanted.PREFIX,
         )
@@ -231,7 +235,7 @@ class Lookups:
         first = max(0, end - request.window) if request.window else 0
         chosen = [keys[at] for at in range(first, end) if statuses[at] == Grant.GRANTED]
         if chosen:
-            self._kernel.pin(session.id, request.namespace, chosen, request.pin_s, self._l1.now)
+            self._kernel.pin(session.id, request.namespace, chosen, request.pin_s, self._l1.clock.now)
 
     def _found(
         self,
@@ -259,7 +263,7 @@ class Lookups:
             hits,
             done,
             promise,
-            max(0.0, deadline - self._l1.now) if promise else 0.0,
+            max(0.0, deadline - self._l1.clock.now) if promise else 0.0,
             0 if job is None else job.id,
         )
 

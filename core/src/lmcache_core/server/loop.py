@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import select
-import time
+import threading
 from collections import deque
 from collections.abc import Callable
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import FRAME_BYTES_MAX, HOUSEKEEPING_S
+from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.server.time_slices import ask_for_short_slices
 
 log = logging.getLogger(__name__)
@@ -20,24 +22,32 @@ Handler = Callable[[int], None]  # called with the epoll mask
 class Loop:
     """An epoll loop. Only `call` and `stop` may be used from other threads.
 
-    `tick(now)` runs once a turn and returns when it wants to run next (monotonic seconds), or None. Each ready
-    descriptor gets one call a turn, so no peer's backlog is served before everybody's next message.
+    A turn: wait, set the clock, give each ready descriptor one call (so no peer's backlog is served before everybody's
+    next message), then `tick`, which returns when it wants to run next (monotonic seconds), or None.
 
     Policies and hooks of others run in these calls: what one of them raises is logged and counted in `faults`, and
     the loop goes on.
     """
 
-    def __init__(self, tick: Callable[[float], float | None]) -> None:
+    def __init__(self, tick: Callable[[], float | None], clock: Clock) -> None:
         self._tick = tick
+        self.clock = clock
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.RLock()  # of the descriptor's life; a signal handler may come to it again
         self._stopping = False
         self.faults = 0
-        self.now = time.monotonic()  # of this turn
         self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for whoever receives: one at a time does
         self.add(self._wake_fd, select.EPOLLIN, self._woken)
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """Nothing runs there: the thread did not come along."""
+        self._wake_lock = threading.RLock()  # a thread that did not come along may have held it
+        if self._wake_fd >= 0:
+            self.close()
 
     def add(self, fd: int, mask: int, handler: Handler) -> None:
         """Watch a descriptor."""
@@ -60,8 +70,9 @@ class Loop:
 
     def wake(self) -> None:
         """Begin the next turn now. Safe from any thread."""
-        if self._wake_fd >= 0:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
         """End `run` after the current turn. Safe from any thread and from signal handlers."""
@@ -71,19 +82,13 @@ class Loop:
     def run(self) -> None:
         """Serve until `stop`."""
         ask_for_short_slices()
-        poll, handlers, clock = self._epoll.poll, self._handlers, time.monotonic
+        poll, handlers, clock = self._epoll.poll, self._handlers, self.clock
+        clock.turn()
         self._run_calls()  # what was asked for before the first turn goes before anybody's message
+        timeout = 0.0
         while not self._stopping:
-            self.now = now = clock()
-            try:
-                next_tick = self._tick(now)
-            except Exception:
-                log.exception(_FAULT)
-                self.faults += 1
-                next_tick = now + HOUSEKEEPING_S  # what fails at once would fail again at once
-            timeout = -1.0 if next_tick is None else max(0.0, next_tick - now)
             ready = poll(timeout)
-            self.now = clock()
+            clock.turn()
             for fd, mask in ready:
                 handler = handlers.get(fd)
                 if handler is not None:  # an earlier handler of this turn may have removed it
@@ -92,6 +97,14 @@ class Loop:
                     except Exception:
                         log.exception(_FAULT)
                         self.faults += 1
+            try:
+                next_tick = self._tick()
+            except Exception:
+                log.exception(_FAULT)
+                self.faults += 1
+                next_tick = clock.now + HOUSEKEEPING_S  # what fails at once would fail again at once
+            # From this moment, not from the turn's beginning: a wait would be too long by what the turn took.
+            timeout = -1.0 if next_tick is None else max(0.0, next_tick - clock.read())
 
     @property
     def ended(self) -> bool:
@@ -100,8 +113,9 @@ class Loop:
 
     def close(self) -> None:
         """Release the loop's own descriptors; what was registered stays its owner's."""
-        fd, self._wake_fd = self._wake_fd, -1
-        os.close(fd)
+        with self._wake_lock:  # a lane that outlives the loop may be waking it
+            fd, self._wake_fd = self._wake_fd, -1
+            os.close(fd)
         self._epoll.close()
 
     def _woken(self, mask: int) -> None:

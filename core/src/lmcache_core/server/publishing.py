@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from lmcache_core.pool.segment import Segment
 
 if TYPE_CHECKING:
     from lmcache_core._native import Index
+
+log = logging.getLogger(__name__)
 
 
 def open_publisher(segment: Segment) -> Publisher | None:
@@ -32,6 +35,8 @@ class Publisher:
         self.index = index
         self.unindexed = 0  # ready objects that found no entry: only the server knows them
         self.used = 0  # marks taken: an object counts once between two looks, however often it was read
+        self.scribbled = 0  # entries that were not there any more when their objects left
+        self._warned = False
         self._nbytes_by_layout: dict[int, int] = {}
         self._looked_at_s = 0.0
         self._due = 0.0  # entries that are to be looked at to keep up with the clock
@@ -42,11 +47,41 @@ class Publisher:
 
     def publish(self, objects: Sequence[Incarnation]) -> None:
         """Let workers find these. Their slots are marked ready."""
-        self.unindexed += len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))
+        left_out = len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))
+        if left_out:
+            self.unindexed += left_out
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "the index has %d entries, too few for what is stored: %d objects have none, so each hit of them "
+                    "costs a call, and a restart loses them; set l1.index_entries = %d",
+                    self.index.entries,
+                    self.unindexed,
+                    self.entries_wanted,
+                )
+
+    @property
+    def entries_wanted(self) -> int:
+        """Entries that would do for what is stored now, a power of two; as many as there are while none are missing."""
+        if not self.unindexed:
+            return self.index.entries
+        return max(2 * self.index.entries, 1 << (2 * (self.index.ready + self.unindexed) - 1).bit_length())
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
         """Once this returns no worker takes them for ready any more: their slots may be given away."""
-        self.unindexed -= len(objects) - self.index.remove(objects, reason, int(time.time()))
+        missing = len(objects) - self.index.remove(objects, reason, int(time.time()))
+        # What had an entry and has none any more was scribbled over.
+        lost = max(0, missing - self.unindexed)
+        self.unindexed -= missing - lost
+        self.scribbled += lost
+
+    def remove_surely(self, item: Incarnation, reason: Reason) -> None:
+        """`remove`, and where even that fails, whatever the index has of the object's slot. Looks at all of it then."""
+        try:
+            self.remove([item], reason)
+        except Exception:
+            self.index.remove_slot(item.offset)
+            raise
 
     def take_marks(self, now: float) -> list[tuple[int, bytes]]:
         """What workers have read since it was looked at last, (namespace, key), the end of a prompt before its
@@ -81,5 +116,7 @@ class Publisher:
             "ready": index.ready,
             "gone": index.gone,
             "unindexed": self.unindexed,
+            "entries_wanted": self.entries_wanted,
+            "scribbled": self.scribbled,
             "hits_by_index": self.used,
         }

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from lmcache_core.clock import Clock
+from lmcache_core.errors import UntrustedError
 from lmcache_core.kernel.effects import LeaseExpired
 from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
 from lmcache_core.plugins.registry import Registry
@@ -28,6 +30,7 @@ from lmcache_core.pool.populate import Populator
 from lmcache_core.pool.segment import name_exists
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import make_server_directory
+from lmcache_core.protocol.codec import encode
 from lmcache_core.server.adopting import Adopting
 from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering, open_pool
 from lmcache_core.server.clears import Clears
@@ -37,11 +40,14 @@ from lmcache_core.server.l1 import L1
 from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
 from lmcache_core.server.loop import Loop
+from lmcache_core.server.namespaces import Namespaces
+from lmcache_core.server.service_manager import ServiceManager
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
 from lmcache_core.server.status import describe
 from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
+from lmcache_core.trust import words_for_stranger
 
 if TYPE_CHECKING:
     from lmcache_core.server.zmq_carrier import ZmqCarrier
@@ -53,14 +59,20 @@ log = logging.getLogger(__name__)
 class Server:
     """Built whole from settings, or not at all: the constructor raises before anything is served."""
 
-    def __init__(self, settings: Settings, registry: Registry) -> None:
+    def __init__(self, settings: Settings, registry: Registry, clock: Clock | None = None) -> None:
         self.settings = settings
         self.registry = registry
+        self.clock = clock or Clock()
         self.started_at_s = time.time()
         self.population_error = ""
         self.huge_page_fraction = 0.0
         self.name_lost = False
         self.draining = False
+        self.end_faults = 0  # steps of the end that failed; the others were done
+        self._scribbled = False
+        self._lanes_ended = True
+        self.adopting: Adopting | None = None
+        self.service_manager = ServiceManager()
         self._thread: threading.Thread | None = None
         self._drain_until_s: float | None = None
         self._housekeeping_at_s = self._chores_at_s = 0.0
@@ -69,22 +81,24 @@ class Server:
             self._directory = make_server_directory(settings.name, settings.runtime_dir, access, gids)
             self.segment = open_pool(settings, self._directory)
             undo.callback(self.segment.close)
-            self.loop = Loop(self._tick)
+            self.loop = Loop(self._tick, self.clock)
             undo.callback(self.loop.close)
+            undo.callback(self._close_former)
             self.kernel = build_kernel(settings, registry, self.segment)
-            self.adopting = Adopting(self.segment) if self.segment.adopted else None
-            self.l1 = L1(self.kernel, self.segment, self._notify)
+            if self.segment.adopted:
+                self.adopting = Adopting(self.segment, settings.l1.adopt.verify)
+            self.l1 = L1(self.kernel, self.segment, self.clock, self._notify)
             if self.adopting is not None:
-                undo.callback(self.adopting.close)
                 self.l1.former_layouts = self.adopting.layouts
                 self.adopting.begin(self.kernel)
                 if self.l1.index is not None:
                     self.l1.index.keep_places(True)
             self.tiering: Tiering | None = None
             if settings.l2:
-                self._tiering_made()
+                undo.callback(self._tiering_made().close)
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
-            self.sessions = Sessions(self.kernel, self.segment, self.loop, self.lookups.session_ended)
+            self.namespaces = Namespaces(self.kernel, self.l1)
+            self.sessions = Sessions(self.kernel, self.segment, self.loop, self._session_ended)
             self.clears = Clears(self.kernel, self.l1)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
@@ -92,6 +106,7 @@ class Server:
                 self.l1,
                 self.sessions,
                 self.lookups,
+                self.namespaces,
                 self.clears,
                 Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
                 tier_changes,
@@ -101,13 +116,16 @@ class Server:
             self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
             undo.callback(self._listener.close)
             self.carriers = self._bind_carriers()
+            for carrier in self.carriers:
+                undo.callback(carrier.close)
+            registry.close()
+            self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
+            undo.callback(self.populator.stop)
+            self.populator.start()
             if self.l1.index is not None:
                 self.segment.serve(self.kernel.epoch)
             undo.pop_all()
             self.segment.keeping = False  # what becomes of it is decided anew at the end
-        registry.close()
-        self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
-        self.populator.start()
 
     def _tiering_made(self) -> Tiering:
         """The tiering; without tiers there is none until the first is added."""
@@ -121,7 +139,8 @@ class Server:
             return []
         from lmcache_core.server.zmq_carrier import bind_carriers
 
-        return bind_carriers(zmq, self._directory, self.loop, self.dispatch.on_frame, self._garbage)
+        access, gids = Access(self.settings.l1.access), self.settings.l1.gids
+        return bind_carriers(zmq, self._directory, self.loop, self.dispatch.on_frame, self._garbage, access, gids)
 
     @property
     def address(self) -> str:
@@ -140,18 +159,27 @@ class Server:
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
         with self._signals():
-            self._started()
-            if on_ready is not None:
-                self.populator.wait_begun(READY_WAIT_S)  # whoever waits for this stores at once
-                on_ready(self.address)
+            try:
+                self._started()
+                if on_ready is not None:
+                    self.populator.wait_begun(READY_WAIT_S)  # whoever waits for this stores at once
+                    on_ready(self.address)
+                self.service_manager.ready()
+            except BaseException:
+                self._close()
+                raise
             self._serve()
-        return 0
+        return 1 if self.end_faults else 0
 
     def start(self) -> Self:
         """Embedded mode: serve on a thread of this process until `stop`."""
         self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
         self._thread.start()
-        self._started()
+        try:
+            self._started()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def stop(self) -> None:
@@ -198,10 +226,9 @@ class Server:
 
     # --- a turn of the loop -------------------------------------------------------------------------------
 
-    def _tick(self, now: float) -> float | None:
-        self.l1.now = now
-        kernel, tiering = self.kernel, self.tiering
-        more = self.clears.step(now)
+    def _tick(self) -> float | None:
+        now, kernel, tiering = self.clock.now, self.kernel, self.tiering
+        more = self.clears.step()
         make = None
         if self.adopting is not None:
             make = self.adopting.due
@@ -211,7 +238,7 @@ class Server:
         for carrier in self.carriers:
             more |= carrier.pump()
         if tiering is not None:
-            tiering.step(now)
+            tiering.step()
             self.lookups.after_step()
         due = kernel.next_deadline()
         if due is not None and due <= now:
@@ -230,7 +257,7 @@ class Server:
             return now
         next_s = self._housekeeping_at_s
         reply = self.lookups.next_reply_s
-        for each in (due, check, reply, make, None if tiering is None else tiering.next_deadline(now)):
+        for each in (due, check, reply, make, None if tiering is None else tiering.next_deadline()):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
@@ -239,6 +266,7 @@ class Server:
         """What workers read, headroom, and the pool's name. The first two go in bounded steps. While there is more to
         evict, the next turn comes at once after everybody's next message; uses are noted with pauses, for however much
         workers read in place, it must not become the server's work."""
+        self.service_manager.alive(now)
         more = self.l1.note_uses()
         freed = self.kernel.trim(now)
         self._housekeeping_at_s = now if freed else now + (INDEX_SWEEP_PAUSE_S if more else HOUSEKEEPING_S)
@@ -257,20 +285,35 @@ class Server:
                     log.warning("the name of pool %r was deleted: serving goes on by descriptor", self.settings.name)
                 else:
                     log.warning("the name of pool %r is back: clients may attach by it again", self.settings.name)
+            self._repair()
             self.sessions.drop_silent(now)
 
+    def _repair(self) -> None:
+        """A worker maps the pool writable: what it scribbled over is written again."""
+        if self.segment.repair() and not self._scribbled:
+            self._scribbled = True
+            log.warning(
+                "pool %r: somebody wrote into its tables, which is the server's to do; they are repaired, and status "
+                "counts it: look for a worker that writes outside of its slots",
+                self.settings.name,
+            )
+
     def _drained(self, now: float) -> bool:
-        assert self._drain_until_s is not None
         idle = not self.kernel.clearing and (self.tiering is None or self.tiering.drained)
-        return idle or now >= self._drain_until_s
+        return idle or self._drain_until_s is None or now >= self._drain_until_s
 
     def _begin_drain(self) -> None:
+        """Take nothing new, have everything that is owed to tiers go out. Whatever one of these steps does, the server
+        ends, `drain_s` from now at the latest."""
         if self._drain_until_s is None:
             self.draining = True
-            self._drain_until_s = self.loop.now + self.settings.drain_s
-            self.registry.hook.lmcache_stopping()
-            if self.tiering is not None:
-                self.tiering.begin_drain(self.loop.now)
+            self._drain_until_s = self.clock.now + self.settings.drain_s
+            self._end_by(
+                ("telling the service manager", self.service_manager.stopping),
+                ("refusing new stores", self.kernel.begin_drain),
+                ("telling the plugins", self.registry.hook.lmcache_stopping),
+                ("draining the tiers", self._drain_tiers),
+            )
 
     def _started(self) -> None:
         self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
@@ -281,15 +324,24 @@ class Server:
         except OSError:  # it hung up already
             sock.close()
             return
+        self.admit(peer)
+
+    def admit(self, peer: LifelinePeer) -> None:
+        """Let a peer that has connected say hello, or turn it away."""
         ours = peer.uid in (0, os.geteuid())
         in_group = self.settings.l1.access == "group" and not peer.gids().isdisjoint(self.settings.l1.gids)
         if not ours and not in_group:
             self.dispatch.counters["refused_peers"] += 1
-            peer.close()
+            peer.turn_away(encode(m.Error(0, UntrustedError.code, words_for_stranger(peer.uid), "never")))
+        self.sessions.connected(peer, self.clock.now)
 
     def _peer_ended(self, peer: Any) -> None:
-        self.sessions.lost(peer, self.loop.now)
+        self.sessions.lost(peer, self.clock.now)
         self.l1.apply()
+
+    def _session_ended(self, session: Session) -> None:
+        self.lookups.session_ended(session)
+        self.namespaces.session_ended(session)
 
     def _garbage(self) -> None:
         self.dispatch.counters["garbage"] += 1
@@ -310,37 +362,69 @@ class Server:
 
     # --- the end ------------------------------------------------------------------------------------------
 
+    def _end_by(self, *steps: tuple[str, Callable[[], object]]) -> None:
+        """Take all these steps, whatever becomes of the others."""
+        for what, step in steps:
+            try:
+                step()
+            except BaseException:
+                self.end_faults += 1
+                log.exception("pool %r: %s failed; the end goes on", self.settings.name, what)
+
     def _close(self) -> None:
         """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
-        self.segment.serve(0)  # from here on nobody answers for the index
-        self.populator.stop(timeout_s=5.0)
-        self._listener.close()
-        for carrier in self.carriers:
-            carrier.close()
-        self.sessions.close()
-        lanes_ended = self.tiering is None or self.tiering.close(time.monotonic())
-        if not lanes_ended:
-            log.warning("a tier's call is still out: its thread is left behind, and the memory it may touch with it")
-        while self.settings.l1.keep_pool and self.kernel.clearing:
-            self.kernel.free_cleared(self.loop.now)  # or the next server would find what was cleared here
-        self.l1.apply()
-        self._keep_pool(lanes_ended=lanes_ended)
-        self.loop.close()
-        if self.adopting is not None:
-            self.adopting.close()
+        self._end_by(
+            ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
+            ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
+            ("closing the lifeline", self._listener.close),
+            *(("closing a carrier", carrier.close) for carrier in self.carriers),
+            ("ending the sessions", self.sessions.close),
+            ("closing the tiers", self._close_tiers),
+            ("freeing what was cleared", self._free_cleared),
+            ("carrying out what was decided", self.l1.apply),
+            ("keeping the pool", self._keep_pool),
+            ("closing the loop", self.loop.close),
+            ("letting go of what was adopted", self._close_former),
+            ("letting go of the index", self._close_index),
+            ("closing the pool", self.segment.close),
+            ("removing the directory", self._remove_directory),
+        )
+
+    def _drain_tiers(self) -> None:
+        if self.tiering is not None:
+            self.tiering.begin_drain()
+
+    def _close_index(self) -> None:
         if self.l1.index is not None:
             self.l1.index.close()  # it keeps the mapping
-        self.segment.close()
+
+    def _close_former(self) -> None:
+        if self.adopting is not None:
+            self.adopting.close()
+
+    def _close_tiers(self) -> None:
+        self._lanes_ended = False  # until it is known that no call may touch the pool
+        self._lanes_ended = self.tiering is None or self.tiering.close()
+        if not self._lanes_ended:
+            log.warning("a tier's call is still out: its thread is left behind, and the memory it may touch with it")
+
+    def _free_cleared(self) -> None:
+        while self.settings.l1.keep_pool and self.kernel.clearing:
+            self.kernel.free_cleared(self.clock.now)  # or the next server would find what was cleared here
+
+    def _remove_directory(self) -> None:
         with contextlib.suppress(OSError):  # another server may have moved in already, or a user's file be there
             self._directory.rmdir()
 
-    def _keep_pool(self, *, lanes_ended: bool) -> None:
+    def _keep_pool(self) -> None:
         """Leave the pool to the next server, if that was wished and nobody of ours can touch it any more."""
         if not self.settings.l1.keep_pool:
             return
         why_not = ""
-        if not lanes_ended:
+        if not self._lanes_ended:
             why_not = "a tier's call is still out and may write to it"
+        elif self.end_faults:
+            why_not = "its end was not in order"
         elif self.l1.index is None:
             why_not = "without the C extension there is no index to find anything by"
         elif self.name_lost or not name_exists(self.segment):

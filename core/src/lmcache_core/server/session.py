@@ -1,4 +1,4 @@
-"""One connected client: its peer, its namespaces, its row in the worker table."""
+"""One connected client: its peer, its state, its namespaces, its row in the worker table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.protocol.codec import encode
 from lmcache_core.protocol.messages import Message
+from lmcache_core.server.session_states import SESSION_TRANSITIONS, SessionEvent, SessionState
 
 
 class Peer(ABC):
@@ -16,7 +17,8 @@ class Peer(ABC):
     carrier: str
     uid: int
     pid: int  # 0 where it is not known, as across pid namespaces
-    session: Session | None = None
+    origin: str  # whom the caps count together: a uid, a CURVE key, an address
+    session: Session | None = None  # once it has said hello
     can_pass_fd: bool = False
 
     @abstractmethod
@@ -30,23 +32,35 @@ class Peer(ABC):
 
 @dataclass(eq=False)
 class Session:
-    """What the server knows of a client. The kernel holds its leases under `id`."""
+    """What the server knows of a client. The kernel holds its leases under `id`, from its hello on."""
 
     id: int
-    peer: Peer | None  # None: the connection ended and the client's death is not proven
-    client_id: bytes
-    name: str
+    peer: Peer | None  # None: the connection ended
     uid: int
     pid: int
     carrier: str
+    origin: str
+    state: SessionState = SessionState.CONNECTED
+    client_id: bytes = b""
+    name: str = ""
     row: int = NO_ROW  # in the pool's worker table
     nonce: int = 0
-    attached: bool = False
+    wants_pool: bool = False  # it said so in its hello
+    maps_pool: bool = False  # it has shown so; stays true when it is lost
     namespaces: dict[int, int] = field(default_factory=dict)  # namespace id → layout id
     pidfd: int = -1
     heard_at_s: float = 0.0
     check_at_s: float = 0.0  # when its life lock is looked at next, and how long after the last time
     check_pause_s: float = 0.0
+
+    def move(self, event: SessionEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = SESSION_TRANSITIONS[self.state, event]
+
+    @property
+    def attached(self) -> bool:
+        """It is given slots."""
+        return self.state is SessionState.ATTACHED
 
     def send(self, message: Message) -> None:
         """Answer, or tell; nothing happens where nobody listens any more."""
@@ -58,9 +72,11 @@ class Session:
         return {
             "id": self.id,
             "name": self.name,
+            "state": self.state.name.lower(),
             "carrier": self.carrier,
             "pid": self.pid,
             "uid": self.uid,
+            "origin": self.origin,
             "attached": self.attached,
             "connected": self.peer is not None,
         }

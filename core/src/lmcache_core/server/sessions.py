@@ -3,24 +3,43 @@
 End of file is not death, and death is not end of file. A session whose connection ended is *lost*: its leases
 go on. It is *dead* when its pidfd fires or its life lock is found free, and only then is its memory taken back
 at once. A lost client that comes back under the same client id declares what it still holds.
+
+How a session moves between its states stands in `session_states`; this is what goes with each step. Nobody can use
+up what all share: who connects and says nothing is dropped after a while, and where there is no room for one more
+session, the longest silent that holds nothing has to go.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
 from lmcache_core.errors import LimitError, NotAttachedError, ProtocolError
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import LIFE_CHECK_S_MAX, LIFE_CHECK_S_MIN, SESSIONS_MAX, SILENT_SESSION_S
+from lmcache_core.limits import (
+    HELLO_S,
+    LIFE_CHECK_S_MAX,
+    LIFE_CHECK_S_MIN,
+    LIMIT_WARNING_PAUSE_S,
+    SESSIONS_MAX,
+    SESSIONS_PER_ORIGIN_MAX,
+    SILENT_SESSION_S,
+    UNANSWERED_PER_UID_MAX,
+)
+from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.lifelock import life_lock_free
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.lifeline import LifelinePeer
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer, Session
+from lmcache_core.server.session_states import SessionEvent, SessionState
+
+log = logging.getLogger(__name__)
 
 
 class Sessions:
@@ -32,9 +51,22 @@ class Sessions:
         self._loop = loop
         self._on_end = on_end
         self._ids = count(1)
-        self._by_id: dict[int, Session] = {}
+        self._by_id: dict[int, Session] = {}  # from the hello on
+        self._waiting: dict[Peer, Session] = {}  # for their hello, in the order of their deadlines
         self._suspects: dict[int, Session] = {}  # life lock to be looked at by the clock
+        # Who goes first at a limit, and when it was heard last: for each origin, and under "" for all.
+        self._idle: dict[str, deque[tuple[float, Session]]] = {}
+        self._warned_at_s = float("-inf")
         self.deaths = 0
+        self.dropped = 0  # without a hello in time, or to make room
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """The child of an embedded server watches over nobody."""
+        for session in self:
+            if session.pidfd >= 0:
+                os.close(session.pidfd)
+                session.pidfd = -1
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -50,66 +82,98 @@ class Sessions:
         session = self._by_id.get(session_id)
         return None if session is None else session.name
 
-    def open(self, peer: Peer, client_id: bytes, name: str, pid: int, now: float, *, maps_pool: bool) -> Session:
-        """A new session for a peer that said hello."""
-        if len(self._by_id) >= SESSIONS_MAX:
-            raise LimitError(f"{SESSIONS_MAX} sessions are connected: close some, or run another server")
-        session = Session(
-            next(self._ids), peer, client_id, name, peer.uid, peer.pid or pid, peer.carrier, heard_at_s=now
-        )
-        if maps_pool:
-            session.row, session.nonce = self._segment.claim_row(session.pid)
+    # --- the steps ----------------------------------------------------------------------------------------
+
+    def connected(self, peer: Peer, now: float) -> None:
+        """A peer has connected and is to say hello within `HELLO_S`. Of too many of one uid the first has to go: who
+        means well says hello at once."""
+        of_uid = [each for each in self._waiting.values() if each.uid == peer.uid]
+        if len(of_uid) >= UNANSWERED_PER_UID_MAX:
+            self._drop(of_uid[0])
+        self._waiting[peer] = self._new(peer, now)
+
+    def open(self, peer: Peer, client_id: bytes, name: str, pid: int, now: float, *, wants_pool: bool) -> Session:
+        """The peer has said hello. One that wants the pool gets a row of the worker table at once if it is given the
+        pool's descriptor now; any other may be on another machine, and gets one when it has shown that it maps it."""
+        self._make_room(peer.origin, now)
+        gives_row = wants_pool and peer.can_pass_fd
+        row, nonce = self._free_row(peer.pid or pid) if gives_row else (NO_ROW, 0)
+        session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers speak first
+        session.client_id, session.name, session.pid, session.heard_at_s = client_id, name, peer.pid or pid, now
+        session.move(SessionEvent.HELLO)
         self._kernel.open_session(session.id, session.uid)
         self._by_id[session.id] = session
         peer.session = session
+        for old in self:
+            if old.client_id == client_id and old.uid == session.uid and old is not session:
+                self._kernel.keep_promises(old.id, session.id, now)
+        session.wants_pool = wants_pool
+        if gives_row:
+            self._seat(session, row, nonce)
         if isinstance(peer, LifelinePeer):
             session.pidfd = peer.pidfd()
             if session.pidfd >= 0:
-                self._loop.add(session.pidfd, select.EPOLLIN, lambda mask: self._dead(session))
+                self._loop.add(session.pidfd, select.EPOLLIN, lambda mask: self._died(session, self._loop.clock.now))
         return session
 
     def attach(self, session: Session, row: int, nonce: int, held: list[int], now: float) -> list[int]:
         """The session has shown that it maps the pool. Returns the leases that it goes on holding."""
-        if session.row == NO_ROW:
+        if not session.wants_pool:
             raise ProtocolError("this session did not ask for the pool in its hello")
-        if (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
+        if session.row == NO_ROW:
+            self._seat(session, row, self._segment.take_row(row, nonce, session.pid))
+        elif (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
                 f"row {row} of the pool was not shown to be mapped: attach to the pool of this server and lock the row"
             )
-        session.attached = True
+        session.move(SessionEvent.ATTACH)
+        session.maps_pool = True
         self._kernel.attach_session(session.id, row)
         kept: list[int] = []
         for old in self:
-            if old.client_id == session.client_id and old is not session:
+            if old.client_id == session.client_id and old.uid == session.uid and old is not session:
                 kept += self._kernel.reclaim(old.id, session.id, held, now)
-                self._forget(old)
+                self._end(old, SessionEvent.RETURN, now)
         if session.carrier != "lifeline":
             self._suspect(session, now)  # no end of file will ever tell
         return kept
 
     def goodbye(self, session: Session, now: float) -> None:
         """It answers for everything it held."""
-        self._kernel.session_closed(session.id, now)
-        self._forget(session)
+        self._end(session, SessionEvent.GOODBYE, now)
 
     def lost(self, peer: Peer, now: float) -> None:
         """The connection ended. Look whether its client is dead; if nothing proves it, look again by and by."""
+        waiting = self._waiting.pop(peer, None)
+        if waiting is not None:
+            waiting.move(SessionEvent.HANG_UP)
+            return
         session, peer.session = peer.session, None
         if session is None or session.id not in self._by_id:
             return
         session.peer = None
-        if not session.attached or self._proven_dead(session):
-            self._dead(session)
-            return
-        self._kernel.session_lost(session.id, now)
-        self._suspect(session, now)
+        session.move(SessionEvent.HANG_UP)
+        if self._proven_dead(session):
+            self._died(session, now)
+        elif not self._may_hold(session):
+            self._end(session, SessionEvent.DROP, now)
+        else:
+            self._kernel.session_lost(session.id, now)
+            self._suspect(session, now)
 
     def check(self, now: float) -> None:
-        """Look at the life locks that are due."""
+        """Drop who has not said hello in time, and look at the life locks that are due."""
+        while self._waiting:
+            session = next(iter(self._waiting.values()))
+            if now < session.heard_at_s + HELLO_S:
+                break
+            self._drop(session)
         for session in list(self._suspects.values()):
             if session.check_at_s <= now:
                 if self._proven_dead(session):
-                    self._dead(session)
+                    self._died(session, now)
+                elif session.state is SessionState.LOST and not self._may_hold(session):
+                    self._end(session, SessionEvent.DROP, now)
                 else:
                     pause = 2 * session.check_pause_s if session.peer is None else LIFE_CHECK_S_MAX
                     session.check_pause_s = min(pause, LIFE_CHECK_S_MAX)
@@ -117,21 +181,104 @@ class Sessions:
 
     def next_check(self) -> float | None:
         """When `check` is due."""
-        if not self._suspects:
-            return None
-        return min(session.check_at_s for session in self._suspects.values())
+        due = None
+        if self._suspects:
+            due = min(session.check_at_s for session in self._suspects.values())
+        if self._waiting:
+            deadline = next(iter(self._waiting.values())).heard_at_s + HELLO_S
+            due = deadline if due is None else min(due, deadline)
+        return due
 
     def drop_silent(self, now: float) -> None:
         """End sessions without a lifeline or a life lock that have said nothing for long: nothing else would."""
         for session in self:
-            unwatched = session.carrier != "lifeline" and not session.attached
+            unwatched = session.carrier != "lifeline" and not session.maps_pool
             if unwatched and now - session.heard_at_s > SILENT_SESSION_S:
-                self.goodbye(session, now)
+                self._end(session, SessionEvent.DROP, now)
 
     def close(self) -> None:
         """Drop every connection."""
-        for session in self:
-            self._forget(session)
+        for session in [*self._waiting.values(), *self]:
+            self._end(session, SessionEvent.SHUT, self._loop.clock.now)
+
+    def _new(self, peer: Peer, now: float) -> Session:
+        return Session(next(self._ids), peer, peer.uid, peer.pid, peer.carrier, peer.origin, heard_at_s=now)
+
+    # --- room ---------------------------------------------------------------------------------------------
+
+    def _make_room(self, origin: str, now: float) -> None:
+        """Room for one more session, of this origin too. Raises `LimitError` where everybody holds something."""
+        if len(self._by_id) < min(SESSIONS_PER_ORIGIN_MAX, SESSIONS_MAX):
+            return
+        of_origin = sum(session.origin == origin and not session.maps_pool for session in self._by_id.values())
+        if of_origin >= SESSIONS_PER_ORIGIN_MAX and not self._end_idle(now, origin):
+            raise LimitError(
+                f"{of_origin} sessions of {origin} that map no pool are connected, the limit, and each holds "
+                "something: close some"
+            )
+        if len(self._by_id) >= SESSIONS_MAX and not self._end_idle(now):
+            raise LimitError(
+                f"{SESSIONS_MAX} sessions are connected, and each holds something: close some, or run another server"
+            )
+
+    def _end_idle(self, now: float, origin: str = "") -> bool:
+        """End the longest silent session that holds nothing, those that map no pool before others; of this origin only
+        one that maps none, for only those are counted together."""
+        idle = self._idle.setdefault(origin, deque())
+        for again in (False, True):
+            while idle:
+                heard_at_s, session = idle.popleft()
+                current = session.id in self._by_id and session.heard_at_s == heard_at_s
+                if current and not self._kernel.holds(session.id):
+                    self._end_to_make_room(session, now)
+                    return True
+            if not again:  # sorted once for many: under a flood of hellos each of them comes here
+                order = sorted(self._by_id.values(), key=lambda each: (each.maps_pool, each.heard_at_s))
+                idle.extend(
+                    (each.heard_at_s, each)
+                    for each in order
+                    if not origin or (each.origin == origin and not each.maps_pool)
+                )
+        del self._idle[origin]
+        return False
+
+    def _end_to_make_room(self, session: Session, now: float) -> None:
+        self.dropped += 1
+        if now - self._warned_at_s >= LIMIT_WARNING_PAUSE_S:
+            self._warned_at_s = now
+            log.warning(
+                "a limit of sessions is reached (%d are connected): session %d (%r, %s, %s) was silent for %.1f s and "
+                "held nothing, and is ended; so were %d before it",
+                len(self._by_id),
+                session.id,
+                session.name,
+                session.carrier,
+                session.origin,
+                now - session.heard_at_s,
+                self.dropped - 1,
+            )
+        self._end(session, SessionEvent.DROP, now)
+
+    def _free_row(self, pid: int) -> tuple[int, int]:
+        """(row, nonce). Where all rows are taken, the longest silent session that has not attached loses its own."""
+        try:
+            return self._segment.claim_row(pid)
+        except LimitError:
+            seated = [each for each in self._by_id.values() if each.state is SessionState.SEATED]
+            if not seated:
+                raise
+            self._end_to_make_room(min(seated, key=lambda each: each.heard_at_s), self._loop.clock.now)
+            return self._segment.claim_row(pid)
+
+    def _seat(self, session: Session, row: int, nonce: int) -> None:
+        session.move(SessionEvent.SEAT)
+        session.row, session.nonce = row, nonce
+
+    # --- ends ---------------------------------------------------------------------------------------------
+
+    def _may_hold(self, session: Session) -> bool:
+        """Whether something would be lost with it: memory that it may touch, or a promise that another redeems."""
+        return session.maps_pool or self._kernel.holds(session.id)
 
     def _suspect(self, session: Session, now: float) -> None:
         session.check_pause_s = LIFE_CHECK_S_MIN
@@ -144,15 +291,25 @@ class Sessions:
             fired.register(session.pidfd, select.POLLIN)
             if fired.poll(0):
                 return True
-        return session.attached and life_lock_free(self._segment, session.row)
+        return session.maps_pool and life_lock_free(self._segment, session.row)
 
-    def _dead(self, session: Session) -> None:
+    def _died(self, session: Session, now: float) -> None:
         if session.id in self._by_id:
             self.deaths += 1
-            self._kernel.session_dead(session.id, self._loop.now)
-            self._forget(session)
+            self._end(session, SessionEvent.DIE, now)
 
-    def _forget(self, session: Session) -> None:
+    def _drop(self, session: Session) -> None:
+        """It has not said hello, and there is nothing to settle."""
+        self.dropped += 1
+        self._end(session, SessionEvent.DROP, self._loop.clock.now)
+
+    def _end(self, session: Session, event: SessionEvent, now: float) -> None:
+        """The one way out. What it held is settled by what ended it."""
+        session.move(event)
+        if event is SessionEvent.DIE:
+            self._kernel.session_dead(session.id, now)
+        elif event in (SessionEvent.GOODBYE, SessionEvent.DROP):
+            self._kernel.session_closed(session.id, now)
         self._by_id.pop(session.id, None)
         self._suspects.pop(session.id, None)
         if session.pidfd >= 0:
@@ -164,6 +321,7 @@ class Sessions:
             session.row = NO_ROW
         peer, session.peer = session.peer, None
         if peer is not None:
+            self._waiting.pop(peer, None)
             peer.session = None
             peer.close()
         self._on_end(session)

@@ -42,6 +42,7 @@ def describe(server: Server) -> dict[str, Any]:
             "name_lost": server.name_lost,
             "adopted": None if server.adopting is None else server.adopting.describe(),
             "why_cold": server.segment.why_cold,
+            "repaired_words": 0 if segment.master is None else segment.master.repaired,
             # What the kernel has heard of: until then a store is answered WARMING.
             "populated_bytes": usage["populated_bytes"],
             "population_error": server.population_error,
@@ -52,6 +53,7 @@ def describe(server: Server) -> dict[str, Any]:
         "sessions": [session.describe() for session in sessions[:SESSIONS_SHOWN_MAX]],
         "sessions_connected": sum(session.peer is not None for session in sessions),
         "deaths": server.sessions.deaths,
+        "sessions_dropped": server.sessions.dropped,
         "lookups_waiting": server.lookups.under_way,
         "lookups_throttled": server.lookups.throttled,
         "tiers": None if server.tiering is None else server.tiering.status(),

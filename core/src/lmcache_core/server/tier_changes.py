@@ -65,7 +65,7 @@ class TierChanges:
             self._tiering().drain_tier(name)
             return m.Done(request.rid)
         if request.action == "remove":
-            self._tiering().remove_tier(name, self._loop.now)
+            self._tiering().remove_tier(name)
             del self._settings[name]
             return m.Done(request.rid)
         if request.action == "add":
@@ -88,7 +88,7 @@ class TierChanges:
 
         def finish() -> None:
             self._refuse_taken(name)
-            self._tiering().add_tier(tier, self._loop.now)
+            self._tiering().add_tier(tier)
             self._settings[name] = settings
 
         return _closing_if_refused(finish, tier)
@@ -98,14 +98,14 @@ class TierChanges:
         if same_but_for_figures(before, settings):
 
             def adjust() -> None:
-                self._tiering().reconfigure_tier(name, tier_config(settings), self._loop.now)
+                self._tiering().reconfigure_tier(name, tier_config(settings))
                 self._settings[name] = settings
 
             return adjust
         tier = build_tier(name, settings, self._registry)
 
         def replace() -> None:
-            self._tiering().replace_tier(tier, self._loop.now)
+            self._tiering().replace_tier(tier)
             self._settings[name] = settings
 
         return _closing_if_refused(replace, tier)

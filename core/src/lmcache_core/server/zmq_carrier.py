@@ -6,8 +6,10 @@ itself. A message that is not exactly one frame behind the routing id is counted
 
 from __future__ import annotations
 
+import os
 import select
-from collections.abc import Callable
+import socket as sockets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,27 +17,36 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.auth.thread import ThreadAuthenticator
 
-from lmcache_core.errors import SettingsError
-from lmcache_core.limits import FRAME_BYTES_MAX, SEND_QUEUE_FRAMES_MAX
+from lmcache_core.errors import CacheError, SettingsError
+from lmcache_core.limits import FRAME_BYTES_MAX, HELLO_S, SEND_QUEUE_FRAMES_MAX
+from lmcache_core.pool.atfork import forget_in_child
+from lmcache_core.pool.backing import Access, grant_access
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer
+from lmcache_core.trust import Trust
 
 if TYPE_CHECKING:
     from lmcache_core.settings.model import ZmqSettings
 
 IPC_NAME = "zmq"  # in the server's runtime directory
+UNKNOWN_UID = 2**32 - 1  # no user has it
 _MESSAGES_A_TURN = 16
 
 
 class ZmqPeer(Peer):
-    """One DEALER, known by its routing id."""
+    """One DEALER, known by its routing id. Who it is the library says: over ipc its uid, over CURVE its key."""
 
-    def __init__(self, carrier: ZmqCarrier, identity: bytes) -> None:
+    def __init__(self, carrier: ZmqCarrier, identity: bytes, first: zmq.Frame) -> None:
         self.carrier = "zmq"
-        self.uid = 2**32 - 1  # not known; quarantine and quota count all such peers together
-        self.pid = 0
+        self.uid = UNKNOWN_UID  # quarantine and quota count all such peers together
+        self.pid = 0  # of another pid namespace, often enough
         self._carrier = carrier
         self.identity = identity
+        address, key = _said(first, "Peer-Address"), _said(first, "User-Id")
+        if carrier.is_ipc:  # HOST:UID:GID:PID
+            uid = address.split(":")[-3:-2]
+            self.uid = int(uid[0]) if uid and uid[0].isdigit() else UNKNOWN_UID
+        self.origin = f"uid {self.uid}" if carrier.is_ipc else f"key {key}" if key else f"address {address}"
 
     def send(self, frame: bytes, fd: int = -1) -> None:
         self._carrier.send(self.identity, frame)
@@ -44,8 +55,16 @@ class ZmqPeer(Peer):
         self._carrier.forget(self)
 
 
+def _said(frame: zmq.Frame, what: str) -> str:
+    try:
+        return str(frame.get(what))
+    except zmq.ZMQError:  # not told on this transport
+        return ""
+
+
 class ZmqCarrier:
-    """Binds one ROUTER and turns its messages into frames of peers. With `curve`, only to the keys it names."""
+    """Binds one ROUTER and turns its messages into frames of peers. With `curve`, only of the keys it names; over ipc,
+    only of our uid, root's, and the groups that `access` opens it to."""
 
     def __init__(
         self,
@@ -54,11 +73,14 @@ class ZmqCarrier:
         on_frame: Callable[[Peer, memoryview], None],
         on_garbage: Callable[[], None],
         curve: CurveServer | None = None,
+        access: Access = Access.OWNER,
+        gids: Sequence[int] = (),
     ) -> None:
         self._loop = loop
         self._on_frame = on_frame
         self._on_garbage = on_garbage
         self._peers: dict[bytes, ZmqPeer] = {}
+        self.is_ipc = address.startswith("ipc://")
         self._context = zmq.Context()
         self._authenticator = None if curve is None else curve.authenticate(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -67,15 +89,46 @@ class ZmqCarrier:
         self._socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_FRAMES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's routing id
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HELLO_S * 1000))
         if curve is not None:
             curve.apply(self._socket)
         try:
+            if self.is_ipc:
+                self._admit(access, gids)
+                os.close(Trust.of_server().open_directory(Path(address.removeprefix("ipc://")).parent))
             self._socket.bind(address)
-        except zmq.ZMQError as error:
+            if self.is_ipc:
+                grant_access(Path(address.removeprefix("ipc://")), access, gids)
+        except (zmq.ZMQError, CacheError, OSError) as error:
             self._end()
             raise SettingsError(f"cannot serve on {address}: {error}; is another server there?") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         loop.add(self._socket.fileno(), select.EPOLLIN, self._ready)
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """ZMQ's threads did not come along and its sockets did: one that listens on would let clients wait for a server
+        that is dead. ZMQ does not say which they are; their address does."""
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            fd = int(entry.name)
+            try:
+                found = sockets.socket(fileno=fd)
+            except OSError:  # it is no socket, or the listing's own
+                continue
+            with found:
+                try:
+                    ours = _is_address(found.getsockname(), self.address)
+                except OSError:
+                    ours = False
+                if not ours:
+                    found.detach()
+
+    def _admit(self, access: Access, gids: Sequence[int]) -> None:
+        """Have the library close every connection of anybody else before a byte of it is read."""
+        for uid in {os.geteuid(), 0}:
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
+        for gid in gids if access is Access.GROUP else ():
+            self._socket.setsockopt(zmq.IPC_FILTER_GID, gid)
 
     def _ready(self, mask: int) -> None:
         """Nothing: the turn that follows pumps. The descriptor only wakes the loop."""
@@ -86,13 +139,18 @@ class ZmqCarrier:
         for _ in range(_MESSAGES_A_TURN):
             if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 return False
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-            if len(frames) != 2:
+            identity = socket.recv(zmq.NOBLOCK)
+            peer = self._peers.get(identity)
+            if peer is not None:
+                frame = memoryview(socket.recv(zmq.NOBLOCK))
+            else:  # the library tells who it is beside the bytes, and that only where they are not copied
+                first = socket.recv(zmq.NOBLOCK, copy=False)
+                peer, frame = ZmqPeer(self, identity, first), first.buffer
+            if socket.getsockopt(zmq.RCVMORE):
+                socket.recv_multipart(zmq.NOBLOCK)
                 self._on_garbage()
                 continue
-            identity, frame = frames
-            peer = self._peers.get(identity) or ZmqPeer(self, identity)
-            self._on_frame(peer, memoryview(frame))
+            self._on_frame(peer, frame)
             if peer.session is not None:  # only who has a session is remembered: routing ids cost nothing to make
                 self._peers[identity] = peer
         return True
@@ -155,15 +213,24 @@ def bind_carriers(
     loop: Loop,
     on_frame: Callable[[Peer, memoryview], None],
     on_garbage: Callable[[], None],
+    access: Access,
+    gids: Sequence[int],
 ) -> list[ZmqCarrier]:
     """One carrier for each address that the settings name. tcp is served with CURVE only."""
     carriers = []
     if settings.ipc:
         path = directory / IPC_NAME if settings.ipc is True else settings.ipc
-        carriers.append(ZmqCarrier(f"ipc://{path}", loop, on_frame, on_garbage))
+        carriers.append(ZmqCarrier(f"ipc://{path}", loop, on_frame, on_garbage, None, access, gids))
     if settings.tcp is not None:
         assert settings.curve_secret_key_file is not None
         assert settings.curve_clients_dir is not None
         curve = CurveServer(settings.curve_secret_key_file, settings.curve_clients_dir)
         carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, on_frame, on_garbage, curve))
     return carriers
+
+
+def _is_address(bound: object, address: str) -> bool:
+    """Whether a socket's own name is what a ZMQ address says."""
+    if isinstance(bound, str):
+        return address == f"ipc://{bound}"
+    return isinstance(bound, tuple) and address.startswith("tcp://") and address.endswith(f":{bound[1]}")

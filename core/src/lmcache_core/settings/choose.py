@@ -9,7 +9,7 @@ from typing import Any
 from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.suggest import suggestion
 from lmcache_core.settings.concrete import Choices, TierChoice
-from lmcache_core.settings.model import TIER_NAME
+from lmcache_core.settings.model import check_tier_name
 from lmcache_core.settings.sources import Leaf, Origin, SettingPath, Source, dotted, spelled
 
 L1_EVICTION: SettingPath = ("l1", "eviction")
@@ -107,8 +107,7 @@ def _ordered_tiers(sources: Sequence[Source]) -> list[str]:
     stable = [name for origin in (Origin.FILE, Origin.GIVEN, Origin.FLAG) for name in named.get(origin, [])]
     known = list(dict.fromkeys([*stable, *named.get(Origin.ENVIRONMENT, [])]))
     for name in known:
-        if not TIER_NAME.fullmatch(name):
-            raise SettingsError(f"{name!r} is no tier name: use lower-case words joined by single underscores")
+        check_tier_name(name)
     order = _order(sources)
     if order is not None:
         _check_order(order, known)

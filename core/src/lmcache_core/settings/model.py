@@ -14,11 +14,24 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmcache_core import limits
+from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol.address import NAME_PATTERN
 from lmcache_core.settings.sizes import Size
 
-TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+def check_tier_name(name: str) -> None:
+    """Raises `SettingsError`. A tier's name stands in threads, logs, metrics and every status."""
+    if len(name) > limits.TIER_NAME_CHARS_MAX:
+        raise SettingsError(
+            f"{name[:20]!r}… is no tier name: it has {len(name):,} of {limits.TIER_NAME_CHARS_MAX} characters"
+        )
+    if not _TIER_NAME.fullmatch(name):
+        raise SettingsError(f"{name!r} is no tier name: use lower-case words joined by single underscores")
+
+
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _SWITCH_WORDS = {
@@ -76,6 +89,16 @@ def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offer
     return split
 
 
+class AdoptSettings(Section):
+    """How a pool that a former server left is taken over."""
+
+    verify: Literal["first", "never"] = Field(
+        default="first",
+        description="first: drop what has no checksum, and have each worker check what it reads there, once; "
+        "never: believe it",
+    )
+
+
 class L1Settings(Section):
     """The shared-memory pool."""
 
@@ -91,11 +114,12 @@ class L1Settings(Section):
     )
     gids: tuple[int, ...] = Field(default=(), description="group ids that may attach when access is group")
     index_entries: int = Field(
-        default=0, ge=0, description="entries of the index, a power of two; 0: two for each 64 KiB of the pool"
+        default=0, ge=0, description="entries of the index, a power of two; 0: enough for objects of 8 KiB and more"
     )
     on_stale: Literal["adopt", "recreate", "refuse"] = Field(
         default="adopt", description="what a pool that a former server left is for: to go on with, to replace, to ask"
     )
+    adopt: AdoptSettings = AdoptSettings()
     keep_pool: bool = Field(default=False, description="leave the pool to the next server at an orderly end")
 
     @model_validator(mode="after")

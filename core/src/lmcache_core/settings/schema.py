@@ -25,13 +25,14 @@ _INNER = {Component: "settings", TierSettings: "adapter"}
 
 @dataclass(frozen=True)
 class SettingField:
-    """One setting. `default` is None where `required`."""
+    """One setting. `default` is None where `required`; `example`: what its model gives for a file to begin with."""
 
     path: SettingPath
     annotation: Any
     default: Any
     required: bool
     description: str
+    example: Any = None
 
     @property
     def secret(self) -> bool:
@@ -88,7 +89,8 @@ def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
         if below is None or issubclass(below, Component):
             if below is not None and issubclass(below, Component):
                 default = default.type if isinstance(default, Component) else below.model_fields["type"].default
-            yield SettingField(path, annotation, default, info.is_required(), info.description or "")
+            example = info.examples[0] if info.examples else None
+            yield SettingField(path, annotation, default, info.is_required(), info.description or "", example)
         if below is not None:
             yield from _walk(below, path)
 

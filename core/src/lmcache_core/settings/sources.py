@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from lmcache_core.errors import SettingsError
 from lmcache_core.native import BUILD_VARIABLES, MODE_VARIABLE
 from lmcache_core.plugins.discovery import ALLOW_LIST
+from lmcache_core.trust import SERVER_UID_VARIABLE
 
 PREFIX = "LMCACHE_CORE_"
 DEFAULT_FILE = "lmcache.toml"
-ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, *BUILD_VARIABLES})  # ours, and no setting
+ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, SERVER_UID_VARIABLE, *BUILD_VARIABLES})  # ours, and no setting
 
 SettingPath = tuple[str, ...]
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, SecretBytes, SecretStr
 
-from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.compose import compose_sources
-from lmcache_core.settings.model import TIER_NAME, Component, TierSettings
+from lmcache_core.settings.model import Component, TierSettings, check_tier_name
 from lmcache_core.settings.sources import Leaf, Origin, Source, read_values
 
 # Settings that a running tier can take over; any other means a new adapter, lanes or codec chain.
@@ -28,8 +27,7 @@ def tier_settings(
 
     Raises SettingsError for what is unknown, missing or wrong, and PluginError for a component that is not there.
     """
-    if not TIER_NAME.fullmatch(name):
-        raise SettingsError(f"{name!r} is no tier name: use lower-case words joined by single underscores")
+    check_tier_name(name)
     flags = Source(Origin.FLAG)
     for setting, text in texts.items():
         flags.leaves["l2", name, *setting.split(".")] = Leaf(text, setting, text=True)

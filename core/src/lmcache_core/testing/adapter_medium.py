@@ -55,6 +55,14 @@ class MediumTests(Contract):
             if listed is not None:
                 assert sorted(entry[:2] for entry in material.scan(fresh)) == listed
 
+    def test_the_medium_has_one_name_for_every_adapter_on_it(self, adapter: L2Adapter, reopen: Any) -> None:
+        name = adapter.medium()
+        assert name is None or (isinstance(name, str) and name)
+        with self._opened(adapter, reopen) as fresh:
+            assert fresh.medium() == name
+            if fresh.capabilities.shared:
+                assert name is not None, "an adapter that claims shared says where it stores: see L2Adapter.medium"
+
     def test_two_handles_agree_while_both_are_open(self, adapter: L2Adapter, reopen: Any) -> None:
         if not adapter.capabilities.shared:
             pytest.skip("the adapter does not claim shared")

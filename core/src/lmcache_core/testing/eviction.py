@@ -242,6 +242,33 @@ class EvictionPolicyContract(Contract):
         _release(policy, entries[:5])
         policy.remove(policy.victims(20))
 
+    def test_charges_come_and_go_and_leave_nothing_behind(self, make: Make) -> None:
+        """What is being written, loaded or reserved is told before it is an entry, and taken off again."""
+        charged, plain = make(), make()
+        for policy in (charged, plain):
+            policy.insert(residents(50))
+        for namespace in range(5):
+            charged.charge(namespace, 100)
+            charged.charge(namespace, -60)
+            charged.charge(namespace, -40)
+        for nbytes in (1, 10, 50, ALL):
+            named, wanted = charged.victims(nbytes), plain.victims(nbytes)
+            assert [entry.key for entry in named] == [entry.key for entry in wanted]
+
+    def test_a_surplus_is_of_victims_and_nothing_held_is_in_it(self, policy: EvictionPolicy) -> None:
+        entries = residents(50)
+        policy.insert(entries)
+        _hold(policy, entries[::2])
+        assert set(policy.surplus(ALL)) <= set(policy.victims(ALL)) <= set(entries[1::2])
+
+    def test_it_says_what_must_stay_for_whom(self, policy: EvictionPolicy) -> None:
+        entries = residents(9)
+        policy.insert(entries)
+        assert policy.spares([], 1) is False
+        assert policy.spares(entries, 1) in (True, False)
+        own = [entry for entry in entries if entry.namespace == 1]
+        assert policy.spares(own, 1) is False, "an object may always take the place of its own namespace's"
+
     def test_another_capacity_is_taken_at_any_time(self, policy: EvictionPolicy) -> None:
         entries = residents(50, 10)
         policy.insert(entries)

@@ -201,6 +201,9 @@ class FaultyAdapter(L2Adapter):
         self._whole_or_raise("scan", deadline)
         return self.inner.scan(cursor, deadline)
 
+    def medium(self) -> str | None:
+        return self.inner.medium()
+
     def try_to_lead(self) -> bool:
         return self.inner.try_to_lead()
 

@@ -60,6 +60,9 @@ class LatencyAdapter(L2Adapter):
         self._wait_or_raise(deadline)
         return self.inner.scan(cursor, deadline)
 
+    def medium(self) -> str | None:
+        return self.inner.medium()
+
     def try_to_lead(self) -> bool:
         return self.inner.try_to_lead()
 

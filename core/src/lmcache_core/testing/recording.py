@@ -57,6 +57,9 @@ class RecordingAdapter(L2Adapter):
         self._keep(Recorded("scan", (), tuple(page.entries)))
         return page
 
+    def medium(self) -> str | None:
+        return self.inner.medium()
+
     def try_to_lead(self) -> bool:
         return self.inner.try_to_lead()
 

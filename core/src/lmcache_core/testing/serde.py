@@ -26,12 +26,19 @@ from lmcache_core.serde.contract import Buffer, Serde
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract
-from lmcache_core.tiers.format import object_kind
+from lmcache_core.tiers.format import object_kind, serde_key
 
 Make = Callable[[], Serde]
 THREADS = 8
-KEY = material.key(1)[:32]
-OTHER_KEY = material.key(2)[:32]
+
+
+def _object_key(number: int, namespace: int = 7, epoch: int = 3, chain: Sequence[Serde] = ()) -> bytes:
+    """The key of an object as a chain gives it to its serdes."""
+    kind = object_kind(Layout("uint8", (1,)), CodecChain(chain))
+    return serde_key(kind, material.key(number)[:32], namespace, epoch)
+
+
+KEY = _object_key(1)
 
 
 def joined(buffers: Sequence[Buffer]) -> bytes:
@@ -58,7 +65,7 @@ class SerdeContract(Contract):
         Layout("float32", (3, 50, 2, 16), "LTHD"),
         Layout("float32", (1001,)),
     )
-    authenticates: ClassVar[bool] = False  # True: any other byte, key or layout is refused
+    authenticates: ClassVar[bool] = False  # True: any other byte, key, namespace, epoch or layout is refused
 
     @pytest.fixture
     def make_serde(self) -> Make:
@@ -208,8 +215,9 @@ class SerdeContract(Contract):
             pytest.skip("the serde does not claim authenticates")
         for layout in self.layouts:
             packed = encoded(serde, material.sample(layout, 1), layout, KEY)
-            with pytest.raises(DamagedObjectError):
-                decoded(serde, packed, layout, OTHER_KEY)
+            for other in _other_keys():
+                with pytest.raises(DamagedObjectError):
+                    decoded(serde, packed, layout, other)
             other_layout = Layout("uint8", (layout.nbytes,))
             with pytest.raises(DamagedObjectError):
                 decoded(serde, packed, other_layout, KEY)
@@ -226,7 +234,7 @@ class SerdeContract(Contract):
                 start.wait(material.DEADLINE_S)
                 for turn in range(6):
                     number = (me + turn) % 4
-                    key = material.key(number)[:32]
+                    key = _object_key(number)
                     packed = encoded(serde, material.sample(layout, number), layout, key)
                     if decoded(serde, packed, layout, key) != expected[number]:
                         faults.append("other bytes came back")
@@ -253,6 +261,16 @@ class SerdeContract(Contract):
         into = bytearray(layout.nbytes)
         chain.decode(memoryview(on_medium), memoryview(into), layout, KEY, packed.lengths, Scratch())
         assert into == alone
+
+
+def _other_keys() -> list[bytes]:
+    """Keys that differ from KEY in one thing each: key, namespace, epoch, codec chain."""
+    return [
+        _object_key(2),
+        _object_key(1, namespace=8),
+        _object_key(1, epoch=4),
+        _object_key(1, chain=[_Complement()]),
+    ]
 
 
 class _Complement(Serde):

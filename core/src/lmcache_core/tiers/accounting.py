@@ -16,6 +16,7 @@ from lmcache_core.limits import KEY_BYTES
 from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
 from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
+from lmcache_core.tiers.order import Watch
 
 _SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
 
@@ -23,12 +24,13 @@ _SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copi
 class TierEntry:
     """One object on the tier, as its eviction policy sees it."""
 
-    __slots__ = ("holds", "listed", "nbytes", "newer", "older", "policy_data", "seen", "tier_key")
+    __slots__ = ("damaged", "holds", "listed", "nbytes", "newer", "older", "policy_data", "seen", "tier_key")
 
     def __init__(self, tier_key: bytes, nbytes: int) -> None:
         self.tier_key = tier_key
         self.nbytes = nbytes
         self.holds = 0  # 1 while its delete is under way
+        self.damaged = False  # it takes its room, and is as good as not there: it is to be stored anew
         self.listed = False  # in the policy's hands
         self.seen = 0  # the last rescan that found it, or during which it was used
         self.older: Any = None
@@ -78,15 +80,30 @@ class Accounting:
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
 
+    # --- whose it is ----------------------------------------------------------------------------------------
+    def reserve(self, namespace: int, nbytes: int) -> None:
+        """So much of a namespace is on its way (negative: no longer)."""
+        self.bytes_reserved += nbytes
+        self._charge(namespace, nbytes)
+
+    def _charge(self, namespace: int, nbytes: int) -> None:
+        if self.policy is not None and self.policy.wants_charges:
+            self.policy.charge(namespace, nbytes)
+
     # --- entries ------------------------------------------------------------------------------------------
     def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
         # Bits that the shard's own dictionary uses last. A bytes object keeps its hash: it is computed once.
         return self._shards[hash(tier_key) >> 40 & _SHARDS - 1]
 
     def knows(self, tier_key: bytes) -> bool:
-        """Whether it is on the tier, and not on its way out."""
+        """Whether it is on the tier, sound, and not on its way out."""
         entry = self._shard(tier_key).get(tier_key)
-        return entry is not None and not entry.holds
+        return entry is not None and not entry.holds and not entry.damaged
+
+    def nbytes_of(self, tier_key: bytes) -> int | None:
+        """What it takes, None where it is not accounted."""
+        entry = self._shard(tier_key).get(tier_key)
+        return None if entry is None else entry.nbytes
 
     def known(self, tier_keys: Sequence[bytes]) -> set[bytes]:
         """Those that it knows."""
@@ -100,7 +117,7 @@ class Accounting:
             entry = self._shard(tier_key).get(tier_key)
             if entry is not None:
                 if entry.nbytes == nbytes:
-                    entry.seen = self._rescan
+                    entry.seen, entry.damaged = self._rescan, False
                     known.append(tier_key)
                     continue
                 self.remove([tier_key])
@@ -112,10 +129,19 @@ class Accounting:
         if self.policy is None:
             return
         if self.scanning:
-            self._aside.update(dict.fromkeys(fresh))
+            for entry in fresh:
+                self._aside[entry] = None
+                self._charge(entry.namespace, entry.nbytes)
         elif fresh:
             self._list(fresh)
         self.touch(known)
+
+    def damaged(self, tier_keys: Sequence[bytes]) -> None:
+        """What is on the tier under these keys is not what was stored: it waits to be removed, or stored over."""
+        for tier_key in tier_keys:
+            entry = self._shard(tier_key).get(tier_key)
+            if entry is not None:
+                entry.damaged = True
 
     def touch(self, tier_keys: Sequence[bytes]) -> None:
         """They were used."""
@@ -144,7 +170,9 @@ class Accounting:
             self.objects -= 1
             if entry.holds:
                 self.bytes_leaving -= entry.nbytes
-            self._aside.pop(entry, None)
+                self._charge(entry.namespace, entry.nbytes)
+            if self._aside.pop(entry, entry) is None:
+                self._charge(entry.namespace, -entry.nbytes)
             if entry.listed:
                 listed.append(entry)
                 entry.listed = False
@@ -182,18 +210,27 @@ class Accounting:
             return True
         return self.bytes_used + self.bytes_reserved + nbytes <= self.capacity_bytes
 
-    def victims(self, wanted_bytes: int = 0) -> list[TierEntry]:
-        """What should leave now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more on
-        the way in. They count as leaving from now on; `remove` or `stays` follows for each."""
+    def victims(self, wanted_bytes: int = 0, namespace: int = 0) -> list[TierEntry]:
+        """What should leave now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more of a
+        namespace on the way in. They count as leaving from now on; `remove` or `stays` follows for each."""
         if self.capacity_bytes is None or self.policy is None:
             return []
+        self._charge(namespace, wanted_bytes)
+        try:
+            return self._victims(wanted_bytes)
+        finally:
+            self._charge(namespace, -wanted_bytes)
+
+    def _victims(self, wanted_bytes: int) -> list[TierEntry]:
+        assert self.capacity_bytes is not None
         expected = self.bytes_used + self.bytes_reserved + wanted_bytes - self.bytes_leaving
         # Who does not lead makes room only when there is none: two servers that both kept headroom on one medium
         # would evict the same share twice.
         over = expected - int((self._watermark if self.leads else 1.0) * self.capacity_bytes)
         if over <= 0:
             return []
-        return self._leave(max(over, int(self._evict_ratio * self.capacity_bytes)) if self.leads else over)
+        goal = max(over, int(self._evict_ratio * self.capacity_bytes)) if self.leads else over
+        return self._leave(goal, needed=expected - self.capacity_bytes)
 
     def shrink(self) -> list[TierEntry]:
         """The medium itself is full, below the capacity that was configured: a share of what is there leaves."""
@@ -201,11 +238,16 @@ class Accounting:
             return []
         if self.capacity_bytes is None:
             self.policy.resize(self.bytes_used)  # so much fits, as has just been found out
-        return self._leave(max(1, int(self._evict_ratio * self.bytes_used)))
+        nbytes = max(1, int(self._evict_ratio * self.bytes_used))
+        return self._leave(nbytes, needed=nbytes)
 
-    def _leave(self, nbytes: int) -> list[TierEntry]:
+    def _leave(self, nbytes: int, needed: int) -> list[TierEntry]:
+        """`needed` of these bytes are for objects that are on their way, the rest is headroom."""
         assert self.policy is not None
-        chosen = [entry for entry in self.policy.victims(nbytes) if isinstance(entry, TierEntry)]
+        named = self.policy.surplus(nbytes)
+        if sum(entry.nbytes for entry in named) < needed:
+            named = self.policy.victims(needed)
+        chosen = [entry for entry in named if isinstance(entry, TierEntry)]
         self.leave(chosen)
         return chosen
 
@@ -214,6 +256,7 @@ class Accounting:
         for entry in entries:
             entry.holds = 1
             self.bytes_leaving += entry.nbytes
+            self._charge(entry.namespace, -entry.nbytes)
         if self.policy is not None:
             self.policy.held([entry for entry in entries if entry.listed])
 
@@ -223,7 +266,9 @@ class Accounting:
         if entry is None or not entry.holds:
             return
         entry.holds = 0
+        entry.seen = self._rescan  # a page that was listed meanwhile says nothing of it
         self.bytes_leaving -= entry.nbytes
+        self._charge(entry.namespace, entry.nbytes)
         if entry.listed and self.policy is not None:
             self.policy.released([entry])
 
@@ -235,12 +280,13 @@ class Accounting:
         """Take over what the scan found; each page is sorted by `used_at_s`. `adopt` does the work."""
         self._scanned = heapq.merge(*pages, key=lambda entry: entry.used_at_s)
 
-    def adopt(self, entries_max: int) -> bool:
-        """Take over the next scanned entries, oldest first. True: that was the last of them."""
+    def adopt(self, entries_max: int, deleted: Watch) -> bool:
+        """Take over the next scanned entries, oldest first. True: that was the last of them. `deleted`: what may have
+        left the medium since it was listed."""
         batch = list(islice(self._scanned, entries_max))
         fresh = []
         for found in batch:
-            if found.key in self._shard(found.key):
+            if found.key in self._shard(found.key) or deleted.saw(found.key):
                 continue
             entry = TierEntry(found.key, found.nbytes)
             entry.seen = self._rescan
@@ -253,6 +299,8 @@ class Accounting:
         self.scanning = False
         aside, self._aside = list(self._aside), {}
         if self.policy is not None and aside:
+            for entry in aside:
+                self._charge(entry.namespace, -entry.nbytes)
             self._list(aside)
             leaving = [entry for entry in aside if entry.holds]
             if leaving:

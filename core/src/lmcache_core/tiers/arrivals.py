@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
     def held(self) -> list[int]:
         """Positions that are held."""
-        return [] if self.kept is None else [at for at, offset in enumerate(self.kept.offsets) if offset is not None]
+        return [] if self.kept is None else [at for at, slot in enumerate(self.kept.slots) if slot is not None]
 
 
 class Dirty:
@@ -61,7 +61,7 @@ class Arrivals:
             batch = list(group)
             for at in range(0, len(batch), PLAN_KEYS):
                 part = batch[at : at + PLAN_KEYS]
-                kept = self._l1.pin_for_store(namespace, [item.key for item in part]) if keeps else None
+                kept = self._l1.pin_for_store(namespace, [item.named for item in part]) if keeps else None
                 self._queue.append(Arrival(part, kept))
                 self.objects += len(part)
 
@@ -73,8 +73,9 @@ class Arrivals:
 
     def take_if_gone(self) -> Arrival | None:
         """The oldest, if the L1 has nothing of it any more."""
-        keys = self._queue[0].keys
-        return self.take() if self._l1.leading_misses(self._queue[0].namespace, keys) == len(keys) else None
+        oldest = self._queue[0]
+        gone = self._l1.leading_gone(oldest.namespace, [item.named for item in oldest.objects])
+        return self.take() if gone == len(oldest.objects) else None
 
     def take_all(self, namespace: int | None) -> Iterator[Arrival]:
         """Those of a namespace, or (None) of all; the others stay in their order."""

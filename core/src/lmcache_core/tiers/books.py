@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs, former_epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.losses import Losses
+from lmcache_core.tiers.order import Watch
 from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.transfer import Loaded
 
@@ -23,57 +25,67 @@ class Books:
         accounting: Accounting,
         losses: Losses,
         reclaim: Reclaim,
+        doubts: Doubts,
         epochs: Epochs,
-        trouble: Callable[[str], None],
+        trouble: Callable[[str, str], None],
     ) -> None:
         self._counts = counts
         self._accounting = accounting
         self._losses = losses
         self._reclaim = reclaim
+        self._doubts = doubts
         self._epochs = epochs
         self._trouble = trouble
 
-    def loaded(self, keys: Sequence[bytes], results: Sequence[Loaded]) -> None:
-        """A load has ended."""
+    def loaded(self, keys: Sequence[bytes], results: Sequence[Loaded], changed: Watch) -> None:
+        """A load has ended. What it found of a key that was `changed` meanwhile is of no object that is still there."""
         there: list[tuple[bytes, int]] = []
         gone: list[bytes] = []
+        damaged: list[bytes] = []
         broken: list[bytes] = []
         for key, result in zip(keys, results, strict=True):
             if result.reason is None:
                 there.append((key, result.nbytes))
                 continue
+            if changed.saw(key):
+                self._counts[f"load_{result.reason}"] += 1
+                continue
             self._counts[f"load_{result.reason}"] += 1
             self._losses.note([key], result.reason, result.error)
-            if result.reason in (TierReason.GONE, TierReason.DAMAGED):
+            if result.reason is TierReason.GONE:
                 gone.append(key)
             if result.reason is TierReason.DAMAGED:
-                self._trouble(result.error)
+                self._trouble("load", result.error)
+                damaged.append(key)
                 if not result.mismatched:
                     broken.append(key)
-        self._add("loaded", "loaded_bytes", there)  # also what another server stored
+        self._counts["loaded"] += len(there)
+        self._counts["loaded_bytes"] += sum(nbytes for _, nbytes in there)
+        self._accounting.add([each for each in there if not changed.saw(each[0])])  # also what another server stored
         self._accounting.remove(gone)
+        self._accounting.damaged(damaged)
         self._reclaim.set_aside(broken)
 
     def stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """A store has ended."""
         there: list[tuple[bytes, int]] = []
+        unknown: dict[bytes, int | None] = {}  # a store that failed may have been done all the same, or in part
         full = False
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome.result is Result.DONE:
                 there.append((key, outcome.nbytes))
                 continue
             self._counts[f"store_{outcome.result}"] += 1
+            if outcome.result is Result.FAILED:
+                unknown[key] = outcome.nbytes
             full |= outcome.result is Result.FULL
             if outcome.error:
-                self._trouble(outcome.error)
-        self._add("store_done", "stored_bytes", there)
+                self._trouble("store", outcome.error)
+        self._counts["store_done"] += len(there)
+        self._counts["stored_bytes"] += sum(nbytes for _, nbytes in there)
+        self._accounting.add(there)
+        self._doubts.add(unknown)
         if full:
             self._reclaim.medium_is_full()
         # A clear may have come while they were stored.
         self._reclaim.delete(former_epochs([key for key, _ in there], self._epochs))
-
-    def _add(self, objects: str, nbytes: str, there: Sequence[tuple[bytes, int]]) -> None:
-        if there:
-            self._counts[objects] += len(there)
-            self._counts[nbytes] += sum(each for _, each in there)
-            self._accounting.add(there)

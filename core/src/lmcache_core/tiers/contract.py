@@ -155,6 +155,15 @@ class L2Adapter(ABC):
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         """One page of what is there; the first with cursor None. Rebuilds accounting at start."""
 
+    def medium(self) -> str | None:
+        """A name for what is stored on, the same for every adapter whose objects lie in the same place (one directory;
+        one bucket and prefix; one database and key prefix), without a secret in it. None: no other can be on it.
+
+        Asked once, before anything else, and without the medium: one medium is one tier, for two would each take the
+        other's objects for its own, and the capacity of one would empty the other.
+        """
+        return None
+
     def try_to_lead(self) -> bool:
         """Whether this adapter is the one that keeps headroom on a medium which several servers share.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from collections.abc import Sequence
@@ -24,15 +25,18 @@ class Epochs:
     """One number a namespace, never smaller than that of `everything`. Kept in a file, if there is one.
 
     The file is replaced before a new epoch is used: a crash can lose an answer to `clear`, never a clear that was
-    answered. Servers that share a tier should share this file too, or they stop sharing with the first clear.
+    answered. Servers that share a tier should share this file too, or they stop sharing with the first clear. It is
+    changed under a lock, from what stands in it at that moment, and no epoch in it ever falls; `refresh` takes over
+    what others moved.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = Path(path) if path is not None else None
         self._stored = _Stored(0, {})
-        if self._path is not None and self._path.exists():
+        self._seen: tuple[int, int, int] | None = None  # the file as it was read last
+        if self._path is not None:
             try:
-                self._stored = msgspec.json.decode(self._path.read_bytes(), type=_Stored, strict=False)
+                self._merge()
             except (OSError, msgspec.MsgspecError) as error:
                 raise SettingsError(
                     f"cannot read the epochs of the namespaces from {self._path}: {error}. Restore the file, or "
@@ -43,22 +47,61 @@ class Epochs:
         stored = self._stored
         return max(stored.everything, stored.namespaces.get(namespace, 0))
 
+    def refresh(self) -> bool:
+        """Take over what other servers moved. Whether there was something. A file that cannot be read now changes
+        nothing: what it says next is taken then."""
+        try:
+            return self._path is not None and self._merge()
+        except (OSError, msgspec.MsgspecError):
+            return False
+
     def move(self, namespace: int | None) -> None:
         """The next epoch of a namespace, or of all (None). Raises `SettingsError` if it cannot be kept."""
-        if namespace is None:
-            highest = max(self._stored.namespaces.values(), default=0)
-            moved = _Stored(max(self._stored.everything, highest) + 1, {})
-        else:
-            moved = _Stored(self._stored.everything, {**self._stored.namespaces, namespace: self.of(namespace) + 1})
-        if self._path is not None:
-            try:
+        if self._path is None:
+            self._stored = _moved(self._stored, namespace)
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.with_name(f"{self._path.name}.lock").open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed; others hold it for one small write
+                self._merge()
+                moved = _moved(self._stored, namespace)
                 _replace(self._path, msgspec.json.encode(moved))
-            except OSError as error:
-                raise SettingsError(
-                    f"the tiers are not cleared: their new epoch cannot be kept in {self._path}: {error.strerror}; "
-                    "let the server write there, or set state_dir to a directory where it may"
-                ) from error
+        except (OSError, msgspec.MsgspecError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise SettingsError(
+                f"the tiers are not cleared: their new epoch cannot be kept in {self._path}: {reason}; "
+                "let the server write there, or set state_dir to a directory where it may"
+            ) from error
         self._stored = moved
+
+    def _merge(self) -> bool:
+        """Whether the file says more than is known."""
+        assert self._path is not None
+        try:
+            about = self._path.stat()
+            seen = (about.st_ino, about.st_mtime_ns, about.st_size)
+            if seen == self._seen:
+                return False
+            found = msgspec.json.decode(self._path.read_bytes(), type=_Stored, strict=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self._seen, known = seen, self._stored
+        everything = max(known.everything, found.everything)
+        highest = {
+            namespace: epoch
+            for namespace in known.namespaces.keys() | found.namespaces.keys()
+            if (epoch := max(known.namespaces.get(namespace, 0), found.namespaces.get(namespace, 0))) > everything
+        }
+        self._stored = _Stored(everything, highest)
+        return self._stored != known
+
+
+def _moved(stored: _Stored, namespace: int | None) -> _Stored:
+    if namespace is None:
+        return _Stored(max(stored.everything, *stored.namespaces.values(), 0) + 1, {})
+    epoch = max(stored.everything, stored.namespaces.get(namespace, 0)) + 1
+    return _Stored(stored.everything, {**stored.namespaces, namespace: epoch})
 
 
 def former_epochs(tier_keys: Sequence[bytes], epochs: Epochs) -> list[bytes]:

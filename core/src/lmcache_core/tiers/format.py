@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import xxhash
@@ -46,6 +47,8 @@ _SEAL_AT = HEADER_BYTES - 8
 _TIER_KEY = struct.Struct(f"<{KEY_BYTES}sQI")
 _TIER_KEY_TAIL = struct.Struct("<QI")
 TIER_KEY_BYTES = _TIER_KEY.size
+_KIND_DIGEST_BYTES = 16
+SERDE_KEY_BYTES = TIER_KEY_BYTES + _KIND_DIGEST_BYTES
 
 
 class ObjectHeader(NamedTuple):
@@ -65,6 +68,7 @@ class ObjectKind(NamedTuple):
 
     layout: Layout
     description: bytes
+    digest: bytes  # of the description, for `serde_key`
     blank: bytes  # a page with everything in it that does not change
 
 
@@ -102,7 +106,16 @@ def object_kind(layout: Layout, chain: CodecChain) -> ObjectKind:
             f"{_SEAL_AT - _DESCRIPTION_AT}: shorten the parameters of the serdes"
         )
     blank = bytes(_DESCRIPTION_AT) + description
-    return ObjectKind(layout, description, blank + bytes(HEADER_BYTES - len(blank)))
+    digest = blake2b(description, digest_size=_KIND_DIGEST_BYTES).digest()
+    return ObjectKind(layout, description, digest, blank + bytes(HEADER_BYTES - len(blank)))
+
+
+def serde_key(kind: ObjectKind, key: bytes, namespace: int, epoch: int) -> bytes:
+    """The key that serdes see: the tier key, and a digest of layout and codec chain.
+
+    The header is not authenticated, so a serde that authenticates has to bind all that the header says.
+    """
+    return tier_key(key, namespace, epoch) + kind.digest
 
 
 def payload_checksum(buffers: Sequence[Buffer]) -> int:

@@ -39,50 +39,70 @@ class LoadGrant(StrEnum):
     FULL = "full"  # no room, a quota, too large, or the pool is still warming up
 
 
+Named = tuple[bytes, int]  # key and generation: one incarnation, within its namespace
+
+
 class Committed(NamedTuple):
-    """An object that was just committed to the L1 (never one that `commit_load` made: its tier has it)."""
+    """One incarnation that was just committed to the L1 (never one that `commit_load` made: its tier has it).
+
+    A key may have had another, of other bytes, by the time that this one's turn comes: `generation` tells them apart.
+    """
 
     key: bytes
     namespace: int
     layout_id: int
     nbytes: int
+    generation: int
     reused: bool = False  # was read again, rather than committed; only for policies with `wants_reuse`
-    checksum: int | None = None  # xxh3_64 of its bytes, where who wrote them has told; None or 0: not known
+
+    @property
+    def named(self) -> Named:
+        return self.key, self.generation
+
+
+class Slot(NamedTuple):
+    """Where an incarnation that is held stands, and all that its bytes need on their way: they belong together."""
+
+    offset: int
+    layout_id: int
+    checksum: int | None  # xxh3_64 of its bytes, where it is known; None or 0: it is not
 
 
 class Pinned(NamedTuple):
-    """A read lease of session 0. `offsets[i]` is None for a key that is no longer there."""
+    """A read lease of session 0. `slots[i]` is None for an incarnation that is no longer there."""
 
     lease: int
-    offsets: Sequence[int | None]
+    slots: Sequence[Slot | None]
 
 
 class Loading(NamedTuple):
     """A load lease of session 0. `offsets[i]` counts only where `grants[i]` is GRANTED; only these positions
-    have to be settled, by `commit_load` or `abort_load`, each exactly once."""
+    have to be settled, by `commit_load` or `abort_load`, each exactly once. What becomes ready is of `generation`."""
 
     lease: int
     grants: Sequence[LoadGrant]
     offsets: Sequence[int]
+    generation: int
 
 
 class L1(Protocol):
     """The caller (tiering) settles every position it was granted; the implementation never calls back."""
 
-    def leading_misses(self, namespace: int, keys: Iterable[bytes]) -> int:
-        """How many of the keys come before the first that is there. Looks no further than that."""
+    def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
+        """How many of these incarnations come before the first that is there. Looks no further than that."""
         ...
 
-    def pin_for_store(self, namespace: int, keys: Sequence[bytes]) -> Pinned:
-        """Hold ready objects so that a lane can read them. Positions without an offset hold nothing."""
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+        """Hold these very incarnations so that a lane can read them. Positions without a slot hold nothing."""
         ...
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
         """End the hold on these positions."""
         ...
 
-    def drop(self, namespace: int, keys: Sequence[bytes]) -> None:
-        """Remove objects from the L1 (with the last pin where there are pins). Missing keys are no error."""
+    def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
+        """Remove these incarnations from the L1 (with the last pin where there are pins). One that is gone is no
+        error, and its successor stays."""
         ...
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.epochs import Epochs
@@ -23,15 +24,15 @@ from lmcache_core.tiers.transfer import Loaded, Transfer
 _SPREAD = 4  # a job's loads are cut into about so many calls, so that lanes share them
 _SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
 
-# job, position, why it failed (None: loaded), and whether this job alone caused the load and keeps it alive
-Settle = Callable[[Job, int, TierReason | None, bool], None]
+# job, position, why it failed (None: loaded), and the generation of what this job alone caused and keeps alive, else 0
+Settle = Callable[[Job, int, TierReason | None, int], None]
 
 
 class Load:
     """One key on its way from a tier into a slot."""
 
-    __slots__ = ("alternatives", "call", "checksum", "epoch", "key", "lease", "namespace", "nbytes", "out", "position",
-                 "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
+    __slots__ = ("alternatives", "call", "checksum", "epoch", "generation", "key", "lease", "namespace", "nbytes",
+                 "out", "position", "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
 
     def __init__(self, key: bytes, namespace: int, epoch: int, sources: Sequence[str], retain: bool) -> None:
         self.key = key
@@ -45,6 +46,7 @@ class Load:
         self.call: Call | None = None
         self.lease = 0
         self.position = 0
+        self.generation = 0  # of what it makes in the L1
         self.nbytes = 0
         self.checksum: int | None = None  # of its bytes, once they are there and verified
         self.transfer_view: memoryview = memoryview(b"")
@@ -53,21 +55,18 @@ class Load:
 class LoadTable:
     """Begins, shares, settles and gives up loads."""
 
-    def __init__(self, l1: L1, tiers: dict[str, Tier], epochs: Epochs, settle: Settle) -> None:
+    def __init__(self, l1: L1, tiers: dict[str, Tier], epochs: Epochs, clock: Clock, settle: Settle) -> None:
         self._l1 = l1
         self._tiers = tiers
         self._epochs = epochs
         self._settle = settle
         self._table: dict[tuple[int, bytes], Load] = {}
         self._groups: dict[Call, list[Load]] = {}
-        self._now = 0.0
+        self._clock = clock
 
     def __len__(self) -> int:
         """Loads that are out, late ones included."""
         return sum(map(len, self._groups.values()))
-
-    def tick(self, now: float) -> None:
-        self._now = now
 
     # --- begin --------------------------------------------------------------------------------------------
     def begin(
@@ -91,14 +90,14 @@ class LoadTable:
         # The lease and the lanes share one deadline, so that both call a load late at the same moment.
         allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
                          if name in self._tiers), default=0.0)  # fmt: skip
-        deadline = min(request.deadline, self._now + allowed_s)
+        deadline = min(request.deadline, self._clock.now + allowed_s)
         refused: list[tuple[int, TierReason | None]] = []
         begun: list[Load] = []
         walk = iter(fresh)
         while page := list(islice(walk, BATCH_KEYS_MAX)):
             begun += self._grant(job, page, sources, retain, deadline, refused)
         for position, reason in refused:
-            self._settle(job, position, reason, False)
+            self._settle(job, position, reason, 0)
         return lambda: self._start(begun, request.layout_id, deadline, priority)
 
     def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
@@ -129,6 +128,7 @@ class LoadTable:
                 load = Load(request.keys[position], request.namespace, epoch, sources[position], retain)
                 load.waiters.append((job, position))
                 load.lease, load.position, load.nbytes = loading.lease, index, nbytes
+                load.generation = loading.generation
                 load.transfer_view = self._l1.view(loading.offsets[index], nbytes)
                 self._table[request.namespace, load.key] = load
                 begun.append(load)
@@ -225,7 +225,7 @@ class LoadTable:
         """These did not come from their tier: try the next that has them, into the same slots."""
         again: dict[str, list[Load]] = defaultdict(list)
         for load, reason in zip(part, reasons, strict=True):
-            if load.alternatives and load.waiters and self._now < deadline:
+            if load.alternatives and load.waiters and self._clock.now < deadline:
                 load.source = load.alternatives.pop(0)
                 again[load.source].append(load)
             else:
@@ -257,7 +257,7 @@ class LoadTable:
         if not load.out:
             load.transfer_view = memoryview(b"")
         waiters, load.waiters = load.waiters, []
-        own = reason is None and not load.shared and not load.retain
+        own = load.generation if reason is None and not load.shared and not load.retain else 0
         for job, position in waiters:
             self._settle(job, position, reason, own)
 
@@ -289,7 +289,7 @@ class LoadTable:
                 waiters, load.waiters = load.waiters, []
                 del self._table[key]
                 for job, position in waiters:
-                    self._settle(job, position, TierReason.CLEARED, False)
+                    self._settle(job, position, TierReason.CLEARED, 0)
 
 
 def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, TIER_LOSSES_REMEMBERED
 from lmcache_core.tiers.l1 import TierReason
 
@@ -18,20 +19,17 @@ class TierLoss(NamedTuple):
 
 
 class Losses:
-    """By tier key. The older half is forgotten at once when the younger one is full: nothing here ever stalls.
+    """By tier key. The older half is forgotten at once when the younger one is full: nothing here ever stalls."""
 
-    `now` is moved by the tier.
-    """
-
-    def __init__(self, remembered_max: int = TIER_LOSSES_REMEMBERED) -> None:
-        self.now = 0.0
+    def __init__(self, clock: Clock, remembered_max: int = TIER_LOSSES_REMEMBERED) -> None:
+        self._clock = clock
         self._half_max = max(1, remembered_max // 2)
         self._young: dict[bytes, TierLoss] = {}
         self._old: dict[bytes, TierLoss] = {}
 
     def note(self, tier_keys: Iterable[bytes], reason: TierReason, text: str = "") -> None:
         """These are not on the tier."""
-        loss = TierLoss(reason, self.now, text[:ERROR_EXCERPT_CHARS_MAX])
+        loss = TierLoss(reason, self._clock.now, text[:ERROR_EXCERPT_CHARS_MAX])
         young = self._young
         for key in tier_keys:
             young[key] = loss

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
@@ -36,7 +37,7 @@ class _Work:
     failed: list[TierReason] = field(default_factory=list)
     decided: bool = False
     pending: set[int] = field(default_factory=set)  # positions being loaded
-    own: set[int] = field(default_factory=set)  # temporary, loaded for this job alone
+    own: dict[int, int] = field(default_factory=dict)  # temporary, loaded for this job alone: position → generation
     cut: int = 0
 
 
@@ -49,6 +50,7 @@ class LookupController:
         tiers: dict[str, Tier],
         policy: PrefetchPolicy,
         epochs: Epochs,
+        clock: Clock,
         in_flight_max: int,
     ) -> None:
         self._l1 = l1
@@ -56,10 +58,10 @@ class LookupController:
         self._epochs = epochs
         self._in_flight_max = in_flight_max
         self.policy = policy
-        self.loads = LoadTable(l1, tiers, epochs, self._settled)
+        self.loads = LoadTable(l1, tiers, epochs, clock, self._settled)
         self.counts: Counter[str] = Counter()
         self._ids = count(1)
-        self._now = 0.0
+        self._clock = clock
         self._waiting: deque[Job] = deque()
         self._warm_ups: deque[Job] = deque()
         self._active: dict[Job, None] = {}
@@ -68,12 +70,10 @@ class LookupController:
         self._soonest = float("inf")
 
     # --- from the loop ------------------------------------------------------------------------------------
-    def lookup(self, request: Lookup, on_done: Callable[[Job], None], now: float, policy: PrefetchPolicy | None) -> Job:
+    def lookup(self, request: Lookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None) -> Job:
         for name in request.tiers or ():
             if name not in self._tiers:
                 raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
-        self._now = now
-        self.loads.tick(now)
         job = Job(next(self._ids), request, on_done)
         priority = WARM_UP if request.warm_up else WAITED_FOR
         self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
@@ -85,10 +85,9 @@ class LookupController:
         self._start_waiting()
         return job
 
-    def step(self, now: float) -> None:
+    def step(self) -> None:
         """End what is past its deadline, start what waits, and call `on_done` where it is due."""
-        self._now = now
-        self.loads.tick(now)
+        now = self._clock.now
         if now >= self._soonest:
             for job in [job for job in self._work if job.request.deadline <= now]:
                 self._give_up(job, TierReason.LATE)
@@ -153,7 +152,7 @@ class LookupController:
         self._active[job] = None
         epoch = self._epochs.of(request.namespace)
         keys = [tier_key(request.keys[position], request.namespace, epoch) for position in request.missing]
-        deadline = min(request.deadline, self._now + TIER_LOOKUP_S)
+        deadline = min(request.deadline, self._clock.now + TIER_LOOKUP_S)
         names = [name for name in self._tiers if request.tiers is None or name in request.tiers]
         if keys:
             work.asked = names
@@ -230,7 +229,7 @@ class LookupController:
         start()
 
     # --- loading ------------------------------------------------------------------------------------------
-    def _settled(self, job: Job, position: int, reason: TierReason | None, own: bool) -> None:
+    def _settled(self, job: Job, position: int, reason: TierReason | None, own: int) -> None:
         """One position of a job is loaded, or will not be."""
         work = self._work.get(job)
         if work is None or position not in work.pending:
@@ -240,7 +239,7 @@ class LookupController:
             job.loaded.add(position)
             self.counts["loaded"] += 1
             if own:
-                work.own.add(position)
+                work.own[position] = own
         else:
             self._failed(job, work, position, reason)
         if not work.pending:
@@ -298,7 +297,7 @@ class LookupController:
         if status is JobStatus.CANCELLED:
             unread = sorted(work.own)
         if unread:
-            self._l1.drop(job.request.namespace, [job.request.keys[p] for p in unread])
+            self._l1.drop(job.request.namespace, [(job.request.keys[p], work.own[p]) for p in unread])
             for position in unread:
                 job.loaded.discard(position)
                 job.reasons.setdefault(position, TierReason.CUT)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import ACCOUNTING_STEP_ENTRIES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S, SCAN_PAUSE_S
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
 from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, Lane
+from lmcache_core.tiers.order import KeyOrder, Watch
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 
@@ -37,18 +39,24 @@ class Rebuild:
         adapter: L2Adapter,
         accounting: Accounting,
         lane: Lane,
+        order: KeyOrder,
+        clock: Clock,
         deadline_s: float,
         rescan_s: float | None,
         on_done: Callable[[], None],
         on_trouble: Callable[[str], None],
+        on_well: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
         self._lane = lane
+        self._order = order
+        self._clock = clock
         self._deadline_s = deadline_s
         self._rescan_s = rescan_s
         self._on_done = on_done
         self._on_trouble = on_trouble
+        self._on_well = on_well
         self._cursor: str | None = None
         self._pages: list[list[ScanEntry]] = []
         self._call: Call | None = None
@@ -56,11 +64,13 @@ class Rebuild:
         self._done_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
         self._gone: Iterator[int] = iter(())
-        self.now = 0.0
         self.forgotten = 0  # objects that others deleted
         self.state = RebuildState.SCANNING if adapter.capabilities.scan else RebuildState.OFF
         if self.state is RebuildState.SCANNING:
             accounting.scan_begins()
+        # What is deleted after it was listed must not come back with the list: of the first scan until all is taken
+        # over, of a later one (which takes each page over at once) during the page.
+        self._changed = order.watch_all(of_stores=False) if self.state is RebuildState.SCANNING else Watch()
 
     def retime(self, deadline_s: float, rescan_s: float | None) -> None:
         """Other times from now on."""
@@ -70,11 +80,12 @@ class Rebuild:
         """Start the next page, or take over some of what was found."""
         match self.state:
             case RebuildState.ADOPTING:
-                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES):
+                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed):
+                    self._order.unwatch(self._changed)
                     self._finish()
                     self._on_done()
             case RebuildState.SCANNING | RebuildState.RESCANNING:
-                if self._call is None and self.now >= self._next_at:
+                if self._call is None and self._clock.now >= self._next_at:
                     self._ask()
             case RebuildState.FORGETTING:
                 for _ in range(_SHARDS_A_STEP):
@@ -84,8 +95,8 @@ class Rebuild:
                         return
                     self.forgotten += lost
             case RebuildState.DONE:
-                if self._rescan_s is not None and self.now >= self._done_at + self._rescan_s:
-                    self.state, self._cursor, self._next_at = RebuildState.RESCANNING, None, self.now
+                if self._rescan_s is not None and self._clock.now >= self._done_at + self._rescan_s:
+                    self.state, self._cursor, self._next_at = RebuildState.RESCANNING, None, self._clock.now
                     self._accounting.rescan_begins()
                     self._ask()
 
@@ -94,7 +105,7 @@ class Rebuild:
         """When `step` has something to do; None while a page is under way, or when all is done."""
         match self.state:
             case RebuildState.ADOPTING | RebuildState.FORGETTING:
-                return self.now
+                return self._clock.now
             case RebuildState.SCANNING | RebuildState.RESCANNING:
                 return self._next_at if self._call is None else None
             case RebuildState.DONE if self._rescan_s is not None:
@@ -102,12 +113,15 @@ class Rebuild:
         return None
 
     def _ask(self) -> None:
-        cursor, deadline = self._cursor, self.now + self._deadline_s
+        cursor, deadline = self._cursor, self._clock.now + self._deadline_s
         call = Call(lambda: self._page(cursor, deadline), deadline, HOUSEKEEPING, self._ended, self._late)
         if self._lane.submit(call):
             self._call = call
+            if self.state is RebuildState.RESCANNING:
+                self._order.unwatch(self._changed)
+                self._changed = self._order.watch_all(of_stores=True)
         else:
-            self._next_at = self.now + self._pause_s
+            self._next_at = self._clock.now + self._pause_s
 
     def _page(self, cursor: str | None, deadline: float) -> tuple[ScanPage, bool | None]:
         """On a lane. With the first page, who leads is settled anew."""
@@ -122,14 +136,16 @@ class Rebuild:
         if call.error is not None or not isinstance(call.result, tuple):
             self._try_later(str(call.error) or repr(call.error))
             return
+        self._on_well()
         page, leads = call.result
         if leads is not None:
             self._accounting.leads = leads
         self._pause_s = BREAKER_PAUSE_S
         self._cursor = page.cursor
-        self._next_at = self.now + SCAN_PAUSE_S
+        self._next_at = self._clock.now + SCAN_PAUSE_S
         if self.state is RebuildState.RESCANNING:
-            self._accounting.found(page.entries)
+            self._order.unwatch(self._changed)
+            self._accounting.found([entry for entry in page.entries if not self._changed.saw(entry.key)])
             if self._cursor is None:
                 self._gone = self._accounting.gone()
                 self.state = RebuildState.FORGETTING
@@ -142,7 +158,7 @@ class Rebuild:
 
     def _finish(self) -> None:
         self.state = RebuildState.DONE
-        self._done_at = self.now
+        self._done_at = self._clock.now
 
     def _late(self, call: Call) -> None:
         if call is self._call:
@@ -151,5 +167,5 @@ class Rebuild:
 
     def _try_later(self, error: str) -> None:
         self._on_trouble(error)
-        self._next_at = self.now + self._pause_s
+        self._next_at = self._clock.now + self._pause_s
         self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)

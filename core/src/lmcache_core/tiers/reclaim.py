@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
+from lmcache_core.clock import Clock
 from lmcache_core.limits import BREAKER_PAUSE_S
 from lmcache_core.tiers.accounting import Accounting, TierEntry
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
 from lmcache_core.tiers.losses import Losses
+from lmcache_core.tiers.order import Access, KeyOrder
 from lmcache_core.tiers.retry import call_batch
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
@@ -28,6 +31,9 @@ class Reclaim:
         accounting: Accounting,
         losses: Losses,
         lane: Lane,
+        order: KeyOrder,
+        doubts: Doubts,
+        clock: Clock,
         epochs: Epochs,
         deadline_s: float,
         batch_keys_max: int,
@@ -37,11 +43,13 @@ class Reclaim:
         self._accounting = accounting
         self._losses = losses
         self._lane = lane
+        self._order = order
+        self._doubts = doubts
+        self._clock = clock
         self._epochs = epochs
         self.deadline_s = deadline_s
         self._batch_keys_max = batch_keys_max
         self._stop = stop
-        self.now = 0.0
         self._paused_until = 0.0  # after a delete that failed: the medium may be read-only
         self._walk: Iterator[list[TierEntry]] | None = None  # over everything, for what former epochs left
         self._former: list[TierEntry] = []
@@ -53,7 +61,7 @@ class Reclaim:
 
     def step(self) -> None:
         """Evict down to the watermark, and go on with what former epochs left."""
-        if self.now < self._paused_until:
+        if self._clock.now < self._paused_until:
             return
         self._evict(self._accounting.victims())
         if self._out:
@@ -76,20 +84,20 @@ class Reclaim:
     @property
     def next_at(self) -> float | None:
         """When `step` has something to do."""
-        if self.now < self._paused_until:
+        if self._clock.now < self._paused_until:
             return self._paused_until
-        return self.now if (self._former or self._walk is not None) and not self._out else None
+        return self._clock.now if (self._former or self._walk is not None) and not self._out else None
 
-    def make_room(self, nbytes: int) -> TierReason | None:
+    def make_room(self, nbytes: int, namespace: int) -> TierReason | None:
         """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
-        if self.now >= self._paused_until:
-            self._evict(self._accounting.victims(nbytes))
+        if self._clock.now >= self._paused_until:
+            self._evict(self._accounting.victims(nbytes, namespace))
         counts = self._accounting
         if counts.fits(nbytes):
             return None
         if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
             return TierReason.FULL
-        waits = counts.bytes_leaving or counts.bytes_reserved or counts.scanning or self.now < self._paused_until
+        waits = counts.bytes_leaving or counts.bytes_reserved or counts.scanning or self._clock.now < self._paused_until
         return TierReason.THROTTLED if waits else TierReason.FULL
 
     def medium_is_full(self) -> None:
@@ -110,7 +118,7 @@ class Reclaim:
     def set_aside(self, keys: Sequence[bytes]) -> None:
         """Take damaged objects out of the way."""
         if self._adapter.capabilities.delete:
-            self._submit(keys, self._adapter.set_aside)
+            self._submit(keys, self._adapter.set_aside, checks=True)
 
     def _evict(self, entries: Sequence[TierEntry]) -> None:
         self.evicted += len(entries)
@@ -118,12 +126,14 @@ class Reclaim:
         self._losses.note(keys, TierReason.EVICTED, type(self._accounting.policy).__name__)
         self.delete(keys)
 
-    def _submit(self, keys: Sequence[bytes], method: _Method) -> None:
+    def _submit(self, keys: Sequence[bytes], method: _Method, *, checks: bool = False) -> None:
         for at in range(0, len(keys), self._batch_keys_max):
-            self._submit_batch(keys[at : at + self._batch_keys_max], method)
+            self._submit_batch(keys[at : at + self._batch_keys_max], method, checks)
 
-    def _submit_batch(self, keys: Sequence[bytes], method: _Method) -> None:
-        deadline = self.now + self.deadline_s
+    def _submit_batch(self, keys: Sequence[bytes], method: _Method, checks: bool) -> None:
+        """`checks`: whether they are gone is looked at, for what cannot be kept aside may stay where it is."""
+        deadline = self._clock.now + self.deadline_s
+        sizes = {key: self._accounting.nbytes_of(key) for key in keys}
 
         def ended(call: Call) -> None:
             self._out -= 1
@@ -134,7 +144,10 @@ class Reclaim:
                     gone.append(key)
                 else:
                     self._refused(key, outcome.error)
+                    self._doubts.add({key: sizes[key]}, damaged=checks)
             self._accounting.remove(gone)
+            if checks:
+                self._doubts.add({key: sizes[key] for key in gone}, damaged=True)
             self.deleted += len(gone)
 
         def late(call: Call) -> None:
@@ -144,7 +157,7 @@ class Reclaim:
                     self._refused(key, "delete not done by its deadline")
 
         call = Call(lambda: call_batch(method, keys, deadline, self._stop), deadline, DELETE, ended, late)
-        if self._lane.submit(call):
+        if self._order.submit(self._lane, call, keys, Access.DELETE):
             self._out += 1
         else:
             for key in keys:
@@ -154,4 +167,4 @@ class Reclaim:
         self._accounting.stays(key)
         self.failed += 1
         self.last_error = error
-        self._paused_until = self.now + BREAKER_PAUSE_S
+        self._paused_until = self._clock.now + BREAKER_PAUSE_S

@@ -53,7 +53,7 @@ def _once(
         outcomes = call(items, deadline)
     except TierError as error:
         return [Outcome(Result.FAILED, error=str(error), retryable=error.retryable)] * len(items)
-    except Exception as error:  # noqa: BLE001 - an adapter is someone else's code: its bugs end here, in words
+    except BaseException as error:  # noqa: BLE001 - an adapter is someone else's code: its bugs end here, in words
         return [Outcome(Result.FAILED, error=f"{type(error).__name__}: {error}")] * len(items)
     if len(outcomes) != len(items):
         error_text = f"the adapter gave {len(outcomes)} outcomes for {len(items)} items"

@@ -17,6 +17,7 @@ def tier_status(tier: Tier) -> dict[str, Any]:
         "reads": {"breaker": str(tier.reads.state), "opened": tier.reads.opened},
         "writes": {"breaker": str(tier.writes.state), "opened": tier.writes.opened},
         "last_error": tier.last_error,
+        "last_error_age_s": tier.last_error_age_s,
         "bytes_used": counts.bytes_used,
         "bytes_leaving": counts.bytes_leaving,
         "objects": counts.objects,
@@ -29,6 +30,7 @@ def tier_status(tier: Tier) -> dict[str, Any]:
             "failed": tier.reclaim.failed,
             "by_others": tier.rebuild.forgotten,
             "last_error": tier.reclaim.last_error,
+            "in_doubt": len(tier.doubts),
         },
         "lanes": {
             lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in tier.lanes

@@ -272,7 +272,7 @@ class StoreController:
             logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
             self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
             return True
-        room = tier.reclaim.make_room(nbytes)
+        room = tier.reclaim.make_room(nbytes, queue[0].object.namespace)
         if room is TierReason.FULL:
             self.counts["full"] += 1
             self._lost(name, [queue.popleft()], TierReason.FULL)
@@ -286,7 +286,7 @@ class StoreController:
         slow one has thousands of them waiting by the time that it takes its next batch."""
         namespace = queue[0].object.namespace
         head = takewhile(lambda dirty: dirty.object.namespace == namespace, islice(queue, _FORGET_AT_ONCE))
-        gone = self._l1.leading_misses(namespace, (dirty.object.key for dirty in head))
+        gone = self._l1.leading_gone(namespace, (dirty.object.named for dirty in head))
         if gone:
             self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
         return gone > 0
@@ -310,20 +310,21 @@ class StoreController:
         while fits > 1 and not tier.accounting.fits(fits * stored_bytes):
             fits //= 2
         batch = [queue.popleft()]
-        # One namespace has one layout: a batch is of one kind.
-        while queue and len(batch) < fits and queue[0].object.namespace == first.namespace:
+        of_kind = (first.namespace, first.layout_id)
+        while queue and len(batch) < fits and (queue[0].object.namespace, queue[0].object.layout_id) == of_kind:
             batch.append(queue.popleft())
         return batch
 
     def _store(self, name: str, tier: Tier, batch: list[Dirty]) -> bool:
         first = batch[0].object
-        pinned = self._l1.pin_for_store(first.namespace, [dirty.object.key for dirty in batch])
+        pinned = self._l1.pin_for_store(first.namespace, [dirty.object.named for dirty in batch])
+        slots = [slot for slot in pinned.slots if slot is not None]
         positions: Sequence[int] = range(len(batch))
         going = batch
-        if None in pinned.offsets:
-            positions = [position for position, offset in enumerate(pinned.offsets) if offset is not None]
+        if len(slots) < len(batch):
+            positions = [position for position, slot in enumerate(pinned.slots) if slot is not None]
             going = [batch[position] for position in positions]
-            self._lost(name, [dirty for dirty, offset in zip(batch, pinned.offsets, strict=True) if offset is None],
+            self._lost(name, [dirty for dirty, slot in zip(batch, pinned.slots, strict=True) if slot is None],
                        TierReason.EVICTED)  # fmt: skip
             if not going:
                 tier.writes.not_used()
@@ -331,8 +332,8 @@ class StoreController:
         kind = tier.kind(self._l1.layout(first.layout_id))
         view, nbytes = self._l1.view, kind.layout.nbytes
         transfers = [
-            Transfer(dirty.object.key, first.namespace, dirty.epoch, kind, view(offset, nbytes), dirty.object.checksum)
-            for dirty, offset in zip(going, (offset for offset in pinned.offsets if offset is not None), strict=True)
+            Transfer(dirty.object.key, first.namespace, dirty.epoch, kind, view(slot.offset, nbytes), slot.checksum)
+            for dirty, slot in zip(going, slots, strict=True)
         ]
         total = sum(dirty.object.nbytes for dirty in going)
         refused = tier.store(transfers, self._at_end(name, tier, pinned.lease, positions, going, total))
@@ -394,6 +395,6 @@ class StoreController:
 
     def _drop(self, objects: Sequence[Committed]) -> None:
         for namespace, group in groupby(objects, key=NAMESPACE):
-            keys = [item.key for item in group]
-            self.counts["dropped"] += len(keys)
-            self._l1.drop(namespace, keys)
+            wanted = [item.named for item in group]
+            self.counts["dropped"] += len(wanted)
+            self._l1.drop(namespace, wanted)

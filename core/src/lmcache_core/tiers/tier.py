@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError
 from lmcache_core.limits import (
     TIER_BATCH_KEYS_MAX,
@@ -25,17 +26,20 @@ from lmcache_core.tiers.books import Books
 from lmcache_core.tiers.breaker import Breaker, BreakerState
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Priority
 from lmcache_core.tiers.losses import Losses
+from lmcache_core.tiers.order import Access, KeyOrder, Watch
 from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
 from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.status import tier_status
 from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
+from lmcache_core.tiers.trouble import Trouble
 
 __all__ = ["Tier", "TierConfig", "adapter_context"]
 
@@ -67,25 +71,26 @@ class Tier:
             )
         self.name = name
         self.adapter = adapter
+        self.medium = adapter.medium()
         self.config = config
         self.chain = CodecChain(serdes)
         self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, eviction)
         self.reads = Breaker()
         self.writes = Breaker()
         self.counts: Counter[str] = Counter()
-        self.losses = Losses()
         self.draining = False
         self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
-        self.last_error = ""
+        self._troubles = Trouble()
         self._quiet_until = 0.0
         self._stop = threading.Event()
         self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
         self._stored_bytes: dict[int, int] = {}
-        self._now = 0.0
 
-    def start(self, post: Callable[[Call], None], epochs: Epochs, now: float) -> None:
+    def start(self, post: Callable[[Call], None], epochs: Epochs, clock: Clock) -> None:
         """Called once, by Tiering."""
+        self._clock = clock
+        self.losses = Losses(clock)
         connections = max(1, self.config.connections)
         if self.adapter.capabilities.thread_safe:
             self._lookups = Lane(f"{self.name}-lookup", min(2, connections), post)
@@ -95,28 +100,35 @@ class Tier:
             self._lookups = Lane(self.name, 1, post, replaces=False)
             self._loads = self._stores = self._lookups
         self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
+        self.order = KeyOrder()
+        self.doubts = Doubts(self.adapter, self.accounting, self._lookups, self.order, clock, self._stop)
         self.reclaim = Reclaim(
             self.adapter,
             self.accounting,
             self.losses,
             self._stores,
+            self.order,
+            self.doubts,
+            clock,
             epochs,
             self.config.deadline_s,
             self.batch_keys_max,
             self._stop,
         )
-        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, epochs, self._trouble)
+        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, self.doubts, epochs, self._trouble)
         # Objects of former epochs may have come to light: a clear just before a restart.
         self.rebuild = Rebuild(
             self.adapter,
             self.accounting,
             self._lookups,
+            self.order,
+            clock,
             self.config.deadline_s,
             self.config.rescan_s,
             self.reclaim.forget_former_epochs,
             lambda error: self._count_failure("scan", error),
+            lambda: self._troubles.well("scan", self._clock.now),
         )
-        self.tick(now)
 
     # --- what the controllers ask -------------------------------------------------------------------------
     @property
@@ -152,8 +164,9 @@ class Tier:
         if self.reads.state is not BreakerState.CLOSED:
             return TierReason.TIER_ERROR
         step = max(1, self.adapter.capabilities.batch_keys_max)
-        # Only what was known before: a store may end while the tier is being asked.
-        known = self.accounting.known(keys)
+        # Only what was known before, and is not changed while the tier is being asked.
+        known = list(self.accounting.known(keys))
+        changed = self.order.watch(known)
 
         def work() -> list[bool]:
             found: list[bool] = []
@@ -162,6 +175,7 @@ class Tier:
             return found
 
         def ended(call: Call) -> None:
+            self.order.unwatch(changed, known)
             if self._returned_late(call, self.reads):
                 return
             if call.error is not None:
@@ -169,20 +183,24 @@ class Tier:
                 self.losses.note(keys, TierReason.TIER_ERROR, self.last_error)
                 answer(None, TierReason.TIER_ERROR)
                 return
-            self.reads.succeeded()
+            self._went_well(self.reads, "lookup")
             # Another server, or the medium itself, deleted these.
-            self.accounting.remove(
-                [key for key, there in zip(keys, call.result, strict=True) if not there and key in known]
-            )
+            expected = set(known)
+            gone = [k for k, there in zip(keys, call.result, strict=True) if not there and k in expected]
+            self.accounting.remove([key for key in gone if not changed.saw(key)])
             answer(call.result, None)
 
         def late(call: Call) -> None:
+            self.order.unwatch(changed, known)
             self._late(call, self.reads, "lookup")
             self.losses.note(keys, TierReason.LATE, self.last_error)
             answer(None, TierReason.LATE)
 
         call = Call(work, deadline, priority, ended, late)
-        return self._submit(self._lookups, call)
+        refused = self._submit(self._lookups, call)
+        if refused is not None:
+            self.order.unwatch(changed, known)
+        return refused
 
     def load(
         self,
@@ -200,6 +218,7 @@ class Tier:
         if self.reads.state is not BreakerState.CLOSED:
             return TierReason.TIER_ERROR
         keys = [transfer.tier_key for transfer in batch]
+        changed = Watch()
 
         def ended(call: Call) -> None:
             results: Sequence[Loaded] = call.result or [
@@ -207,7 +226,7 @@ class Tier:
             ]
             if not self._returned_late(call, self.reads):
                 self._judge(self.reads, "load", results)
-            self._books.loaded(keys, results)
+            self._books.loaded(keys, results, changed)
             on_end(results)
 
         def late(call: Call) -> None:
@@ -217,18 +236,20 @@ class Tier:
             on_late(call.state is not CallState.EXPIRED)
 
         call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
-        return self._submit(self._loads, call) or call
+        return self._submit_ordered(self._loads, call, keys, Access.LOAD, changed) or call
 
     def store(self, batch: Sequence[Transfer], on_end: Callable[[Sequence[Outcome]], None]) -> TierReason | None:
         """Store objects of one kind; `on_end(outcomes)` follows once nobody reads their views any more. The caller
         has asked `stores_allowed` and found room. A reason given back means that nothing was begun."""
-        deadline = self._now + self.config.deadline_s
+        deadline = self._clock.now + self.config.deadline_s
         keys = [transfer.tier_key for transfer in batch]
-        reserved = self.stored_bytes(batch[0].kind.layout) * len(batch)
+        each_bytes = self.stored_bytes(batch[0].kind.layout)
+        reserved, namespace = each_bytes * len(batch), batch[0].namespace
 
         def ended(call: Call) -> None:
-            self.accounting.bytes_reserved -= reserved
-            outcomes: Sequence[Outcome] = call.result or [Outcome(Result.FAILED, error=repr(call.error)) for _ in batch]
+            self.accounting.reserve(namespace, -reserved)
+            failed = Outcome(Result.FAILED, each_bytes, error=repr(call.error))
+            outcomes: Sequence[Outcome] = call.result or [failed] * len(batch)
             if not self._returned_late(call, self.writes):
                 self._judge(self.writes, "store", outcomes)
             self._books.stored(keys, outcomes)
@@ -237,27 +258,27 @@ class Tier:
         def late(call: Call) -> None:
             self._late(call, self.writes, "store")
             if call.state is CallState.EXPIRED:  # otherwise the lane still reads: wait for its end
-                self.accounting.bytes_reserved -= reserved
+                self.accounting.reserve(namespace, -reserved)
                 on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
 
         call = Call(lambda: self._carrier.store(batch, deadline), deadline, WRITE_BACK, ended, late)
-        refused = self._submit(self._stores, call)
+        refused = self._submit_ordered(self._stores, call, keys, Access.STORE)
         if refused is None:
-            self.accounting.bytes_reserved += reserved
+            self.accounting.reserve(namespace, reserved)
         return refused
 
     @property
     def has_room_for_stores(self) -> bool:
         """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""
-        return self._stores.backlog < 2
+        return self._stores.backlog + self.order.held(self._stores) < 2
 
     def stores_allowed(self) -> bool:
         """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
-        return self.has_room_for_stores and self.writes.allows(self._now)
+        return self.has_room_for_stores and self.writes.allows(self._clock.now)
 
     def cancel(self, call: Call) -> bool:
         """Take a load back. True: it never runs, and nothing is called back."""
-        return self._loads.cancel(call)
+        return self.order.cancel(call)
 
     def reconfigure(self, config: TierConfig) -> None:
         """New figures; stores are welcome again. `connections` stays what it was."""
@@ -268,25 +289,20 @@ class Tier:
         self.rebuild.retime(config.deadline_s, config.rescan_s)
 
     # --- the loop's turn ----------------------------------------------------------------------------------
-    def tick(self, now: float) -> None:
-        """The time, before completions are applied."""
-        self._now = self.losses.now = self.reclaim.now = self.rebuild.now = now
-
-    def step(self, now: float) -> None:
+    def step(self) -> None:
         """Report what is late, scan on, evict, probe."""
-        self.tick(now)
-        for lane in self.lanes:
-            for call in lane.expire(now):
-                call.on_late(call)
+        now = self._clock.now
+        self._expire(now)
         self.rebuild.step()
         self.reclaim.step()
+        self.doubts.step()
         if self.reads.state is BreakerState.OPEN and self.reads.allows(now):
-            self._probe(now)
+            self._probe()
 
     def next_deadline(self) -> float | None:
         """When `step` has something to do, apart from completions."""
-        times = [lane.next_deadline for lane in self.lanes]
-        times += [at for at in (self.rebuild.next_at, self.reclaim.next_at) if at is not None]
+        times = [self.order.next_deadline, *(lane.next_deadline for lane in self.lanes)]
+        times += [at for at in (self.rebuild.next_at, self.reclaim.next_at, self.doubts.next_at) if at is not None]
         if self.reads.state is BreakerState.OPEN:
             times.append(self.reads.probe_at)
         soonest = min(times)
@@ -294,14 +310,20 @@ class Tier:
 
     def abandon(self) -> None:
         """Report every call as late now: queued ones never run, running ones end whenever they do."""
+        self._expire(float("inf"))
+
+    def _expire(self, now: float) -> None:
+        for call in self.order.expire(now):  # first: what they held up finds no lane that has gone over the calls
+            call.on_late(call)
         for lane in self.lanes:
-            for call in lane.expire(float("inf")):
+            for call in lane.expire(now):
                 call.on_late(call)
 
     def close(self, *, waits: bool = True) -> bool:
         """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned.
         `waits`: give the adapter's own close a moment, at the end of a process."""
         self._stop.set()
+        self.order.close()
         idle = [lane.close() for lane in self.lanes]
         # The adapter's close comes after its last call, and may block on its medium: it must not hold the end.
         closer = threading.Thread(target=self._close_adapter, name=f"tier-{self.name}-close", daemon=True)
@@ -314,7 +336,7 @@ class Tier:
         """For `status`."""
         return tier_status(self)
 
-    def _probe(self, now: float) -> None:
+    def _probe(self) -> None:
         """Ask for a key that is never there: any answer means that the tier is back."""
 
         def ended(call: Call) -> None:
@@ -323,9 +345,10 @@ class Tier:
             if call.error is not None:
                 self._failed(self.reads, "probe", str(call.error) or repr(call.error))
             else:
-                self.reads.succeeded()
+                self._went_well(self.reads, "probe")
+                self._troubles.well("lookup", self._clock.now)  # which is what a probe is
 
-        deadline = now + TIER_LOOKUP_S
+        deadline = self._clock.now + TIER_LOOKUP_S
         call = Call(
             lambda: self.adapter.exists([_PROBE_KEY], deadline),
             deadline,
@@ -334,7 +357,7 @@ class Tier:
             lambda call: self._late(call, self.reads, "probe"),
         )
         if self._submit(self._lookups, call) is not None:
-            self.reads.failed(now, "the queue of lookups is full")
+            self.reads.failed(self._clock.now, "the queue of lookups is full")
 
     def _close_adapter(self) -> None:
         for lane in self.lanes:
@@ -343,39 +366,59 @@ class Tier:
 
     # --- ends of calls ------------------------------------------------------------------------------------
     def _submit(self, lane: Lane, call: Call) -> TierReason | None:
-        call.allowed_s = call.deadline - self._now
+        call.allowed_s = call.deadline - self._clock.now
         if lane.submit(call):
             return None
         self.counts["throttled"] += 1
         return TierReason.THROTTLED
 
-    def _trouble(self, error: str) -> None:
+    def _submit_ordered(
+        self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None = None
+    ) -> TierReason | None:
+        """As `_submit`, once nothing else changes these keys."""
+        call.allowed_s = call.deadline - self._clock.now
+        if self.order.submit(lane, call, keys, access, watch):
+            return None
+        self.counts["throttled"] += 1
+        return TierReason.THROTTLED
+
+    @property
+    def last_error(self) -> str:
+        """Empty when the tier is well."""
+        return self._troubles.text
+
+    @property
+    def last_error_age_s(self) -> float | None:
+        age = self._troubles.age_s(self._clock.now)
+        return None if age is None else round(age, 3)
+
+    def _trouble(self, what: str, error: str) -> None:
         """Keep it for `status`, and log it, unless this tier has logged another a moment ago."""
-        self.last_error = error
-        if self._now >= self._quiet_until:
-            self._quiet_until = self._now + TIER_WARNING_PAUSE_S
+        self._troubles.note(what, error, self._clock.now)
+        if self._clock.now >= self._quiet_until:
+            self._quiet_until = self._clock.now + TIER_WARNING_PAUSE_S
             log.warning("tier %s: %s", self.name, error)
 
     def _late(self, call: Call, breaker: Breaker, what: str) -> None:
         self.counts[f"{what}_late"] += 1
-        self._trouble(f"{what} not done by its deadline")
+        self._trouble(what, f"{what} not done by its deadline")
         if call.state is CallState.LATE and call.allowed_s >= _LATE_COUNTS_S:
-            breaker.failed(self._now, self.last_error)
+            breaker.failed(self._clock.now, self.last_error)
         elif breaker.state is BreakerState.HALF_OPEN:
-            breaker.failed(self._now, self.last_error)  # it was the probe
+            breaker.failed(self._clock.now, self.last_error)  # it was the probe
 
     def _returned_late(self, call: Call, breaker: Breaker) -> bool:
         if call.was_late and call.error is None:
-            breaker.came_back(self._now)
+            breaker.came_back(self._clock.now)
         return call.was_late
 
     def _failed(self, breaker: Breaker, what: str, error: str) -> None:
         self._count_failure(what, error)
-        breaker.failed(self._now, error)
+        breaker.failed(self._clock.now, error)
 
     def _count_failure(self, what: str, error: str) -> None:
         self.counts[f"{what}_failed"] += 1
-        self._trouble(error)
+        self._trouble(what, error)
 
     def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
         """Tell the breaker how a batch went: one failure of the tier makes the call a failed one."""
@@ -386,4 +429,8 @@ class Tier:
             if failed:
                 self._failed(breaker, what, result.error)
                 return
+        self._went_well(breaker, what)
+
+    def _went_well(self, breaker: Breaker, what: str) -> None:
         breaker.succeeded()
+        self._troubles.well(what, self._clock.now)

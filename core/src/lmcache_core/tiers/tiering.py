@@ -1,18 +1,19 @@
 """Tiering: the one object that the server's loop talks to about tiers. One thread, no locks, no blocking call.
 
-How a loop drives it (`now` is always `time.monotonic()`):
+How a loop drives it (the time is its clock's, set once a turn):
 
-    tiering = Tiering(l1, tiers, wake=eventfd_write, store_policy=…, prefetch_policy=…, config=TieringConfig())
+    tiering = Tiering(l1, tiers, wake=eventfd_write, clock=clock, store_policy=…, prefetch_policy=…)
     tiering.on_committed([Committed(…), …])    # after each commit of a worker: cheap, only queues
-    job = tiering.lookup(Lookup(namespace, layout_id, keys, missing, deadline), on_done, now)
+    job = tiering.lookup(Lookup(namespace, layout_id, keys, missing, deadline), on_done)
     …
     loop:
-        poll(timeout = tiering.next_deadline(now) - now)
-        tiering.step(now)                      # completions, what is late, next batches; bounded work; calls on_done
+        poll(timeout = tiering.next_deadline() - clock.read())
+        clock.turn()
+        tiering.step()                         # completions, what is late, next batches; bounded work; calls on_done
     …
-    tiering.begin_drain(now)                   # SIGTERM: everything dirty goes out; go on calling step()
+    tiering.begin_drain()                      # SIGTERM: everything dirty goes out; go on calling step()
     tiering.drained                            # True: nothing is pending or in flight any more
-    idle = tiering.close(now)                  # never waits; False: a lane call is still out, keep the mapping
+    idle = tiering.close()                     # never waits; False: a lane call is still out, keep the mapping
 
 `wake()` is called from lane threads whenever a completion is waiting; it must be thread-safe and cheap.
 """
@@ -20,12 +21,12 @@ How a loop drives it (`now` is always `time.monotonic()`):
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX, TIERING_STEP_S
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
@@ -70,18 +71,20 @@ class Tiering:
         tiers: Sequence[Tier],
         *,
         wake: Callable[[], None],
+        clock: Clock,
         store_policy: StorePolicy,
         prefetch_policy: PrefetchPolicy,
         config: TieringConfig = TieringConfig(),
-        now: float = 0.0,
     ) -> None:
         self._wake = wake
+        self._clock = clock
         self._ended: deque[Call] = deque()  # appended to by lane threads
         self._turn = 0  # which kind of work comes next
         self._touched = True  # something has changed since the last step
         self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
         self._next_at = 0.0  # when there is something to do although nothing has changed …
         self._tiers_at = 0.0  # … and when a tier has
+        self._epochs_at = 0.0  # when it is looked at what other servers have cleared
         self._tiers: dict[str, Tier] = {}
         self._epochs = Epochs(config.epochs_path)
         self._stores = StoreController(
@@ -92,11 +95,13 @@ class Tiering:
             in_flight_bytes_max=config.store_in_flight_bytes_max,
             keep=config.dirty == "keep",
         )
-        self._lookups = LookupController(l1, self._tiers, prefetch_policy, self._epochs, config.prefetch_in_flight_max)
+        self._lookups = LookupController(
+            l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max
+        )
         self._draining = False
         self._faults = 0
         for tier in tiers:
-            self.add_tier(tier, now)
+            self.add_tier(tier)
 
     def on_committed(self, objects: Sequence[Committed]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
@@ -104,28 +109,20 @@ class Tiering:
             self._touched = True
             self._stores.on_committed(objects)
 
-    def lookup(
-        self, request: Lookup, on_done: Callable[[Job], None], now: float, policy: PrefetchPolicy | None = None
-    ) -> Job:
+    def lookup(self, request: Lookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None = None) -> Job:
         """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in
         `on_done`: what was loaded may have been evicted since. Raises `UsageError` for a tier that is not there.
         """
         self._settled = True
-        for tier in self._tiers.values():
-            tier.tick(now)
         if self._draining:
             request = request._replace(tiers=())
-        return self._lookups.lookup(request, on_done, now, policy)
+        return self._lookups.lookup(request, on_done, policy)
 
-    def whereabouts(
-        self, namespace: int, keys: Sequence[bytes], on_done: Callable[[Whereabouts], None], now: float
-    ) -> Whereabouts:
+    def whereabouts(self, namespace: int, keys: Sequence[bytes], on_done: Callable[[Whereabouts], None]) -> Whereabouts:
         """Ask all tiers which of the keys they have, and why not. See `Whereabouts` for when `on_done` is called."""
         self._settled = True  # their deadlines are looked at in the next step
-        for tier in self._tiers.values():
-            tier.tick(now)
         whereabouts = Whereabouts(on_done)
-        whereabouts.ask(self._tiers, namespace, self._epochs.of(namespace), keys, now)
+        whereabouts.ask(self._tiers, namespace, self._epochs.of(namespace), keys, self._clock.now)
         return whereabouts
 
     @property
@@ -138,51 +135,53 @@ class Tiering:
         self._settled = True
         self._lookups.cancel(job)
 
-    def step(self, now: float) -> None:
+    def step(self) -> None:
         """Apply completions, notice what is late, hand out what can start. A small piece of work a call, of
         TIERING_STEP_S or little more: the next message of a worker never waits long behind it."""
+        now = self._clock.now
         if not (self._touched or self._settled or self._ended) and now < self._next_at:
             return
         self._touched = False
-        self._lookups.loads.tick(now)
         due = self._settled or now >= self._tiers_at
         self._settled = False
-        for tier in list(self._tiers.values()):
-            if due:
-                self._guarded(tier.step, now)
-            else:
-                tier.tick(now)
+        if due:
+            for tier in list(self._tiers.values()):
+                self._guarded(tier.step)
+        if now >= self._epochs_at:
+            self._epochs_at = now + HOUSEKEEPING_S
+            if self._epochs.refresh():
+                self._forget_former_epochs()
         self._stores.unblock()
         pieces = (self._end_one, self._stores.plan_some, self._stores.submit_some)
-        until, nothing_done = time.monotonic() + TIERING_STEP_S, 0
+        until, nothing_done = self._clock.read() + TIERING_STEP_S, 0
         while nothing_done < _PIECES:
             piece = pieces[self._turn]
             self._turn = (self._turn + 1) % _PIECES
             nothing_done = 0 if self._guarded(piece) else nothing_done + 1
-            if time.monotonic() >= until:
+            if self._clock.read() >= until:
                 break
-        self._lookups.step(now)
+        self._lookups.step()
         # The loop turns for its housekeeping anyway: what an adapter or a policy changed in silence is found then.
         self._tiers_at = now + HOUSEKEEPING_S
         for tier in self._tiers.values():
             at = tier.next_deadline()
             if at is not None and at < self._tiers_at:
                 self._tiers_at = at
-        self._next_at = self._soonest(now)
+        self._next_at = self._soonest()
 
-    def next_deadline(self, now: float) -> float:
-        """When `step` should be called even if nothing wakes the loop. `now` if there is work left already."""
+    def next_deadline(self) -> float:
+        """When `step` should be called even if nothing wakes the loop. The clock's `now` if there is work left."""
         if self._touched or self._settled or self._ended:
-            return now
+            return self._clock.now
         return self._next_at
 
-    def _soonest(self, now: float) -> float:
+    def _soonest(self) -> float:
         if self._stores.has_work or self._lookups.has_work:
-            return now
+            return self._clock.now
         at = self._stores.next_at
         return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
 
-    def clear(self, namespace: int | None, now: float, *, tiers: bool = False) -> None:
+    def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
         epoch moves, stores in flight are followed by a delete, and what the tiers hold is deleted in the
         background. Call it after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be kept.
@@ -195,33 +194,35 @@ class Tiering:
             self._stores.clear(namespace)
             self._lookups.clear(namespace)
         if tiers:
-            for tier in self._tiers.values():
-                tier.tick(now)
-                tier.reclaim.forget_former_epochs()
+            self._forget_former_epochs()
 
-    def add_tier(self, tier: Tier, now: float) -> None:
+    def _forget_former_epochs(self) -> None:
+        for tier in self._tiers.values():
+            tier.reclaim.forget_former_epochs()
+
+    def add_tier(self, tier: Tier) -> None:
         """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
         if tier.name in self._tiers:
             raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
+        self._check_medium(tier)
         self._settled = True
-        tier.start(self._post, self._epochs, now)
+        tier.start(self._post, self._epochs, self._clock)
         self._tiers[tier.name] = tier
 
-    def reconfigure_tier(self, name: str, config: TierConfig, now: float) -> None:
+    def reconfigure_tier(self, name: str, config: TierConfig) -> None:
         """New figures for a running tier, which is stored to again if it was drained. `connections` cannot change:
         replace the tier. Raises `UsageError` for an unknown name."""
         tier = self._tier(name)
-        tier.tick(now)
         tier.reconfigure(config)
 
-    def replace_tier(self, tier: Tier, now: float) -> None:
+    def replace_tier(self, tier: Tier) -> None:
         """Put a new tier in the place of the one with its name. What waits to be stored goes to the new one; what
         is under way counts as late. Raises `UsageError` for an unknown name."""
         old = self._tier(tier.name)
-        tier.start(self._post, self._epochs, now)
+        self._check_medium(tier)
+        tier.start(self._post, self._epochs, self._clock)
         self._tiers[tier.name] = tier
         self._stores.tier_replaced(tier.name)
-        old.tick(now)
         old.abandon()
         old.close(waits=False)
 
@@ -229,17 +230,16 @@ class Tiering:
         """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""
         self._tier(name).draining = True
 
-    def remove_tier(self, name: str, now: float) -> None:
+    def remove_tier(self, name: str) -> None:
         """Forget the tier at once (its objects stay on the medium). What it has under way counts as late.
         Raises `UsageError` for an unknown name."""
         tier = self._tier(name)
-        tier.tick(now)
         del self._tiers[name]
         self._stores.tier_removed(name)
         tier.abandon()
         tier.close(waits=False)
 
-    def begin_drain(self, now: float) -> None:
+    def begin_drain(self) -> None:
         """No new lookups; everything dirty goes out."""
         self._draining = self._settled = True
         self._lookups.cancel_all()
@@ -249,14 +249,13 @@ class Tiering:
         """Nothing is pending or in flight, apart from objects for tiers that do not answer."""
         return self._stores.idle and self._lookups.idle and not self._ended
 
-    def close(self, now: float) -> bool:
+    def close(self) -> bool:
         """End everything without waiting for any lane. True: no call is out, the pool may be unmapped."""
         self._draining = True
         self._lookups.cancel_all()
         self._stores.close()
         idle = True
         for tier in self._tiers.values():
-            tier.tick(now)
             tier.abandon()
             idle = tier.close() and idle
         while self._end_one():
@@ -273,6 +272,15 @@ class Tiering:
             "lookups": self._lookups.status(),
             "tiers": [tier.status() for tier in self._tiers.values()],
         }
+
+    def _check_medium(self, tier: Tier) -> None:
+        """Raise `SettingsError` if another tier is on the same medium."""
+        for other in self._tiers.values():
+            if tier.medium is not None and tier.medium == other.medium and tier.name != other.name:
+                raise SettingsError(
+                    f"tiers {other.name!r} and {tier.name!r} are both on {tier.medium}: one medium is one tier; give "
+                    "each a directory, a prefix or a database of its own"
+                )
 
     def _tier(self, name: str) -> Tier:
         """The tier that is about to be changed."""

@@ -18,6 +18,7 @@ from lmcache_core.tiers.format import (
     build_header,
     check_header,
     payload_checksum,
+    serde_key,
     split_tier_key,
     tier_key,
 )
@@ -40,6 +41,10 @@ class Transfer(NamedTuple):
     def tier_key(self) -> bytes:
         return tier_key(self.key, self.namespace, self.epoch)
 
+    @property
+    def serde_key(self) -> bytes:
+        return serde_key(self.kind, self.key, self.namespace, self.epoch)
+
 
 class Loaded(NamedTuple):
     """What became of one load. `reason` None: the object is in its view, whole and checked."""
@@ -48,7 +53,7 @@ class Loaded(NamedTuple):
     nbytes: int = 0  # on the medium, header included
     error: str = ""
     mismatched: bool = False  # intact, but of another layout or codec chain: not ours to delete
-    checksum: int | None = None  # xxh3_64 of the object in its view; None where a codec chain stands between
+    checksum: int | None = None  # xxh3_64 of the object in its view
 
 
 class Carrier:
@@ -104,7 +109,7 @@ class Carrier:
         page = scratch.take(HEADER_BYTES)
         layout = transfer.kind.layout
         try:
-            encoded = self._chain.encode(transfer.view.toreadonly(), layout, transfer.key, scratch)
+            encoded = self._chain.encode(transfer.view.toreadonly(), layout, transfer.serde_key, scratch)
         except CacheError as error:
             return f"encoding failed: {error}"
         except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
@@ -155,14 +160,20 @@ class Carrier:
                         f"{transfer.view.nbytes:,}"
                     )
             else:
-                self._chain.decode(payload, transfer.view, transfer.kind.layout, transfer.key, header.lengths, scratch)
+                self._chain.decode(
+                    payload, transfer.view, transfer.kind.layout, transfer.serde_key, header.lengths, scratch
+                )
         except MismatchedObjectError as error:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error), mismatched=True)
         except DamagedObjectError as error:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error))
         except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
             return Loaded(TierReason.DAMAGED, outcome.nbytes, f"decoding failed: {type(error).__name__}: {error}")
-        return Loaded(None, outcome.nbytes, checksum=header.checksum if self._chain.is_identity else None)
+        return Loaded(
+            None,
+            outcome.nbytes,
+            checksum=header.checksum if self._chain.is_identity else payload_checksum([transfer.view]),
+        )
 
     # --- bounds -------------------------------------------------------------------------------------------
     def _scratch(self) -> Scratch:

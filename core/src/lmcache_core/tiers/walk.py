@@ -24,6 +24,7 @@ from lmcache_core.tiers.format import (
     object_kind,
     payload_checksum,
     read_header,
+    serde_key,
     split_tier_key,
 )
 from lmcache_core.tiers.retry import call_batch
@@ -125,11 +126,13 @@ class Walker:
         """The object as a slot holds it, until the next one. Raises `DamagedObjectError`."""
         if self.chain.is_identity:
             return payload
-        self._decoded = _at_least(self._decoded, header.decoded_bytes)
-        view = self._decoded[: header.decoded_bytes]
+        kind = object_kind(layout_of(header), self.chain)
+        name = serde_key(kind, header.key, header.namespace, header.epoch)
         self._scratch.reset()
         try:
-            self.chain.decode(payload, view, layout_of(header), header.key, header.lengths, self._scratch)
+            self._decoded = _at_least(self._decoded, header.decoded_bytes)
+            view = self._decoded[: header.decoded_bytes]
+            self.chain.decode(payload, view, kind.layout, name, header.lengths, self._scratch)
         except DamagedObjectError:
             raise
         except Exception as error:  # a serde is someone else's code: its bugs end here, in words

@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import xxhash
+
 from lmcache_core.cli.bench.harness import Bench
 from lmcache_core.cli.bench.servers import temporary_directory
 from lmcache_core.client.client import Client
+from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
 from lmcache_core.pool.backing import Access, segment_path
 from lmcache_core.pool.layout import Layout
@@ -156,7 +159,7 @@ def _fill(settings: Settings, objects: int) -> None:
     populate(segment.mapping, segment.header.data_offset, segment.header.data_bytes)
     kernel = build_kernel(settings, load_plugins(), segment)
     kernel.add_memory(segment.header.data_bytes)
-    l1 = L1(kernel, segment, lambda effect: None)
+    l1 = L1(kernel, segment, Clock(), lambda effect: None)
     layout_id = l1.layout_id(NAMESPACE.layout)
     l1.add_layout(layout_id, NAMESPACE.layout)
     kernel.open_session(1, 0)
@@ -167,7 +170,8 @@ def _fill(settings: Settings, objects: int) -> None:
         l1.apply()
         for key, offset in zip(keys, grants.offsets, strict=True):
             segment.view(offset, 4096)[:] = _content(key)
-        kernel.commit_store(1, grants.lease_id, 0.0)
+        checksums = [xxhash.xxh3_64_intdigest(_content(key)) for key in keys]
+        kernel.commit_store(1, grants.lease_id, 0.0, checksums=checksums)
         l1.apply()
     segment.serve(kernel.epoch)
     print("filled", flush=True)

@@ -112,8 +112,10 @@ class _Objects:
     """Sources and targets, out of the processor's cache and populated."""
 
     def __init__(self, layout: Layout) -> None:
+        from lmcache_core.tiers.format import SERDE_KEY_BYTES
+
         self.layout = layout
-        self.key = bytes(range(32))
+        self.key = bytes(range(SERDE_KEY_BYTES))
         self.nbytes = OBJECTS * layout.nbytes
         values = _normal_bf16(layout.nbytes // 2)
         self.sources = [_filled(values) for _ in range(OBJECTS)]

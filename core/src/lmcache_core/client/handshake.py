@@ -1,0 +1,144 @@
+"""A link in the making: what is done in each of its states (`link_states.py`), one step at a time, without waiting."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core.client.channel import Channel, expect
+from lmcache_core.client.link import MAPS_POOL, Link, Target
+from lmcache_core.client.link_states import LinkEvent, LinkState
+from lmcache_core.errors import PoolError
+from lmcache_core.protocol import messages as m
+
+if TYPE_CHECKING:
+    from lmcache_core.client.channel import Orphans, Pending
+    from lmcache_core.pool.lifelock import LifeLock
+
+_FOREVER_S = math.inf  # who makes the link says how long it waits; the channel does not
+
+
+class Handshake:
+    """Connect, say hello, map the pool, attach. The caller calls `step` until `link` is there, or gives it up.
+
+    Errors end it: `DisconnectedError` where no server answers, and `LimitError`, `VersionError`, `PoolError` where
+    one refuses or cannot be used; the caller closes it then.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        client_id: bytes,
+        held: Callable[[LifeLock], Sequence[int]],
+        previous: Link | None,
+        on_notice: Callable[[m.LeaseExpired], None],
+        on_silence: Callable[[str], None],
+        orphans: Orphans,
+        now: float,
+    ) -> None:
+        """`held`: the leases that are to go on over the new link, and under its life lock. `previous`: the link before,
+        which has ended."""
+        self.began_s = now
+        self._target = target
+        self._client_id = client_id
+        self._held = held
+        self._previous = previous
+        self._link: Link | None = None
+        self._pending: Pending | None = None
+        self.channel = Channel(
+            target.connection(),
+            on_notice,
+            orphans,
+            timeout_s=target.call_timeout_s,
+            on_silence=on_silence,
+            clock=target.clock,
+            state=LinkState.CONNECTING,
+        )
+
+    @property
+    def link(self) -> Link | None:
+        """The link, once it is open."""
+        return self._link if self.channel.state is LinkState.OPEN else None
+
+    def step(self) -> bool:
+        """Do what the state asks for. False: the server has not answered yet."""
+        event = _STEPS[self.channel.state](self)
+        if event is not None:
+            self.channel.move(event)
+        return event is not None
+
+    def _connect(self) -> LinkEvent | None:
+        if not self.channel.connection.connect():
+            return None
+        target = self._target
+        hello = [MAPS_POOL] if target.maps_pool else []
+        self._pending = self._say(
+            lambda rid: m.Hello(
+                rid,
+                m.PROTOCOL_VERSION_MIN,
+                m.PROTOCOL_VERSION_MAX,
+                self._client_id,
+                target.client_name,
+                os.getpid(),
+                hello,
+            )
+        )
+        return LinkEvent.CONNECTED
+
+    def _greet(self) -> LinkEvent | None:
+        assert self._pending is not None
+        reply = self.channel.poll(self._pending)
+        if reply is None:
+            return None
+        self._link = Link(self.channel, expect(reply, m.Welcome), self._previous)
+        return LinkEvent.WELCOMED
+
+    def _map(self) -> LinkEvent:
+        link, target, connection = self._link, self._target, self.channel.connection
+        assert link is not None
+        if not target.maps_pool:
+            return LinkEvent.UNMAPPED
+        try:
+            row, nonce = link.map(connection.take_fd(), self._previous, target)
+        except PoolError as error:
+            if connection.carrier == "lifeline":
+                raise
+            link.unmap(str(error))
+            return LinkEvent.UNMAPPED
+        assert link.life_lock is not None
+        held = list(self._held(link.life_lock))
+        self._pending = self._say(lambda rid: m.Attach(rid, row, nonce, held))
+        return LinkEvent.MAPPED
+
+    def _attach(self) -> LinkEvent | None:
+        assert self._pending is not None
+        reply = self.channel.poll(self._pending)
+        if reply is None:
+            return None
+        expect(reply, m.Attached)
+        return LinkEvent.ATTACHED
+
+    def _say(self, make: Callable[[int], m.Message]) -> Pending:
+        return self.channel.start(make, extra_s=_FOREVER_S, blocks=False)
+
+    def close(self, why: str) -> None:
+        """Give it up, or hand it over: `close` of what is open is the link's."""
+        self.channel.close(why)
+        if self._link is not None:
+            self._link.life_lock = None  # or that row would seem to be taken for as long as this is kept
+
+    def abandon(self) -> None:
+        """In a forked child: it is the parent's."""
+        self.channel.connection.abandon()
+        if self._link is not None:
+            self._link.abandon()
+
+
+_STEPS: dict[LinkState, Callable[[Handshake], LinkEvent | None]] = {
+    LinkState.CONNECTING: Handshake._connect,
+    LinkState.GREETING: Handshake._greet,
+    LinkState.MAPPING: Handshake._map,
+    LinkState.ATTACHING: Handshake._attach,
+}

@@ -1,0 +1,369 @@
+"""Who is inside which slots: the one place that says when something of ours may be let go of.
+
+Every lease of a client has a `Holding` here, from before the server is asked until the server knows that nobody
+touches its slots. Nothing is settled, said goodbye to or unlocked while a holding is *occupied*:
+
+- by a copy: the call that makes it is still on its thread's stack (`Presence`);
+- by a view or tensor: the object that lends its memory lives for as long as anything shows that memory.
+
+These are facts, which no interrupt can skip. What a lease that nobody has any more still holds is let go of by whoever
+calls the server next. The life lock is kept alive by the holdings that were granted under it, and by the link: it ends,
+and with it the row, when the last of them does, in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.client.channel import Pending
+from lmcache_core.client.presence import Presence
+from lmcache_core.client.results import Status
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.kernel.answers import Grant
+from lmcache_core.limits import BATCH_KEYS_MAX
+from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import pack_positions
+
+if TYPE_CHECKING:
+    from lmcache_core.client.link import Link
+
+_LOOK_S = 0.01  # whoever waits for views to go looks so often: nothing runs when the last one does
+
+
+class Page:
+    """Positions that were asked for, from `first` on, and whose answer the lease has not taken yet."""
+
+    __slots__ = ("first", "pending")
+
+    def __init__(self, first: int, pending: Pending) -> None:
+        self.first = first
+        self.pending = pending
+
+    def granted(self) -> tuple[int, list[int]]:
+        """The lease and the positions that its answer grants, as far as it has come."""
+        return granted_by(self.pending.reply, self.first)
+
+
+class Holding:
+    """What one lease holds. `unsettled`: an ordered set of positions."""
+
+    def __init__(self, let_go: type[m.Settle], copying: Presence | None) -> None:
+        self.let_go = let_go  # what ends a position that nothing else has ended
+        self.statuses: list[Status] = []
+        self.over = False
+        self.copying = copying  # the call in which slots are copied to or from, if they are not lent to the caller
+        self.link: Link | None = None  # that the server is spoken to over
+        self.life_locks: tuple[LifeLock, ...] = ()  # of the rows under which the server may know it
+        self.id = 0
+        self.unsettled: dict[int, None] = {}
+        self.page: Page | None = None
+        self.expired = False  # the server said so; it waits for our answer, which is the next settling call
+        self.barred = ""  # why no slot is lent any more
+        self.views: list[weakref.ref[memoryview]] = []  # those that the lease gave; they keep us
+        self.lent: dict[int, weakref.ref[Any]] = {}  # what lends the memory of slots, by its address
+        self.borrowers: set[int] = set()  # threads that have asked for views
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a thread may be inside its slots."""
+        copying = self.copying  # its thread may end it while we look
+        if copying is not None and copying.lasts:
+            return True
+        return any(lender() is not None for lender in list(self.lent.values()))
+
+    @property
+    def occupied_by_others(self) -> bool:
+        """The same, but for what only this thread, which is here, can be doing."""
+        if not self.occupied:
+            return False
+        copying = self.copying
+        if copying is not None and copying.lasts:
+            return not copying.is_ours
+        return bool(self.borrowers - {threading.get_ident()})
+
+    def bar(self, why: str) -> None:
+        """Lend nothing from now on, and take back the views that nobody is using."""
+        self.barred = why
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Views raise `ValueError` from now on."""
+        for each in self.views:
+            view = each()
+            if view is not None:
+                with contextlib.suppress(BufferError):  # a call is at work in it, or an array lies on it
+                    view.release()
+        self.views.clear()
+
+    def left(self) -> list[int]:
+        """The positions that the server takes to be ours, the unseen answer to the last question included."""
+        page = self.page
+        if page is None:
+            return list(self.unsettled)
+        lease_id, positions = page.granted()
+        self.id = self.id or lease_id
+        return list(dict.fromkeys([*self.unsettled, *positions]))
+
+    def forget(self) -> None:
+        """Nothing of it is ours any more. What was not settled counts as aborted."""
+        self.over = True
+        for position in list(self.unsettled):
+            self.statuses[position] = Status.ABORTED
+        self.unsettled.clear()
+        self._kept_by_lenders(None)
+        self.copying = self.page = None
+        self.life_locks = ()
+
+    def leave_to_borrowers(self) -> None:
+        """The client is closed. Our life locks, and nothing else, live on with what still shows slots, or copies."""
+        self._kept_by_lenders(self.life_locks)
+        copying = self.copying
+        if copying is None or not copying.lasts:
+            self.life_locks = ()
+
+    def _kept_by_lenders(self, kept: tuple[LifeLock, ...] | None) -> None:
+        for lender in list(self.lent.values()):
+            lending = lender()
+            if lending is not None:
+                lending.keeps = kept
+
+
+class _Tie(weakref.ref[Any]):
+    """To a lease, or to what lends the memory of a slot. `of`: the address of its holding, which it may not keep."""
+
+    __slots__ = ("of",)
+
+    of: int
+
+
+class Occupancy:
+    """The holdings of one client. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holdings: dict[int, Holding] = {}  # by their address
+        self._ties: dict[int, _Tie] = {}  # to their leases
+        self._copying: dict[int, Holding] = {}  # by the thread that copies
+        self._gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
+        self._declared: Link | None = None  # the last link of which the next server is, or was, told
+        self._closed = ""
+        # Of threads in `end`. No `threading.Event`: its lock is taken in Python code, where an interrupt can leave it
+        # taken for good. Putting into one of these is a single call into C, which waits for nothing.
+        self._enders: list[SimpleQueue[None]] = []
+
+    # --- in -------------------------------------------------------------------------------------------------
+
+    def open(self, lease: object, holding: Holding) -> None:
+        """A lease is about to be asked for: from here on it is looked after."""
+        tie = _Tie(lease, self._gone.append)
+        tie.of = id(holding)
+        self._ties[id(holding)] = tie
+        if holding.copying is not None:
+            self._copying[holding.copying.thread] = holding
+        self._holdings[id(holding)] = holding
+        if self._closed:
+            raise UsageError(self._closed)
+
+    def asking(self, holding: Holding, link: Link) -> None:
+        """A page is about to be asked for over this link, under its life lock. Raises `DisconnectedError` where that
+        has been let go of: what is granted now would be nobody's."""
+        with self._lock:
+            if holding.link is None or not holding.unsettled:
+                life_lock = link.life_lock  # whoever closes the link takes it away without asking us
+                if life_lock is None:
+                    raise DisconnectedError("the connection is being closed")
+                holding.link, holding.life_locks = link, (life_lock,)
+
+    def granted(self, holding: Holding, link: Link, lease_id: int) -> bool:
+        """Note the lease's id. False: it comes too late for what the next link declares, and the server gives its
+        slots to others; or for whoever has ended the session meanwhile, and did not know of it."""
+        with self._lock:
+            if holding.over or (holding.id != lease_id and (link is self._declared or link.left)):
+                return False
+            holding.id = lease_id
+            return True
+
+    def give_page_up(self, holding: Holding, page: Page | None = None) -> None:
+        """Its answer will not be used: what it grants, should it come, goes back. `page`: for who asked for it, as
+        another thread may have ended the holding."""
+        page, link = page or holding.page, holding.link
+        if page is not None and link is not None:
+            link.channel.abandon(page.pending, undoing(holding.let_go, page.first))
+        holding.page = None
+
+    def lend(self, holding: Holding, lender: Any) -> Any:
+        """Note something that lends a slot's memory. Raises `LeaseExpiredError` where none is lent any more."""
+        tie = _Tie(lender, self._gone.append)
+        tie.of = id(holding)
+        lender.keeps = holding  # what shows the memory keeps the life lock, and the connection
+        holding.borrowers.add(threading.get_ident())
+        holding.lent[id(lender)] = tie
+        if holding.barred:  # looked at only now: whoever bars looks at what is lent after that
+            raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
+        return lender
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def ended(self, holding: Holding) -> None:
+        """Everything of it is settled, or its owner says that nobody touches it."""
+        copying = holding.copying
+        holding.forget()
+        if copying is not None and self._copying.get(copying.thread) is holding:
+            del self._copying[copying.thread]
+        self._holdings.pop(id(holding), None)
+        self._ties.pop(id(holding), None)
+        for ender in list(self._enders):
+            ender.put(None)
+
+    @property
+    def has_strays(self) -> bool:
+        """Whether `tidy` may have something to do. Costs next to nothing."""
+        return bool(self._gone) or threading.get_ident() in self._copying
+
+    def tidy(self) -> None:
+        """Let go of what was left behind: by a lease that is no more, by a copy that was interrupted."""
+        for tie in list(self._gone):
+            assert isinstance(tie, _Tie)
+            holding, lease = self._holdings.get(tie.of), self._ties.get(tie.of)
+            left = lease is None or lease() is None
+            if holding is not None and (left or holding.barred) and not holding.occupied:
+                self.let_go(holding)
+            with contextlib.suppress(ValueError):  # another thread was here, too
+                self._gone.remove(tie)
+        mine = self._copying.get(threading.get_ident())
+        if mine is not None and not mine.occupied:
+            self.let_go(mine)
+
+    def let_go(self, holding: Holding) -> None:
+        """Tell the server that nobody touches any of it, without waiting for its answer."""
+        link, positions = holding.link, holding.left()
+        if link is not None and not link.channel.lost:
+            if holding.page is not None and not holding.page.pending.settled:
+                self.give_page_up(holding)
+            known = len(positions) if holding.id else 0  # an optimistic one has no id, and the server nothing to free
+            for first in range(0, known, BATCH_KEYS_MAX):
+                link.channel.post(settle_page(holding.let_go, holding.id, positions[first : first + BATCH_KEYS_MAX]))
+        self.ended(holding)
+
+    def end(self, timeout_s: float, why: str, *, closing: bool = False) -> tuple[list[int], list[Holding]]:
+        """All of it is to end. Waits for copies under way, `timeout_s` at most, and not for what nobody but this thread
+        can be doing. Returns the leases that may be settled now, and the holdings that are still occupied."""
+        if closing:
+            self._closed = why
+        holdings = list(self._holdings.values())
+        for holding in holdings:
+            holding.bar(why)
+        self._wait_for_others(holdings, time.monotonic() + timeout_s)
+        busy = [each for each in holdings if id(each) in self._holdings and each.occupied]
+        idle = [each for each in holdings if id(each) in self._holdings and each not in busy]
+        ids = []
+        for holding in idle:
+            holding.left()  # notes the id
+            if holding.page is not None and not holding.page.pending.settled:
+                self.give_page_up(holding)
+            if holding.id:
+                ids.append(holding.id)
+        return ids, busy
+
+    def _wait_for_others(self, holdings: Sequence[Holding], deadline: float) -> None:
+        ended: SimpleQueue[None] = SimpleQueue()
+        self._enders.append(ended)
+        try:
+            while any(each.occupied_by_others for each in holdings if id(each) in self._holdings):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                with contextlib.suppress(Empty):
+                    ended.get(timeout=min(left, _LOOK_S))
+        finally:
+            self._enders.remove(ended)
+
+    def leave(self, busy: Sequence[Holding]) -> None:
+        """The client is closed, and these are still occupied."""
+        for holding in busy:
+            holding.leave_to_borrowers()
+
+    def forget_idle(self, busy: Sequence[Holding]) -> None:
+        """The server has been told of all but these, or need not be."""
+        for holding in list(self._holdings.values()):
+            if holding.barred and holding not in busy:
+                self.ended(holding)
+
+    # --- from one link to the next --------------------------------------------------------------------------
+
+    def declare(self, link: Link, life_lock: LifeLock) -> list[int]:
+        """The link is lost, and the server is about to be told of another one, with this life lock: the leases that it
+        is to go on with. Should that link never open, nobody knows whether the server was told, and under which row it
+        has them then: they keep the locks of both."""
+        with self._lock:
+            self._declared = link
+            declared = [each for each in list(self._holdings.values()) if each.link is link and each.id]
+            for holding in declared:
+                holding.life_locks += (life_lock,)
+            return [holding.id for holding in declared]
+
+    def hand_over(self, link: Link, successor: Link) -> None:
+        """The next link is open. The same server holds our leases under its new row; where it is another one, it keeps
+        their slots from everybody for as long as our old row says that we live."""
+        with self._lock:
+            link.left = True
+            new = () if successor.life_lock is None else (successor.life_lock,)
+            for holding in [each for each in list(self._holdings.values()) if each.link is link]:
+                if successor.epoch == link.epoch:
+                    holding.link, holding.life_locks = successor, new
+                else:
+                    holding.life_locks = tuple(each for each in holding.life_locks if each not in new)
+
+    def expire(self, lease_id: int) -> None:
+        """The server says that the time of this lease is up."""
+        for holding in list(self._holdings.values()):
+            if holding.id == lease_id:
+                holding.expired = True
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: all of it is the parent's. Views to write die; what was lent to read stays readable."""
+        for holding in list(self._holdings.values()):
+            if holding.let_go is m.AbortStore:
+                holding.bar(PARENTS)
+            holding.barred = PARENTS
+            holding.life_locks, holding.copying = (), None
+        self._closed = PARENTS
+
+
+PARENTS = "it belongs to the parent of this forked process: connect again, and ask for a lease of your own"
+
+
+def granted_by(reply: object, first: int) -> tuple[int, list[int]]:
+    """The lease and the positions that an answer grants; `first`: the position of the first key asked for."""
+    if not isinstance(reply, m.Granted):
+        return 0, []
+    return reply.lease, [first + at for at, status in enumerate(reply.statuses) if status == Grant.GRANTED]
+
+
+def undoing(kind: type[m.Settle], first: int) -> Callable[[m.Reply], Callable[[int], m.Message] | None]:
+    """What gives back what a late answer grants."""
+
+    def undo(reply: m.Reply) -> Callable[[int], m.Message] | None:
+        lease_id, positions = granted_by(reply, first)
+        return settle_page(kind, lease_id, positions) if positions else None
+
+    return undo
+
+
+def settle_page(
+    kind: type[m.Settle], lease_id: int, page: Sequence[int], checksums: bytes = b""
+) -> Callable[[int], m.Settle]:
+    """A run of positions is said as a range: eight bytes for any number of them."""
+    more = (checksums,) if checksums else ()
+    if page and page[-1] - page[0] == len(page) - 1:
+        return lambda rid: kind(rid, lease_id, page[0], len(page), b"", *more)
+    blob = pack_positions(page)
+    return lambda rid: kind(rid, lease_id, 0, 0, blob, *more)

@@ -1,0 +1,66 @@
+"""Namespaces: each has one layout, for the whole server and whoever asks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.limits import NAMESPACES_PER_SESSION_MAX
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.l1 import L1
+
+if TYPE_CHECKING:
+    from lmcache_core.server.session import Session
+
+
+class Namespaces:
+    """Which layout a namespace has, for as long as a session uses it or the pool has an object of it.
+
+    A session's are forgotten by age: an engine may give each request a salt, and so a namespace, of its own.
+
+    Objects of one namespace are told apart by their keys alone, in the pool and on every tier: with a second layout
+    one of the two would be given bytes of the other.
+    """
+
+    def __init__(self, kernel: Kernel, l1: L1) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
+
+    def register(self, session: Session, namespace: int, layout: Layout) -> int:
+        """Bind the session to a namespace; the layout's id. Raises `UsageError` where the namespace has another."""
+        layout_id = self._l1.layout_id(layout)
+        known, sessions = self._in_use.get(namespace, (self._kernel.layout_of(namespace), 0))
+        if known is not None and known != layout_id:
+            raise UsageError(
+                f"namespace {namespace:016x} has the layout {self._described(known)}, and {layout} is another: use a "
+                "namespace of its own for each layout"
+            )
+        if layout_id not in self._l1.layouts:
+            self._l1.add_layout(layout_id, layout)
+        if namespace not in session.namespaces:
+            self._in_use[namespace] = layout_id, sessions + 1
+            session.namespaces[namespace] = layout_id
+            if len(session.namespaces) > NAMESPACES_PER_SESSION_MAX:
+                self._forget(session, next(iter(session.namespaces)))
+        return layout_id
+
+    def session_ended(self, session: Session) -> None:
+        """It uses none of them any more."""
+        for namespace in list(session.namespaces):
+            self._forget(session, namespace)
+
+    def _forget(self, session: Session, namespace: int) -> None:
+        """The session does not use it any more, or met so many others since that it is to register it again. What there
+        is of it, and what is being written or stored, keeps its layout in the pool."""
+        layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
+        if sessions:
+            self._in_use[namespace] = layout_id, sessions
+
+    def _described(self, layout_id: int) -> str:
+        layout = self._l1.layouts.get(layout_id)
+        if layout is not None:
+            return str(layout)
+        fingerprint, nbytes = self._l1.former_layouts[layout_id]
+        return f"of fingerprint {fingerprint:x} ({nbytes:,} bytes, adopted)"

@@ -1,0 +1,73 @@
+"""The states of a session, and the one table that says how it moves between them.
+
+The table feeds the code (`Session.move` looks every step up in it), the diagram in the docs (`session_diagram()`)
+and the test machine. Three rules stand behind it:
+
+- End of file is not death. Whoever has shown that it maps the pool may touch its bytes until its death is proven;
+  a session whose connection ended waits as LOST.
+- A row of the worker table goes to nobody who has not asked for the pool, and slots to nobody who has not shown
+  that it maps it.
+- Every session ends once, and nothing leads back: a client that returns opens a new session, which takes over
+  what it declares.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class SessionState(IntEnum):
+    """What the far end may do, and what its end means."""
+
+    CONNECTED = 0  # accepted, and has said nothing: a deadline runs
+    OPEN = 1  # has said hello: may look up, ask and register namespaces
+    SEATED = 2  # a row of the worker table is its own: may show that it maps the pool
+    ATTACHED = 3  # has shown it: is given slots
+    LOST = 4  # the connection ended while it may hold something, and its death is not proven
+    ENDED = 5
+
+
+class SessionEvent(IntEnum):
+    """What happens to a session."""
+
+    HELLO = 0
+    SEAT = 1  # the server gave it a row
+    ATTACH = 2  # it read the nonce of that row, and holds the row's life lock
+    HANG_UP = 3  # the connection ended
+    GOODBYE = 4  # it answers for everything that it held
+    DIE = 5  # its pidfd fired, or its life lock is free
+    RETURN = 6  # the same client instance has another session now, which took over what it declared
+    DROP = 7  # ended by the server: silent for too long, or in the way of others, and holding nothing
+    SHUT = 8  # the server itself ends
+
+
+def _session_transitions() -> dict[tuple[SessionState, SessionEvent], SessionState]:
+    state, event = SessionState, SessionEvent
+    table = {
+        (state.CONNECTED, event.HELLO): state.OPEN,
+        (state.CONNECTED, event.HANG_UP): state.ENDED,
+        (state.CONNECTED, event.DROP): state.ENDED,
+        (state.CONNECTED, event.SHUT): state.ENDED,
+        (state.OPEN, event.SEAT): state.SEATED,
+        (state.SEATED, event.ATTACH): state.ATTACHED,
+        (state.ATTACHED, event.ATTACH): state.ATTACHED,  # it declares again what it holds
+    }
+    for connected in (state.OPEN, state.SEATED, state.ATTACHED):
+        table[connected, event.HANG_UP] = state.LOST
+        table[connected, event.GOODBYE] = state.ENDED
+    for known in (state.OPEN, state.SEATED, state.ATTACHED, state.LOST):
+        for end in (event.DIE, event.RETURN, event.DROP, event.SHUT):
+            table[known, end] = state.ENDED
+    return table
+
+
+SESSION_TRANSITIONS = _session_transitions()
+
+
+def session_diagram() -> str:
+    """The table as Mermaid text, for the docs: one line for each pair of states, with all events between them."""
+    between: dict[tuple[SessionState, SessionState], list[str]] = {}
+    for (before, event), after in SESSION_TRANSITIONS.items():
+        between.setdefault((before, after), []).append(event.name.lower().replace("_", " "))
+    lines = [f"    {before.name} --> {after.name}: {', '.join(events)}" for (before, after), events in between.items()]
+    return "\n".join(["stateDiagram-v2", *lines]) + "\n"

@@ -1,0 +1,144 @@
+"""What may or may not be on a tier's medium: keys of which a call has failed. They are asked about until it is known.
+
+A store that failed may have been done all the same, or a delete, or the other way round: an answer was lost, a disk
+was read-only for a moment. The medium is asked, in the background, and the books are put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from threading import Event
+from typing import NamedTuple
+
+from lmcache_core.clock import Clock
+from lmcache_core.limits import (
+    BREAKER_PAUSE_MAX_S,
+    BREAKER_PAUSE_S,
+    TIER_BATCH_KEYS_MAX,
+    TIER_DOUBTS_MAX,
+    TIER_LOOKUP_S,
+)
+from lmcache_core.tiers.accounting import Accounting
+from lmcache_core.tiers.contract import L2Adapter
+from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
+from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, CallState, Lane
+from lmcache_core.tiers.order import KeyOrder
+from lmcache_core.tiers.retry import ask_batch
+
+
+class _Doubt(NamedTuple):
+    nbytes: int | None  # what it takes, if it is there
+    reserved: int  # of that, what the books do not count otherwise
+    namespace: int
+    damaged: bool
+
+
+class Doubts:
+    """Of one tier, `TIER_DOUBTS_MAX` at most: of more the oldest are let be, until the next scan."""
+
+    def __init__(
+        self,
+        adapter: L2Adapter,
+        accounting: Accounting,
+        lane: Lane,
+        order: KeyOrder,
+        clock: Clock,
+        stop: Event,
+    ) -> None:
+        self._adapter = adapter
+        self._accounting = accounting
+        self._lane = lane
+        self._order = order
+        self._clock = clock
+        self._stop = stop
+        self._keys: dict[bytes, _Doubt] = {}
+        self._asked: dict[bytes, _Doubt] = {}  # those that the medium is being asked about
+        self._next_at = 0.0
+        self._pause_s = BREAKER_PAUSE_S
+        self.settled = 0  # books that were put right
+
+    def __len__(self) -> int:
+        return len(self._keys) + len(self._asked)
+
+    def add(self, sizes: Mapping[bytes, int | None], *, damaged: bool = False) -> None:
+        """Whether these tier keys are on the medium is not known. `sizes`: their bytes, None where they never were
+        accounted. `damaged`: what is still there is."""
+        for key, nbytes in sizes.items():
+            former = self._keys.pop(key, None)
+            if former is not None:
+                self._end(former)
+            # What may be there takes room until it is known that it does not.
+            reserved = 0 if nbytes is None or self._accounting.nbytes_of(key) is not None else nbytes
+            namespace = split_tier_key(key)[1] if len(key) == TIER_KEY_BYTES else 0
+            self._accounting.reserve(namespace, reserved)
+            self._keys[key] = _Doubt(nbytes, reserved, namespace, damaged)
+        while len(self._keys) > TIER_DOUBTS_MAX:
+            self._end(self._keys.pop(next(iter(self._keys))))
+
+    @property
+    def next_at(self) -> float | None:
+        """When `step` has something to do."""
+        return self._next_at if self._keys and not self._asked else None
+
+    def step(self) -> None:
+        """Ask about some of them."""
+        if self._asked or not self._keys or self._clock.now < self._next_at:
+            return
+        keys_max = min(TIER_BATCH_KEYS_MAX, max(1, self._adapter.capabilities.batch_keys_max))
+        keys = [key for key in islice(self._keys, keys_max) if not self._order.busy(key)]
+        if not keys:  # what is under way will tell
+            for key in list(islice(self._keys, keys_max)):
+                self._keys[key] = self._keys.pop(key)
+            self._next_at = self._clock.now + self._pause_s
+            return
+        asked = self._asked = {key: self._keys.pop(key) for key in keys}
+        changed = self._order.watch(keys)
+        deadline = self._clock.now + TIER_LOOKUP_S
+
+        def ended(call: Call) -> None:
+            self._order.unwatch(changed, keys)
+            if call.error is not None:
+                self._again()
+                return
+            self._asked, self._pause_s = {}, BREAKER_PAUSE_S
+            for key, there in zip(keys, call.result, strict=True):
+                self._end(asked[key])
+                if not changed.saw(key):  # else what changed it has told, or will
+                    self._settle(key, asked[key], there=there)
+
+        def late(call: Call) -> None:
+            if call.state is CallState.EXPIRED:  # else it returns some day
+                self._order.unwatch(changed, keys)
+                self._again()
+
+        call = Call(
+            lambda: ask_batch(self._adapter.exists, keys, deadline, self._stop), deadline, HOUSEKEEPING, ended, late
+        )
+        if not self._lane.submit(call):
+            self._order.unwatch(changed, keys)
+            self._again()
+
+    def _settle(self, key: bytes, doubt: _Doubt, *, there: bool) -> None:
+        accounted = self._accounting.nbytes_of(key) is not None
+        if accounted and not there:
+            self._accounting.remove([key])
+        elif there and not accounted and doubt.nbytes:
+            self._accounting.add([(key, doubt.nbytes)])
+            if doubt.damaged:
+                self._accounting.damaged([key])
+        else:
+            return
+        self.settled += 1
+
+    def _end(self, doubt: _Doubt) -> None:
+        self._accounting.reserve(doubt.namespace, -doubt.reserved)
+
+    def _again(self) -> None:
+        """The medium did not answer: later."""
+        asked, self._asked = self._asked, {}
+        for key, doubt in asked.items():
+            if self._keys.setdefault(key, doubt) is not doubt:
+                self._end(doubt)
+        self._next_at = self._clock.now + self._pause_s
+        self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)

@@ -1,0 +1,236 @@
+"""The order in which the keys of one tier are read and changed: one owner, so that the books and the medium agree.
+
+A medium knows no order between two calls that overlap. So none overlap that could matter: what changes a key (a
+store, a delete, a damaged object set aside) waits until what changed it before has returned, however late that is,
+and a load waits for it, too. Loads hold up nobody: what one says of a key counts only if nothing has begun to change
+that key since the load was asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+
+from lmcache_core.tiers.lanes import Call, CallState, Lane
+
+
+class Access(Enum):
+    """What a call does to its keys."""
+
+    LOAD = auto()
+    STORE = auto()
+    DELETE = auto()  # or set aside
+
+
+class Watch:
+    """Which keys have been changed, or may be, since it was opened. Open: it goes on taking note."""
+
+    __slots__ = ("_changed", "of_stores")
+
+    def __init__(self, of_stores: bool = True) -> None:
+        self._changed: set[bytes] = set()
+        self.of_stores = of_stores
+
+    def note(self, keys: Iterable[bytes], access: Access) -> None:
+        if self.of_stores or access is not Access.STORE:
+            self._changed.update(keys)
+
+    def saw(self, key: bytes) -> bool:
+        """Whether what was found of this key is out of date."""
+        return key in self._changed
+
+
+class _Ticket:
+    """One call on its way: before its lane, in it, or late."""
+
+    __slots__ = ("access", "call", "followers", "keys", "lane", "waits_for", "watch")
+
+    def __init__(self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None) -> None:
+        self.lane = lane
+        self.call = call
+        self.keys = keys
+        self.access = access
+        self.waits_for = 0  # calls that are to return first
+        self.followers: list[_Ticket] = []
+        self.watch = watch
+
+
+class KeyOrder:
+    """Stands before the lanes of one tier. Lives on the loop's thread."""
+
+    def __init__(self) -> None:
+        self._last: dict[bytes, _Ticket] = {}  # the last call that changes each key, of those that have not returned
+        self._tickets: dict[Call, _Ticket] = {}
+        self._held: dict[_Ticket, None] = {}  # those that no lane has yet
+        self._watching: dict[bytes, list[Watch]] = {}
+        self._watching_all: dict[Watch, None] = {}
+        self._held_by_lane: Counter[Lane] = Counter()
+
+    # --- calls ----------------------------------------------------------------------------------------------
+    def submit(self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None = None) -> bool:
+        """Give the call to its lane as soon as its keys allow. False: the lane is full, and nothing is called back.
+
+        From now on it ends as a lane's call does: `on_end` once it has run, `on_late` where it has not by its deadline.
+        `watch` notes which of its keys something else begins to change before it has ended.
+        """
+        ticket = _Ticket(lane, call, keys, access, watch)
+        before = {id(last): last for key in keys if (last := self._last.get(key)) is not None}
+        if not before and not lane.submit(call):
+            return False
+        self._tickets[call] = ticket
+        self._wrap(ticket)
+        for last in before.values():
+            last.followers.append(ticket)
+        ticket.waits_for = len(before)
+        if before:
+            self._held[ticket] = None
+            self._held_by_lane[lane] += 1
+        if access is not Access.LOAD:
+            self._note(keys, access)
+            self._last.update(dict.fromkeys(keys, ticket))
+        if watch is not None:
+            for key in keys:
+                self._watching.setdefault(key, []).append(watch)
+        return True
+
+    def cancel(self, call: Call) -> bool:
+        """Take a load back. True: it will never run, and nothing is called back."""
+        ticket = self._tickets.get(call)
+        if ticket is None:
+            return False
+        if call.state is CallState.EXPIRED:  # somebody is being told, in this same turn
+            return False
+        if ticket in self._held:
+            call.state = CallState.CANCELLED
+        elif not ticket.lane.cancel(call):
+            return False
+        self._leave(ticket)
+        return True
+
+    def expire(self, now: float) -> list[Call]:
+        """Those whose deadline has passed before any lane had them; `on_late` is the caller's to call."""
+        late = [ticket.call for ticket in self._held if ticket.call.deadline <= now]
+        for call in late:
+            call.state, call.was_late = CallState.EXPIRED, True
+        return late
+
+    def busy(self, key: bytes) -> bool:
+        """Whether something that changes this key has not returned."""
+        return key in self._last
+
+    def held(self, lane: Lane) -> int:
+        """Calls for this lane that wait for others to return."""
+        return self._held_by_lane[lane]
+
+    @property
+    def next_deadline(self) -> float:
+        """No call that is held back is late before this; infinity where there is none."""
+        return min((ticket.call.deadline for ticket in self._held), default=float("inf"))
+
+    def close(self) -> None:
+        """Nothing that is held back is started any more, and nothing of it is called back."""
+        for ticket in self._held:
+            ticket.call.state = CallState.CANCELLED
+        self._held.clear()
+        self._held_by_lane.clear()
+
+    # --- watches --------------------------------------------------------------------------------------------
+    def watch(self, keys: Sequence[bytes]) -> Watch:
+        """Take note of what changes these keys from now on, or is about to. `unwatch` ends it."""
+        watch = Watch()
+        for key in keys:
+            self._watching.setdefault(key, []).append(watch)
+        watch.note([key for key in keys if key in self._last], Access.DELETE)
+        return watch
+
+    def watch_all(self, *, of_stores: bool) -> Watch:
+        """As `watch`, for every key. `of_stores` False: stores are of no interest."""
+        watch = Watch(of_stores)
+        for key, ticket in self._last.items():
+            watch.note([key], ticket.access)
+        self._watching_all[watch] = None
+        return watch
+
+    def unwatch(self, watch: Watch, keys: Sequence[bytes] = ()) -> None:
+        """It takes no more notes, and keeps those that it has."""
+        self._watching_all.pop(watch, None)
+        for key in keys:
+            watches = self._watching.get(key)
+            if watches is not None and watch in watches:
+                watches.remove(watch)
+                if not watches:
+                    del self._watching[key]
+
+    def _note(self, keys: Sequence[bytes], access: Access) -> None:
+        if self._watching:
+            for key in keys:
+                for watch in self._watching.get(key, ()):
+                    watch.note([key], access)
+        for watch in self._watching_all:
+            watch.note(keys, access)
+
+    # --- one after the other --------------------------------------------------------------------------------
+    def _wrap(self, ticket: _Ticket) -> None:
+        call = ticket.call
+        on_end, on_late = call.on_end, call.on_late
+
+        def ended(call: Call) -> None:
+            try:
+                on_end(call)  # the books first: what follows on these keys finds them right
+            finally:
+                self._leave(ticket)
+
+        def late(call: Call) -> None:
+            try:
+                on_late(call)
+            finally:
+                if call.state is CallState.EXPIRED:  # it will never run; else its keys are its own until it returns
+                    self._leave(ticket)
+
+        call.on_end, call.on_late = ended, late
+
+    def _leave(self, ticket: _Ticket) -> None:
+        if self._tickets.pop(ticket.call, None) is None:
+            return
+        self._no_longer_held(ticket)
+        if ticket.watch is not None:
+            self.unwatch(ticket.watch, ticket.keys)
+        followers, ticket.followers = ticket.followers, []
+        if ticket.waits_for:
+            # It was taken back before its turn: who waits for it goes on waiting for what it waited for.
+            self._hand_on(ticket, followers)
+        else:
+            for key in ticket.keys:
+                if self._last.get(key) is ticket:
+                    del self._last[key]
+        for follower in followers:
+            follower.waits_for -= 1
+            if not follower.waits_for and follower in self._held:
+                self._start(follower)
+
+    def _hand_on(self, ticket: _Ticket, followers: Sequence[_Ticket]) -> None:
+        heads = [each for each in self._tickets.values() if ticket in each.followers]
+        for head in heads:
+            head.followers.remove(ticket)
+            for follower in followers:
+                if follower not in head.followers:
+                    head.followers.append(follower)
+                    follower.waits_for += 1
+        for key in ticket.keys:
+            if self._last.get(key) is ticket:
+                del self._last[key]
+                for head in heads:  # in the order in which they came: the latest of them is the last
+                    if key in head.keys:
+                        self._last[key] = head
+
+    def _start(self, ticket: _Ticket) -> None:
+        self._no_longer_held(ticket)
+        call = ticket.call
+        if call.state is CallState.QUEUED and not ticket.lane.submit(call):
+            call.state, call.was_late = CallState.EXPIRED, True  # the lane is full: it will not run in time
+            call.on_late(call)
+
+    def _no_longer_held(self, ticket: _Ticket) -> None:
+        if self._held.pop(ticket, ticket) is None:
+            self._held_by_lane[ticket.lane] -= 1

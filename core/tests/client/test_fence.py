@@ -1,0 +1,77 @@
+"""What is read in place cannot be written to: the writer fails, not the next reader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+NBYTES = 1 << 16
+SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
+KEY = bytes(32)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    settings = make_settings(
+        name=f"f{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 4 << 20}, drain_s=0.1,
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server, server.connect() as client:
+        assert server.populator.wait(60)
+        client.store([KEY], [b"a" * NBYTES], namespace=SPACE)
+        yield client
+
+
+def test_a_view_of_a_read_lease_is_read_only(client: Client) -> None:
+    with client.prepare_retrieve([KEY], namespace=SPACE) as lease:
+        view = lease.view(0)
+        assert view.readonly
+        with pytest.raises(TypeError, match="read-only"):
+            view[0] = 1
+
+
+def test_a_tensor_of_a_read_lease_lies_where_nobody_may_write(client: Client) -> None:
+    pytest.importorskip("torch")
+    with client.prepare_retrieve([KEY], namespace=SPACE) as lease:
+        tensor = lease.tensor(0)
+        assert int(tensor.sum()) == NBYTES * ord("a")
+        assert "r--s" in next(
+            line for line in Path("/proc/self/maps").read_text().splitlines() if _holds(line, tensor.data_ptr())
+        )
+
+
+def test_a_tensor_of_a_write_lease_is_written_to_as_ever(client: Client) -> None:
+    pytest.importorskip("torch")
+    with client.prepare_store([bytes([1]) * 32], namespace=SPACE) as lease:
+        lease.tensor(0).fill_(7)
+        lease.commit()
+    into = [bytearray(NBYTES)]
+    assert client.retrieve([bytes([1]) * 32], into, namespace=SPACE).hits == 1
+    assert into == [b"\7" * NBYTES]
+
+
+def test_the_second_mapping_is_made_by_the_first_tensor_only(client: Client) -> None:
+    pytest.importorskip("torch")
+    segment = client._links.current().mapped()
+    with client.prepare_retrieve([KEY], namespace=SPACE) as lease:
+        lease.view(0)
+        assert segment._fenced is None
+        lease.tensor(0)
+        fenced = segment._fenced
+        lease.tensor(0)
+        assert segment._fenced is fenced is not None
+
+
+def _holds(line: str, address: int) -> bool:
+    start, _, end = line.split()[0].partition("-")
+    return int(start, 16) <= address < int(end, 16)

@@ -1,0 +1,129 @@
+"""Promises: whoever was told of one has it; one that nobody was told of is freed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+NBYTES = 4096
+SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
+KEYS = [number.to_bytes(32, "big") for number in range(4)]
+WAIT_S = 60.0
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = make_settings(
+        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 4 << 20}, drain_s=0.1,
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with server.connect() as client:
+        client.store(KEYS, [bytes(NBYTES)] * len(KEYS), namespace=SPACE)
+        yield client
+
+
+def promises(client: Client) -> int:
+    return int(client.status()["l1"]["leases_by_kind"]["promise"])
+
+
+@pytest.mark.parametrize("way", ["dropped", "cancelled", "dropped when it has come", "cancelled when it has come"])
+def test_a_handle_that_nobody_read_frees_its_promise(client: Client, way: str) -> None:
+    for _ in range(10):
+        handle: Any = client.lookup_nowait(KEYS, namespace=SPACE, hold=True)
+        if way.endswith("come"):
+            until(lambda handle=handle: handle.done, "the answer")  # type: ignore[misc]
+        if way.startswith("cancelled"):
+            handle.cancel()
+        handle = None
+    gc.collect()
+    client.noop()
+    assert promises(client) == 0
+
+
+def test_the_promise_of_a_handle_that_was_read_is_its_readers(client: Client) -> None:
+    handle: Any = client.lookup_nowait(KEYS, namespace=SPACE, hold=True)
+    result = handle.wait(WAIT_S)
+    handle = None
+    client.noop()
+    assert promises(client) == 1
+    assert client.free_lookup_locks(result.promises) == 1
+
+
+def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(client: Client) -> None:
+    """The signal comes while the answer is waited for, and the server answers all the same."""
+    link = client._links.current()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        for turn in range(300):
+            held: tuple[int, ...] = ()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 10e-6 + turn * 1e-6)
+                held = client.lookup(KEYS, namespace=SPACE, hold=True).promises
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                client.free_lookup_locks(held)
+            except KeyboardInterrupt:
+                interrupted += 1
+                client.free_lookup_locks(held)  # of what it was told
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    client.noop()
+    assert interrupted
+    assert client._links.current() is link
+    assert promises(client) <= interrupted // 20  # told in the last bytecodes, and lost by the caller
+
+
+@pytest.mark.parametrize("maps_pool", [True, False])
+def test_promises_outlive_the_connection_of_their_client(client: Client, server: Server, maps_pool: bool) -> None:
+    with server.connect("scheduler", maps_pool=maps_pool) as scheduler:
+        held = scheduler.lookup(KEYS, namespace=SPACE, hold=True).promises
+        link = scheduler._links.current()
+        link.channel.close("the test ended it")
+        until(lambda: sum(each["connected"] for each in client.status()["sessions"]) == 1, "the end of the connection")
+        assert promises(client) == 1
+        scheduler.noop()
+        assert scheduler._links.current() is not link
+        assert promises(client) == 1
+        assert scheduler.free_lookup_locks(held) == 1  # it is this client's, in the new session as in the old
+    assert promises(client) == 0
+
+
+def test_the_promises_of_a_client_that_ends_end_with_it(client: Client, server: Server) -> None:
+    with server.connect("scheduler", maps_pool=False) as scheduler:
+        scheduler.lookup(KEYS, namespace=SPACE, hold=True)
+        assert promises(client) == 1
+    assert promises(client) == 0

@@ -1,0 +1,204 @@
+"""Start and end: each step runs or is undone, whatever the others did; and what is scribbled into the tables decides
+nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.results import Status
+from lmcache_core.limits import LAYOUTS_MAX, WORKERS_MAX
+from lmcache_core.native import native
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.backing import segment_path
+from lmcache_core.pool.header import LAYOUT_ROW_BYTES, SERVING_OFFSET, WORKER_ROW_BYTES
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import buffers, keys_of, payload, settings_for
+
+Start = Callable[..., Server]
+
+
+class Panic(BaseException):
+    """What an extension in another language may raise: no `Exception`."""
+
+
+def nothing_left(server: Server) -> bool:
+    path = segment_path(server.settings.name)
+    return not path.exists() and not Path(server.address).exists()
+
+
+def test_a_start_whose_last_word_cannot_be_said_leaves_nothing(tmp_path: Path) -> None:
+    server = Server(settings_for(tmp_path), load_plugins())
+
+    def nobody_listens(address: str) -> None:
+        raise BrokenPipeError("nobody reads our output")
+
+    with pytest.raises(BrokenPipeError):
+        server.run(on_ready=nobody_listens)
+    assert nothing_left(server)
+
+
+def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_threads(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("lmcache_core.pool.populate.Populator.start", no_threads)
+    settings = settings_for(tmp_path)
+    with pytest.raises(RuntimeError, match="new thread"):
+        Server(settings, load_plugins())
+    assert not segment_path(settings.name).exists()
+    assert not list((tmp_path / "run").rglob("lifeline"))
+
+
+@pytest.mark.parametrize("step", ["lmcache_started", "lmcache_stopping"])
+def test_a_plugin_that_panics_changes_nothing_about_start_and_end(tmp_path: Path, step: str) -> None:
+    registry = load_plugins()
+    server = Server(settings_for(tmp_path), registry)
+    registry.call = _panicking(registry.call, step)  # type: ignore[method-assign]
+    with pytest.raises(Panic) if step == "lmcache_started" else nullcontext():
+        server.start()
+        server.stop()
+    assert server._drain_until_s is not None
+    assert nothing_left(server)
+
+
+def _panicking(call: Callable[..., Any], step: str) -> Callable[..., Any]:
+    def panics(hook: str, *args: Any, **kwargs: Any) -> Any:
+        if hook == step:
+            raise Panic(step)
+        return call(hook, *args, **kwargs)
+
+    return panics
+
+
+@pytest.mark.parametrize("step", ["_listener.close", "sessions.close", "l1.apply", "loop.close"])
+def test_a_step_of_the_end_that_fails_keeps_no_other_from_being_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    server = Server(settings_for(tmp_path), load_plugins())
+    owner, name = step.split(".")
+    part = getattr(server, owner)
+    real, serve = getattr(part, name), server.segment.serve
+    ending, failed = threading.Event(), threading.Event()
+
+    def fails() -> None:
+        real()
+        if ending.is_set():
+            failed.set()
+            raise RuntimeError("this step has a fault")
+
+    def first_step(epoch: int) -> None:
+        serve(epoch)
+        ending.set()
+
+    with server:
+        monkeypatch.setattr(server.segment, "serve", first_step)
+        monkeypatch.setattr(part, name, fails)
+    assert failed.is_set()
+    assert server.end_faults == 1
+    assert nothing_left(server)
+
+
+def test_a_server_that_drains_takes_nothing_new(start: Start, namespace: Namespace) -> None:
+    server = start(drain_s=60)
+    with server.connect() as client:
+        assert client.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).statuses == [Status.STORED]
+        done = threading.Event()
+        server.loop.call(lambda: (server.kernel.begin_drain(), done.set()))
+        assert done.wait(60)
+        statuses = client.store(keys_of("a", "b"), [payload(namespace, 1)] * 2, namespace=namespace).statuses
+        assert statuses == [Status.EXISTS, Status.DRAINING]
+        assert client.retrieve(keys_of("a"), buffers(namespace, 1), namespace=namespace).hits == 1
+
+
+# --- scribbles ----------------------------------------------------------------------------------------------
+
+
+def scribble_rows(server: Server, data: bytes) -> None:
+    header = server.segment.header
+    end = header.workers_offset + WORKERS_MAX * WORKER_ROW_BYTES
+    server.segment.buffer[header.workers_offset : end] = data * (end - header.workers_offset)
+
+
+def scribble_layouts(server: Server, data: bytes) -> None:
+    header = server.segment.header
+    end = header.layouts_offset + LAYOUTS_MAX * LAYOUT_ROW_BYTES
+    server.segment.buffer[header.layouts_offset : end] = data * (end - header.layouts_offset)
+
+
+def scribble_front(server: Server, data: bytes) -> None:
+    server.segment.buffer[: server.segment.header.index_offset] = data * server.segment.header.index_offset
+
+
+@pytest.mark.parametrize("data", [b"\0", b"\xff", b"\x01"])
+@pytest.mark.parametrize("scribble", [scribble_rows, scribble_layouts, scribble_front])
+def test_scribbled_tables_decide_nothing(
+    start: Start, namespace: Namespace, scribble: Callable[[Server, bytes], None], data: bytes
+) -> None:
+    server = start()
+    with server.connect("before") as before:
+        assert before.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).stored == 1
+        scribble(server, data)
+        repaired = _repaired(server)
+        other = Namespace("other", Layout("uint8", (4096,)))
+        with server.connect("after") as after:
+            assert after.store(keys_of("b"), [payload(other, 2)], namespace=other).stored == 1
+            assert after.retrieve(keys_of("a"), buffers(namespace, 1), namespace=namespace).hits == 1
+            status = after.status()
+        assert 0 < repaired <= status["pool"]["repaired_words"]
+        assert before.retrieve(keys_of("a"), buffers(namespace, 1), namespace=namespace).hits == 1
+    server.stop()
+    assert server.end_faults == 0
+    assert nothing_left(server)
+
+
+def test_a_scribbled_worker_table_is_none_of_the_end_s_business(start: Start, namespace: Namespace) -> None:
+    server = start()
+    with server.connect() as client:
+        assert client.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).stored == 1
+        stopping = threading.Event()
+
+        def scribble_and_stop() -> None:
+            scribble_rows(server, b"\0")
+            server._begin_drain()
+            stopping.set()
+
+        server.loop.call(scribble_and_stop)
+        assert stopping.wait(60)
+    server.stop()
+    assert server.end_faults == 0
+    assert nothing_left(server)
+
+
+@pytest.mark.skipif(native is None, reason="there is no index without the C extension")
+def test_a_zeroed_serving_word_is_written_again(start: Start, namespace: Namespace) -> None:
+    server = start()
+    server.segment.buffer[SERVING_OFFSET : SERVING_OFFSET + 8] = bytes(8)
+    assert _repaired(server) == 1
+    assert server.segment.serving == server.kernel.epoch
+
+
+def _repaired(server: Server) -> int:
+    """Words that the next housekeeping put right."""
+    master = server.segment.master
+    assert master is not None
+    done = threading.Event()
+    before = master.repaired
+
+    def keep_house() -> None:
+        server._chores_at_s = 0.0
+        while server._chores_at_s == 0.0:  # first there may be room to make
+            server._keep_house(server.clock.now)
+        done.set()
+
+    server.loop.call(keep_house)
+    assert done.wait(60)
+    return master.repaired - before

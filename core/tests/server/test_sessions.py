@@ -1,0 +1,217 @@
+"""Nobody uses up what all share: connections without a word, sessions that vanished, rows of the worker table."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmcache_core.errors import CacheError, LimitError, NotAttachedError
+from lmcache_core.limits import (
+    HELLO_S,
+    SESSIONS_MAX,
+    SESSIONS_PER_ORIGIN_MAX,
+    UNANSWERED_PER_UID_MAX,
+    WORKERS_MAX,
+)
+from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.pool.segment import Segment
+from lmcache_core.pool.tables import NO_ROW
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import decode_reply, encode_request
+from lmcache_core.server.server import Server
+from lmcache_core.server.session import Peer, Session
+from lmcache_core.server.session_states import SessionState
+from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import keys_of, payload
+
+WAIT_S = 60.0
+
+
+class Caller(Peer):
+    """A far end that says nothing and hears nothing."""
+
+    carrier = "zmq"
+    uid = 4242
+    pid = 0
+
+    def __init__(self, origin: str = "key A") -> None:
+        self.origin = origin
+        self.closed = False
+
+    def send(self, frame: bytes, fd: int = -1) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
+    """What a call gives on the loop's own thread."""
+    answers: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except CacheError as error:
+            answers.append(error)
+        done.set()
+
+    server.loop.call(run)
+    assert done.wait(WAIT_S)
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def hello(server: Server, peer: Peer, *, wants_pool: bool = False) -> Session:
+    sessions = server.sessions
+    return sessions.open(peer, os.urandom(16), "vanished", 0, server.clock.now, wants_pool=wants_pool)
+
+
+def lifeline(server: Server) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.settimeout(WAIT_S)
+    sock.connect(server.address)
+    return sock
+
+
+def say_hello(sock: socket.socket) -> m.Reply:
+    sock.send(encode_request(m.Hello(1, 1, 1, os.urandom(16), "test", os.getpid(), [])))
+    return decode_reply(memoryview(sock.recv(1 << 16)))
+
+
+def test_a_connection_that_says_nothing_is_ended_after_its_deadline(server: Server) -> None:
+    with lifeline(server) as silent, lifeline(server) as greeted:
+        assert isinstance(say_hello(greeted), m.Welcome)
+        # The server's clock is not ours to move: it is asked what it does once the deadline has passed.
+        assert on_loop(server, lambda: server.sessions.next_check()) is not None
+        on_loop(server, lambda: server.sessions.check(server.clock.now + HELLO_S))
+        assert silent.recv(10) == b""
+        greeted.send(encode_request(m.Ping(2, b"still here")))
+        assert isinstance(decode_reply(memoryview(greeted.recv(1 << 16))), m.Pong)
+
+
+def test_a_uid_has_only_so_many_connections_that_have_said_nothing(server: Server) -> None:
+    silent = [lifeline(server) for _ in range(UNANSWERED_PER_UID_MAX)]
+    try:
+        with lifeline(server) as late:
+            assert isinstance(say_hello(late), m.Welcome)
+            assert silent[0].recv(10) == b""  # the first had to go
+            assert isinstance(say_hello(silent[-1]), m.Welcome)
+    finally:
+        for sock in silent:
+            sock.close()
+
+
+def test_vanished_hellos_of_one_origin_leave_room_for_everybody_else(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    def vanish() -> None:
+        for _ in range(SESSIONS_MAX + 10):
+            hello(server, Caller())
+
+    with caplog.at_level(logging.WARNING):
+        on_loop(server, vanish)
+    assert on_loop(server, lambda: len(server.sessions)) == SESSIONS_PER_ORIGIN_MAX
+    assert "held nothing, and is ended" in caplog.text
+    with server.connect() as client:
+        client.ping()
+
+
+def test_at_the_limit_the_longest_silent_session_that_holds_nothing_is_ended(
+    server: Server, namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = keys_of("a")
+    with server.connect(maps_pool=False) as scheduler, server.connect() as worker:
+        worker.store(keys, [payload(namespace, 1)], namespace=namespace)
+        promised = scheduler.lookup(keys, namespace=namespace, hold=True)
+        assert promised.promises
+
+        def fill() -> list[Session]:
+            return [hello(server, Caller(f"key {i % 8}")) for i in range(SESSIONS_MAX + 5)]
+
+        with caplog.at_level(logging.WARNING):
+            opened = on_loop(server, fill)
+        ended = [session.state is SessionState.ENDED for session in opened]
+        assert ended == [True] * ended.count(True) + [False] * ended.count(False)  # the longest silent went first
+        assert ended.count(True) == 7  # five too many, and the two of ours stay
+        assert "a limit of sessions is reached" in caplog.text
+        worker.ping()
+        assert scheduler.free_lookup_locks(promised.promises) == 1  # it held something
+
+
+def test_at_the_limit_of_an_origin_no_worker_of_it_has_to_go(server: Server, namespace: Namespace) -> None:
+    keys = keys_of("a")
+    with server.connect() as worker:
+        worker.store(keys, [payload(namespace, 1)], namespace=namespace)
+        origin = f"uid {os.geteuid()}"
+
+        def crowd() -> None:
+            for _ in range(SESSIONS_PER_ORIGIN_MAX):
+                session = hello(server, Caller(origin))
+                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True, prefix=True)
+            hello(server, Caller(origin))
+
+        with pytest.raises(LimitError, match="each holds something"):
+            on_loop(server, crowd)
+        assert worker._links.current().session in {each.id for each in server.sessions}
+
+
+def test_rows_that_nobody_took_go_to_who_comes_next(server: Server, namespace: Namespace) -> None:
+    def seat_all() -> list[Session]:
+        callers = [Caller(f"uid {i % 8}") for i in range(WORKERS_MAX)]
+        for caller in callers:
+            caller.can_pass_fd = True
+        return [hello(server, caller, wants_pool=True) for caller in callers]
+
+    seated = on_loop(server, seat_all)
+    assert {session.state for session in seated} == {SessionState.SEATED}
+    with server.connect() as worker:
+        assert worker.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).stored == 1
+
+
+def test_over_zmq_a_hello_takes_no_row_and_nobody_is_believed_without_a_proof(server: Server) -> None:
+    def rows() -> int:
+        return sum(server.segment.tables.row_claimed(row) for row in range(WORKERS_MAX))
+
+    sessions = on_loop(server, lambda: [hello(server, Caller(), wants_pool=True) for _ in range(WORKERS_MAX + 6)])
+    assert on_loop(server, rows) == 0
+    last = sessions[-1]
+    with Segment.attach_fd(server.segment.worker_fd(), server.segment.info) as mapped:
+        lock = LifeLock.acquire(mapped, NO_ROW)
+        for row, nonce in ((lock.row, 1234), (0, mapped.shown(0)), (WORKERS_MAX, mapped.shown(0)), (-1, 0)):
+            with pytest.raises(NotAttachedError, match="was not shown to be mapped"):
+                on_loop(server, lambda row=row, nonce=nonce: server.sessions.attach(last, row, nonce, [], 0.0))
+        assert last.state is SessionState.OPEN
+        on_loop(server, lambda: server.sessions.attach(last, lock.row, mapped.shown(lock.row), [], server.clock.now))
+        assert last.state is SessionState.ATTACHED
+        with pytest.raises(NotAttachedError):  # one row is one worker's
+            on_loop(server, lambda: server.sessions.attach(sessions[-2], lock.row, mapped.shown(lock.row), [], 0.0))
+        lock.close()
+
+
+def test_a_promise_outlives_the_connection_of_its_scheduler(server: Server, namespace: Namespace) -> None:
+    keys = keys_of("a")
+    with server.connect() as worker:
+        worker.store(keys, [payload(namespace, 1)], namespace=namespace)
+        scheduler = server.connect(maps_pool=False)
+        promised = scheduler.lookup(keys, namespace=namespace, hold=True)
+        sessions = on_loop(server, lambda: list(server.sessions))
+        lost = max(sessions, key=lambda each: each.id)
+        on_loop(server, lambda: server.sessions.lost(lost.peer, server.clock.now))
+        assert lost.state is SessionState.LOST
+        assert worker.status()["l1"]["leases_by_kind"]["promise"] == 1
+        lease = worker.prepare_retrieve(keys, namespace=namespace, promises=promised.promises)
+        lease.finish()
+        assert worker.status()["l1"]["leases_by_kind"]["promise"] == 0
+        on_loop(server, lambda: server.sessions.check(server.clock.now + HELLO_S))
+        assert lost.state is SessionState.ENDED
+        scheduler.close()

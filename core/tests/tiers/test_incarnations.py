@@ -1,0 +1,53 @@
+"""What waits for a tier, or is dropped after it, is one incarnation: a successor of its key is another object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache_core.policies.store import SkipL1Store
+from lmcache_core.tiers.format import payload_checksum, tier_key
+
+
+@pytest.mark.parametrize("dirty", ["drop", "keep"])
+def test_bytes_stored_again_under_a_key_never_travel_with_the_checksum_of_the_former_ones(
+    doubles: Any, dirty: str
+) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter), config={"dirty": dirty})
+    loop.idle()
+    adapter.hang("store")
+    for number in range(100, 104):  # what the lanes are busy with
+        loop.store(doubles.contents(1, first=number))
+        loop.until(lambda: True)
+    key = doubles.key(1)
+    for version in range(5):
+        if version:
+            loop.l1.evict(key)
+        content = doubles.content(1000 + version)
+        loop.tiering.on_committed([loop.l1.put(key, content, checksum=payload_checksum([content]))])
+        loop.until(lambda: True)
+    adapter.release("store")
+    loop.idle()
+    loop.l1.evict(key)
+    job = loop.fetch([key])
+    assert (job.hits, dict(job.reasons)) == (1, {})
+    assert loop.l1.get(key) in [doubles.content(1000 + version) for version in range(5)]
+    assert loop.tiering.status()["tiers"][0]["counts"].get("load_damaged", 0) == 0
+
+
+def test_what_is_dropped_once_the_tier_has_it_is_never_its_successor(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter), store_policy=SkipL1Store())
+    loop.idle()
+    adapter.hang("store")
+    loop.store(doubles.contents(1, first=1))
+    loop.until(lambda: adapter.calls["store"])
+    key = doubles.key(1)
+    loop.l1.evict(key)  # held: its slot follows with the end of the store
+    loop.l1.put(key, doubles.content(2))
+    adapter.release("store")
+    loop.idle()
+    assert loop.l1.get(key) == doubles.content(2), "nobody has stored this one yet"
+    assert tier_key(key, doubles.namespace, 0) in adapter.objects

@@ -1,0 +1,129 @@
+"""One medium is one tier, and epochs that servers share only rise."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.errors import SettingsError
+from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.format import HEADER_BYTES, tier_key
+
+OBJECT_BYTES = HEADER_BYTES + 5000
+
+
+def on(doubles: Any, place: str | None) -> Any:
+    adapter = doubles.adapter()
+    adapter.medium = lambda: place
+    return adapter
+
+
+def test_two_tiers_on_one_medium_are_refused_at_the_start_and_later_with_both_named(doubles: Any) -> None:
+    def tier(name: str, place: str | None) -> Any:
+        return doubles.tier(name, on(doubles, place))
+
+    with pytest.raises(SettingsError, match="'one' and 'two' are both on the shelf"):
+        doubles.loop(doubles.l1(), tier("one", "the shelf"), tier("two", "the shelf"))
+    loop = doubles.loop(doubles.l1(), tier("one", "the shelf"), tier("two", None), tier("three", None))
+    with pytest.raises(SettingsError, match="'one' and 'four'"):
+        loop.tiering.add_tier(tier("four", "the shelf"))
+    with pytest.raises(SettingsError, match="'one' and 'two'"):
+        loop.tiering.replace_tier(tier("two", "the shelf"))
+    loop.tiering.replace_tier(tier("one", "the shelf"))
+    assert loop.tiering.names == ["one", "two", "three"]
+
+
+def test_a_clear_that_was_answered_is_not_undone_by_another_server_on_the_same_epochs(tmp_path: Path) -> None:
+    ours, theirs = Epochs(tmp_path / "epochs"), Epochs(tmp_path / "epochs")
+    ours.move(1)
+    theirs.move(2)
+    ours.move(None)
+    theirs.move(2)
+    for epochs in (ours, theirs, Epochs(tmp_path / "epochs")):
+        epochs.refresh()
+        assert [epochs.of(namespace) for namespace in (1, 2, 3)] == [2, 3, 2]
+
+
+def test_what_another_server_clears_is_out_of_reach_here_too(doubles: Any, tmp_path: Path) -> None:
+    adapter = doubles.adapter()
+    config = {"epochs_path": str(tmp_path / "epochs")}
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter), config=config)
+    loop.store(doubles.contents(2))
+    loop.idle()
+    Epochs(tmp_path / "epochs").move(doubles.namespace)
+    loop.jump(1.0)
+    loop.until(lambda: not adapter.objects)
+    loop.l1.evict(doubles.key(1))
+    assert loop.fetch([doubles.key(1)]).hits == 0
+
+
+def test_many_servers_that_clear_at_once_lose_no_clear(tmp_path: Path) -> None:
+    def clear_often() -> None:
+        epochs = Epochs(tmp_path / "epochs")
+        for _ in range(20):
+            epochs.move(7)
+
+    threads = [threading.Thread(target=clear_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Epochs(tmp_path / "epochs").of(7) == 80
+
+
+def test_a_damaged_object_that_cannot_be_removed_keeps_its_room_and_is_stored_over(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter)
+    loop = doubles.loop(doubles.l1(), tier)
+    name = tier_key(doubles.key(1), doubles.namespace, 0)
+    loop.store(doubles.contents(1, first=1))
+    loop.idle()
+    adapter.corrupt(name)
+    adapter.delete = lambda keys, deadline: [Outcome(Result.FAILED, error="not allowed")] * len(keys)
+    loop.l1.evict(doubles.key(1))
+    assert loop.fetch([doubles.key(1)]).reasons[0] == "damaged"
+    loop.until(lambda: tier.reclaim.failed == 1 and not len(tier.doubts))
+    assert tier.accounting.bytes_used == OBJECT_BYTES, "it is still on the medium"
+    loop.store(doubles.contents(1, first=1))
+    loop.idle()
+    loop.l1.evict(doubles.key(1))
+    assert loop.fetch([doubles.key(1)]).hits == 1
+    assert tier.accounting.bytes_used == OBJECT_BYTES
+
+
+def test_a_medium_that_keeps_what_it_says_it_set_aside_is_found_out(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter)
+    loop = doubles.loop(doubles.l1(), tier)
+    name = tier_key(doubles.key(1), doubles.namespace, 0)
+    loop.store(doubles.contents(1, first=1))
+    loop.idle()
+    adapter.corrupt(name)
+    adapter.set_aside = lambda keys, deadline: [Outcome(Result.DONE)] * len(keys)
+    loop.l1.evict(doubles.key(1))
+    assert loop.fetch([doubles.key(1)]).reasons[0] == "damaged"
+    loop.until(lambda: tier.doubts.settled == 1)
+    assert tier.accounting.bytes_used == OBJECT_BYTES
+    assert tier.accounting.known([name]) == set(), "it is stored anew"
+
+
+def test_a_store_whose_answer_was_lost_is_accounted_as_it_is(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter)
+    loop = doubles.loop(doubles.l1(), tier)
+    does = adapter.store
+
+    def loses(items: Any, deadline: float) -> Any:
+        does(items, deadline)
+        return [Outcome(Result.FAILED, error="no answer")] * len(items)
+
+    loop.idle()
+    adapter.store = loses
+    loop.store(doubles.contents(3))
+    loop.until(lambda: tier.doubts.settled == 3)
+    assert tier.accounting.bytes_used == 3 * OBJECT_BYTES == sum(map(len, adapter.objects.values()))
+    assert tier.accounting.bytes_reserved == 0

@@ -1,0 +1,311 @@
+"""What happens to a key of a tier happens in one order: whatever overlaps, the books say what the medium has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from lmcache_core.policies.lru import LruEviction
+from lmcache_core.tiers.contract import Outcome, Result
+from lmcache_core.tiers.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.lanes import Call, CallState
+
+OBJECT_BYTES = HEADER_BYTES + 5000
+KEYS = 6
+
+
+class PaperLane:
+    """A lane without threads: whoever holds it runs its calls, and delivers their ends, in any order."""
+
+    made: list[PaperLane]
+
+    def __init__(self, name: str, threads: int, post: Callable[[Call], None], *, replaces: bool = True) -> None:
+        self.name, self._post = name, post
+        self.queue: list[Call] = []
+        self.ran: list[Call] = []
+        self.running = self.hung = 0
+        self.closed = False
+        PaperLane.made.append(self)
+
+    @property
+    def backlog(self) -> int:
+        return 0
+
+    @property
+    def queued(self) -> int:
+        return len(self.queue)
+
+    @property
+    def next_deadline(self) -> float:
+        return float("inf")
+
+    def submit(self, call: Call) -> bool:
+        self.queue.append(call)
+        return not self.closed
+
+    def cancel(self, call: Call) -> bool:
+        if call not in self.queue:
+            return False
+        self.queue.remove(call)
+        call.state = CallState.CANCELLED
+        return True
+
+    def expire(self, now: float) -> list[Call]:
+        late = [call for call in (*self.queue, *self.ran) if call.deadline <= now and not call.was_late]
+        for call in late:
+            call.was_late = True
+            call.state = CallState.EXPIRED if call in self.queue else CallState.LATE
+        self.queue = [call for call in self.queue if call not in late]
+        return late
+
+    def run(self, call: Call) -> None:
+        """Its effect on the medium happens now."""
+        self.queue.remove(call)
+        call.state = CallState.RUNNING
+        try:
+            call.result = call.work()
+        except Exception as error:  # noqa: BLE001 - as a lane does
+            call.error = error
+        self.ran.append(call)
+
+    def deliver(self, call: Call) -> None:
+        self.ran.remove(call)
+        call.state = CallState.ENDED
+        self._post(call)
+
+    def close(self) -> bool:
+        self.closed = True
+        return True
+
+    def wait_idle(self) -> None:
+        pass
+
+
+@pytest.fixture
+def paper(monkeypatch: pytest.MonkeyPatch) -> None:
+    PaperLane.made = []
+    monkeypatch.setattr("lmcache_core.tiers.tier.Lane", PaperLane)
+
+
+def make_machine(doubles: Any) -> type[RuleBasedStateMachine]:
+    class Keys(RuleBasedStateMachine):
+        """One tier with room for four objects, over a medium that anyone may look at."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            PaperLane.made = []
+            self.rng = random.Random(0)
+            self.adapter = doubles.adapter()
+            self.tier = doubles.tier(
+                "mem", self.adapter, capacity_bytes=4 * OBJECT_BYTES, watermark=1.0, evict_ratio=0.25,
+                deadline_s=1e6, eviction=LruEviction(None),
+            )  # fmt: skip
+            self.loop = doubles.loop(doubles.l1(64), self.tier)
+            self.version = 0
+            self.time = 1e9  # of its own: how much a turn does must not depend on the machine
+            self.loop.clock.read = lambda: self.time
+            self.settle()
+
+        # --- what happens ---------------------------------------------------------------------------------
+        @rule(number=st.integers(0, KEYS - 1))
+        def store(self, number: int) -> None:
+            key, l1 = doubles.key(number), self.loop.l1
+            if (doubles.namespace, key) in l1.ready:
+                l1.evict(key)
+            if l1.free and (doubles.namespace, key) not in l1.loading:
+                self.version += 1
+                self.loop.tiering.on_committed([l1.put(key, doubles.content(100 + self.version))])
+            self.turn()
+
+        @rule(number=st.integers(0, KEYS - 1))
+        def load(self, number: int) -> None:
+            key, l1 = doubles.key(number), self.loop.l1
+            if (doubles.namespace, key) in l1.ready:
+                l1.evict(key)
+            self.loop.ask([key], seconds=1e10)
+            self.turn()
+
+        @rule(number=st.integers(0, KEYS - 1))
+        def damage(self, number: int) -> None:
+            name = tier_key(doubles.key(number), doubles.namespace, 0)
+            if name in self.adapter.objects:
+                self.adapter.corrupt(name)
+
+        @rule(number=st.integers(0, KEYS - 1))
+        def delete(self, number: int) -> None:
+            self.tier.reclaim.delete([tier_key(doubles.key(number), doubles.namespace, 0)])
+            self.turn()
+
+        @rule(result=st.sampled_from([None, Outcome(Result.FAILED, error="so"), Outcome(Result.FULL)]))
+        def fail_stores(self, result: Outcome | None) -> None:
+            self.adapter.answers.pop("store", None)
+            if result is not None:
+                self.adapter.answers["store"] = result
+
+        @rule()
+        def lose_an_answer(self) -> None:
+            """A call that does its work, and of which only an error is heard."""
+            for lane in PaperLane.made:
+                for call in lane.ran:
+                    if isinstance(call.result, list) and call.result and isinstance(call.result[0], Outcome):
+                        call.result = [each._replace(result=Result.FAILED, error="lost") for each in call.result]
+
+        # --- who is quicker -------------------------------------------------------------------------------
+        @precondition(lambda self: any(lane.queue for lane in PaperLane.made))
+        @rule(data=st.data())
+        def run(self, data: st.DataObject) -> None:
+            lane, call = data.draw(st.sampled_from([(ln, c) for ln in PaperLane.made for c in ln.queue]))
+            lane.run(call)
+
+        @precondition(lambda self: any(lane.ran for lane in PaperLane.made))
+        @rule(data=st.data())
+        def deliver(self, data: st.DataObject) -> None:
+            lane, call = data.draw(st.sampled_from([(ln, c) for ln in PaperLane.made for c in ln.ran]))
+            lane.deliver(call)
+            self.turn()
+
+        def turn(self) -> None:
+            for _ in range(12):
+                self.loop.turn()
+
+        def settle(self) -> None:
+            for _ in range(300):
+                for lane in PaperLane.made:
+                    for call in list(lane.queue):
+                        lane.run(call)
+                    for call in list(lane.ran):
+                        lane.deliver(call)
+                self.time += 0.5
+                self.turn()
+                busy = len(self.tier.doubts) or any(lane.queue or lane.ran for lane in PaperLane.made)
+                if not busy and self.loop.tiering.drained and self.loop.scanned():
+                    return
+            raise AssertionError(self.loop.tiering.status())
+
+        # --- what holds -----------------------------------------------------------------------------------
+        @invariant()
+        def the_medium_never_holds_more_than_its_capacity(self) -> None:
+            assert sum(map(len, self.adapter.objects.values())) <= 4 * OBJECT_BYTES
+
+        def teardown(self) -> None:
+            self.adapter.answers.clear()
+            self.settle()
+            accounting = self.tier.accounting
+            accounted = {entry.tier_key: entry.nbytes for shard in accounting.shards() for entry in shard}
+            assert accounted == {name: len(value) for name, value in self.adapter.objects.items()}
+            assert accounting.bytes_used == sum(accounted.values())
+            assert accounting.bytes_reserved == accounting.bytes_leaving == 0
+            assert self.loop.l1.held == 0
+            assert not self.tier.order._last
+            assert not self.tier.order._watching
+
+    return Keys
+
+
+def test_the_books_say_what_the_medium_has_in_whatever_order_calls_run_and_end(doubles: Any, paper: None) -> None:
+    machine = make_machine(doubles)
+    machine.TestCase.settings = settings(
+        max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    machine.TestCase("runTest").runTest()
+
+
+def one_tier(doubles: Any, **options: Any) -> tuple[Any, Any, Any]:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter, **{"deadline_s": 1e6, **options})
+    loop = doubles.loop(doubles.l1(), tier)
+    finish(loop)
+    return adapter, tier, loop
+
+
+def finish(loop: Any) -> None:
+    for _ in range(50):
+        for lane in PaperLane.made:
+            for call in list(lane.queue):
+                lane.run(call)
+            for call in list(lane.ran):
+                lane.deliver(call)
+        loop.turn()
+
+
+def calls(of: str) -> Sequence[tuple[PaperLane, Call]]:
+    return [(lane, call) for lane in PaperLane.made if of in lane.name for call in lane.queue]
+
+
+def test_a_store_that_is_asked_for_during_a_delete_of_its_key_is_on_the_medium_and_accounted(
+    doubles: Any, paper: None
+) -> None:
+    adapter, tier, loop = one_tier(doubles)
+    name = tier_key(doubles.key(1), doubles.namespace, 0)
+    tier.reclaim.delete([name])
+    ((lane, delete),) = calls("store")
+    lane.run(delete)
+    loop.store(doubles.contents(1, first=1))
+    loop.turn()
+    loop.turn()
+    assert calls("store") == [], "the store waits for the delete to return"
+    lane.deliver(delete)
+    finish(loop)
+    assert name in adapter.objects
+    assert tier.accounting.bytes_used == OBJECT_BYTES
+
+
+def test_a_load_that_a_delete_overtakes_leaves_no_ghost_in_the_books(doubles: Any, paper: None) -> None:
+    adapter, tier, loop = one_tier(doubles)
+    name = tier_key(doubles.key(1), doubles.namespace, 0)
+    loop.store(doubles.contents(1, first=1))
+    finish(loop)
+    loop.l1.evict(doubles.key(1))
+    loop.ask([doubles.key(1)])
+    loop.turn()
+    ((lookups, exists),) = calls("lookup")
+    lookups.run(exists)
+    lookups.deliver(exists)
+    loop.turn()
+    ((loads, load),) = calls("load")
+    loads.run(load)
+    tier.reclaim.delete([name])
+    ((stores, delete),) = calls("store")
+    stores.run(delete)
+    stores.deliver(delete)
+    loop.turn()
+    loads.deliver(load)
+    finish(loop)
+    assert name not in adapter.objects
+    assert tier.accounting.bytes_used == tier.accounting.objects == 0
+    assert tier.accounting.known([name]) == set(), "and so it is stored again"
+
+
+def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its_way(doubles: Any, paper: None) -> None:
+    adapter, tier, loop = one_tier(doubles)
+    name = tier_key(doubles.key(1), doubles.namespace, 0)
+    loop.store(doubles.contents(1, first=1))
+    finish(loop)
+    adapter.corrupt(name)
+    loop.l1.evict(doubles.key(1))
+    job = loop.ask([doubles.key(1)])
+    loop.turn()
+    ((lookups, exists),) = calls("lookup")
+    lookups.run(exists)
+    lookups.deliver(exists)
+    loop.turn()
+    ((loads, load),) = calls("load")
+    loads.run(load)
+    tier.accounting.remove([name])  # as if it had been forgotten: the key is stored anew
+    loop.tiering.clear(doubles.namespace)
+    loop.l1.loading.clear()
+    loop.tiering.on_committed([loop.l1.put(doubles.key(1), doubles.content(2))])
+    loop.turn()
+    ((stores, store),) = calls("store")
+    stores.run(store)
+    loads.deliver(load)
+    finish(loop)
+    assert job.ended
+    assert adapter.objects[name][HEADER_BYTES:] == doubles.content(2)
+    assert tier.accounting.bytes_used == OBJECT_BYTES
