@@ -7,8 +7,12 @@ LMCACHE_CORE_FP8_NATIVE: `auto` (default) builds it where a compiler is found an
 from __future__ import annotations
 
 import os
+import sysconfig
 
 from setuptools import Extension, setup
+
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    raise SystemExit("lmcache-fp8 needs a Python with its global lock: use python3.13, not python3.13t")
 
 MODE = os.environ.get("LMCACHE_CORE_FP8_NATIVE", "auto")
 if MODE not in ("auto", "require", "off"):
@@ -20,8 +24,12 @@ NATIVE = Extension(
     # Named here, a header travels in the sdist; without it the optional module would vanish from the wheel.
     depends=["src/lmcache_fp8/native/kernels.h"],
     # No instruction set is asked for here: avx2.c asks function by function, and module.c asks the processor.
+    # The stable ABI: one wheel serves every Python from 3.11 on. Calls into it are few, one for a batch of objects.
+    py_limited_api=True,
+    define_macros=[("Py_LIMITED_API", "0x030B0000")],
     extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
     optional=MODE == "auto",
 )
 
-setup(ext_modules=[] if MODE == "off" else [NATIVE])
+off = MODE == "off"
+setup(ext_modules=[] if off else [NATIVE], options={} if off else {"bdist_wheel": {"py_limited_api": "cp311"}})

@@ -150,7 +150,7 @@ def test_every_flipped_bit_and_every_cut_is_damage(name: str) -> None:
     for bit in range(8 * len(packed)):
         flipped = bytearray(packed)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(DamagedObjectError, match=KEY.hex()):
+        with pytest.raises(DamagedObjectError, match=KEY.hex()[:16]):
             decoded(serde, bytes(flipped), layout.nbytes, layout)
     for cut in range(len(packed)):
         with pytest.raises(DamagedObjectError):
@@ -281,7 +281,7 @@ def test_compression_lets_other_threads_run(serde: BlockSerde) -> None:
 
 
 def test_levels_are_the_encoders_business(serde: BlockSerde) -> None:
-    assert serde.parameters() == {"format": 1}
+    assert serde.parameters() == {"format": 2}
     assert serde.lossless
     layout = Layout("bfloat16", (3000,))
     raw = like_kv(3000)

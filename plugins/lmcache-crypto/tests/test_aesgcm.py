@@ -102,7 +102,7 @@ def test_every_flipped_bit_is_damage() -> None:
     for bit in range(8 * len(sealed)):
         flipped = bytearray(sealed)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(DamagedObjectError, match=KEY.hex()):
+        with pytest.raises(DamagedObjectError, match=KEY.hex()[:16]):
             decoded(SERDE, bytes(flipped), 100)
 
 
@@ -143,7 +143,7 @@ def test_rotation_reads_old_objects_and_writes_under_the_new_key() -> None:
     rotated = serde_of(SECRET, OLDER)
     assert decoded(rotated, old, 100) == b"x" * 100
     assert decoded(serde_of(SECRET), encoded(rotated, b"y" * 100), 100) == b"y" * 100
-    assert rotated.parameters() == serde_of(OLDER).parameters() == {"format": 1}
+    assert rotated.parameters() == serde_of(OLDER).parameters() == {"format": 2}
 
 
 def test_large_objects_go_in_segments_that_cannot_change_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
+import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +17,10 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.serde.scratch import Scratch
+from lmcache_core.testing import MemoryAdapter
+from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, build_header, object_kind, payload_checksum, read_header
+from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
 from lmcache_crypto.serde import AesGcmSerde
 from lmcache_crypto.settings import AesGcmSettings
 
@@ -99,3 +106,88 @@ def test_a_wrong_key_or_a_foreign_object_at_the_end_of_a_chain_is_damage() -> No
     ):
         with pytest.raises(DamagedObjectError):
             other.decode(memoryview(held), out, LAYOUT, key, lengths, Scratch())
+
+
+def _carried(chain: CodecChain, held: bytes, wanted: Transfer) -> Loaded:
+    """What a tier makes of `held` when it is asked for `wanted`."""
+    adapter = MemoryAdapter()
+    adapter.objects[wanted.tier_key] = (held, 0.0)
+    (loaded,) = Carrier(adapter, chain, threading.Event()).load([wanted], time.monotonic() + 60)
+    return loaded
+
+
+def _stored(chain: CodecChain, transfer: Transfer) -> bytes:
+    adapter = MemoryAdapter()
+    Carrier(adapter, chain, threading.Event()).store([transfer], time.monotonic() + 60)
+    return bytes(adapter.objects[transfer.tier_key][0])
+
+
+def _with_header_of(held: bytes, wanted: Transfer, lengths: Sequence[int] | None = None) -> bytes:
+    """The payload under a header as anybody can write one who can write to the medium."""
+    payload, page = held[HEADER_BYTES:], memoryview(bytearray(HEADER_BYTES))
+    found = read_header(memoryview(held)[:HEADER_BYTES])
+    build_header(
+        page, wanted.kind, key=wanted.key, namespace=wanted.namespace, epoch=wanted.epoch,
+        encoded_bytes=len(payload), checksum=payload_checksum([payload]), lengths=lengths or found.lengths,
+    )  # fmt: skip
+    return bytes(page) + payload
+
+
+def _transfer(kind: ObjectKind, data: bytes, key: bytes = KEY, namespace: int = 5, epoch: int = 0) -> Transfer:
+    return Transfer(key, namespace, epoch, kind, memoryview(bytearray(data)))
+
+
+@pytest.mark.parametrize("names", [["aesgcm"], ["zstd", "aesgcm"], ["fp8", "aesgcm"], ["aesgcm", "lz4"]])
+@pytest.mark.parametrize("change", ["key", "namespace", "epoch", "layout"])
+def test_an_object_with_another_header_is_not_the_object_of_that_header(names: list[str], change: str) -> None:
+    chain, data = chain_of(names), bf16(LAYOUT, 4)
+    kind = object_kind(LAYOUT, chain)
+    held = _stored(chain, _transfer(kind, data))
+    again = _transfer(kind, data)
+    assert _carried(chain, held, again).reason is None  # as it was stored it is loaded
+    other = {
+        "key": _transfer(kind, data, key=bytes(32)),
+        "namespace": _transfer(kind, data, namespace=6),
+        "epoch": _transfer(kind, data, epoch=1),
+        "layout": _transfer(object_kind(Layout("float16", LAYOUT.shape, LAYOUT.memory_format), chain), data),
+    }[change]
+    assert _carried(chain, _with_header_of(held, other), other).reason is TierReason.DAMAGED
+
+
+def test_no_chain_of_ours_allocates_by_a_forged_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any order of zstd, lz4 and aesgcm, after fp8 and without it."""
+    taken: list[int] = []
+    take = Scratch.take
+    monkeypatch.setattr(Scratch, "take", lambda self, nbytes: taken.append(nbytes) or take(self, nbytes))
+    data = bf16(LAYOUT, 5)
+    orders = [order for count in (1, 2, 3) for order in itertools.permutations(("zstd", "lz4", "aesgcm"), count)]
+    for names in [["fp8", *order] for order in orders] + [[*order] for order in orders if len(order) > 1]:
+        chain = chain_of(names)
+        wanted = _transfer(object_kind(LAYOUT, chain), data)
+        held = _stored(chain, wanted)
+        lengths = list(read_header(memoryview(held)[:HEADER_BYTES]).lengths)
+        for place in range(len(lengths) - 1):
+            forged = [*lengths[:place], 1 << 30, *lengths[place + 1 :]]
+            taken.clear()
+            loaded = _carried(chain, _with_header_of(held, wanted, forged), wanted)
+            assert loaded.reason is TierReason.DAMAGED, names
+            assert "at most" in loaded.error, names
+            assert max(taken) <= chain.encoded_bytes_max(LAYOUT), names
+
+
+def test_a_bomb_behind_fp8_is_refused_by_its_length() -> None:
+    """59 KB that decompress to 1 GiB: as much as a header says that fp8 gave."""
+    chain = chain_of(["fp8", "zstd"])
+    kind = object_kind(LAYOUT, chain)
+    nbytes = 64 << 20
+    (bomb,) = chain.serdes[1].encode(memoryview(bytes(nbytes)), Layout("uint8", (nbytes,)), KEY)
+    assert len(bomb) < chain.encoded_bytes_max(LAYOUT)
+    wanted = _transfer(kind, bytes(LAYOUT.nbytes))
+    page = memoryview(bytearray(HEADER_BYTES))
+    build_header(
+        page, kind, key=KEY, namespace=5, epoch=0, encoded_bytes=len(bomb), checksum=payload_checksum([bomb]),
+        lengths=[nbytes, len(bomb)],
+    )  # fmt: skip
+    loaded = _carried(chain, bytes(page) + bytes(bomb), wanted)
+    assert loaded.reason is TierReason.DAMAGED
+    assert "fp8" in loaded.error

@@ -137,7 +137,7 @@ def test_an_object_of_another_length_is_damage(cut: int) -> None:
     serde = Fp8Serde(Fp8Settings())
     (encoded,) = serde.encode(memoryview(bytes(layout.nbytes)), layout, KEY)
     wrong = bytes(encoded)[:cut] if cut < 1 else bytes(encoded) + bytes(cut)
-    with pytest.raises(DamagedObjectError, match=KEY.hex()):
+    with pytest.raises(DamagedObjectError, match=KEY.hex()[:16]):
         serde.decode(memoryview(wrong), memoryview(bytearray(layout.nbytes)), layout, KEY)
 
 

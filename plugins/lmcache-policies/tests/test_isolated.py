@@ -58,18 +58,44 @@ def test_within_their_quotas_all_come_down_to_the_same_fullness() -> None:
     assert given_by(policy.victims(30)) == {1: 20, 2: 10}
 
 
-def test_what_cannot_go_is_made_up_by_the_others() -> None:
+def hold(policy: IsolatedPolicy, entries: list[SimulatedEntry]) -> None:
+    for entry in entries:
+        entry.holds = 1
+    policy.held(entries)
+
+
+def test_what_cannot_go_is_not_made_up_by_those_within_their_quotas() -> None:
     policy = policy_of({1: 10, 2: 100})
     pinned = fill(policy, 1, 40)
     fill(policy, 2, 100)
-    for entry in pinned:
-        entry.holds = 1
-    policy.held(pinned)
-    assert given_by(policy.victims(25)) == {2: 25}
+    hold(policy, pinned)
+    assert policy.victims(25) == [], "a store is answered FULL"
     for entry in pinned[:5]:
         entry.holds = 0
     policy.released(pinned[:5])
-    assert given_by(policy.victims(25)) == {1: 5, 2: 20}
+    assert given_by(policy.victims(25)) == {1: 5}
+    assert policy.spares(fill(policy, 2, 0) or [SimulatedEntry(bytes(32), 1, 2)], 1)
+    assert not policy.spares([SimulatedEntry(bytes(32), 1, 2)], 2), "it may give way to itself"
+
+
+def test_what_cannot_go_is_made_up_by_others_that_are_over_their_quotas() -> None:
+    policy = policy_of({1: 10, 2: 100, 3: 50})
+    hold(policy, fill(policy, 1, 40))
+    fill(policy, 2, 130)
+    fill(policy, 3, 50)
+    assert given_by(policy.victims(25)) == {2: 25}
+    assert given_by(policy.victims(80)) == {2: 30}
+
+
+def test_what_is_being_written_counts_as_used() -> None:
+    policy = policy_of({1: 50, 2: 50})
+    fill(policy, 1, 50)
+    fill(policy, 2, 50)
+    policy.charge(2, 10)
+    assert given_by(policy.victims(10)) == {2: 10}
+    assert given_by(policy.surplus(30)) == {2: 10}
+    policy.charge(2, -10)
+    assert policy.surplus(30) == [], "headroom is worth nothing that a quota covers"
 
 
 def test_unlisted_namespaces_share_what_the_tenants_leave() -> None:

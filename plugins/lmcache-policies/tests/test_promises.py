@@ -88,7 +88,8 @@ def test_victims_cover_the_bytes_with_none_to_spare_and_none_that_is_held(
     assert not [entry for entry in named if entry.holds]
     loose = sum(entry.nbytes for entry in entries) - sum(entry.nbytes for entry in held)
     covered = sum(entry.nbytes for entry in named)
-    assert covered >= min(nbytes, loose)
+    if name != "isolated" or not held:  # who is over its quota and held gives nothing, and nobody else gives for it
+        assert covered >= min(nbytes, loose)
     if name != "isolated":  # whose tenants each round up
         assert covered - (named[-1].nbytes if named else 0) < max(1, nbytes)
     release(policy, held)

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 import redis
+
+# The servers that misbehave are services of the matrix.
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "matrix"))
 
 from lmcache_core.tiers.contract import AdapterContext
 from lmcache_redis.adapter import RedisAdapter

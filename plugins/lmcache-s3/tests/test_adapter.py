@@ -47,6 +47,24 @@ def test_a_second_writer_does_not_upload_what_is_there(
     assert other.load(key, HEADER_BYTES, nbytes)[1] == page + payload, "the first one stays"
 
 
+def test_a_damaged_object_that_may_not_be_deleted_is_stored_over(bucket: Any, front: Any, tier: Make) -> None:
+    def forbid(seen: Seen) -> Fault | None:
+        deletes = seen.method == "DELETE" or (seen.method == "POST" and "delete" in seen.path)
+        return Fault(status=403, code="AccessDenied") if deletes else None
+
+    front.rule = forbid
+    here = tier(bucket.settings(endpoint_url=front.url))
+    key, page, payload = kernel_object(1, 10_000)
+    assert here.store(key, page, payload).result is Result.DONE
+    (outcome,) = here.adapter.set_aside([key], here.deadline)
+    assert outcome.result is Result.FAILED
+    _, page_again, payload_again = kernel_object(1, 10_000)
+    assert here.store(key, page_again, payload_again).result is Result.DONE
+    assert here.load(key, HEADER_BYTES, 10_000)[1] == page_again + payload_again
+    assert here.store(key, page, payload).result is Result.DONE
+    assert here.load(key, HEADER_BYTES, 10_000)[1] == page_again + payload_again, "sound again, and not sent twice"
+
+
 def test_an_object_of_another_layout_is_replaced(bucket: Any, tier: Make) -> None:
     here = tier(bucket.settings())
     for nbytes in (10_000, 1 << 20):

@@ -92,6 +92,10 @@ class SqliteAdapter(L2Adapter):
 
         return self._whole(ask, deadline)
 
+    def medium(self) -> str:
+        """The same words for every adapter on this file: the server refuses two tiers on one medium."""
+        return f"the database {self._settings.path.resolve()}"
+
     def close(self) -> None:
         with self._opening:
             self._closed = True

@@ -19,7 +19,7 @@ from lmcache_core.errors import DamagedObjectError
 from lmcache_core.pool.layout import Layout
 
 BLOCK_BYTES = 1 << 20  # with its scratch memory it fits a second-level cache; larger blocks compress no better
-FORMAT = 1  # moves when the encoded bytes change their meaning
+FORMAT = 2  # moves when the encoded bytes change their meaning
 HEAD = struct.Struct("<4sHHQQ")  # codec, format, itemsize of the shuffle, bytes of the object, checksum
 STORED = 1 << 31  # in a block's length: not compressed, not shuffled
 
@@ -58,7 +58,7 @@ def opened(src: memoryview, codec: bytes, nbytes: int, layout: Layout, key: byte
     if recorded != nbytes:
         raise damaged(key, codec, f"it records {recorded:,} bytes and {layout} needs {nbytes:,}")
     if checksum != _checksum(codec, itemsize, nbytes, layout, key, src[HEAD.size :]):
-        raise damaged(key, codec, "its checksum differs: other bytes, another key or another layout")
+        raise damaged(key, codec, "its checksum differs: other bytes, another object or another layout")
     lengths = np.frombuffer(src, dtype="<u4", count=block_count(nbytes), offset=HEAD.size).tolist()
     at = frame_bytes(nbytes)
     if itemsize not in (1, 2, 4, 8) or at + sum(length & ~STORED for length in lengths) != src.nbytes:
@@ -68,7 +68,9 @@ def opened(src: memoryview, codec: bytes, nbytes: int, layout: Layout, key: byte
 
 def damaged(key: bytes, codec: bytes, what: str) -> DamagedObjectError:
     name = codec.decode().strip()
-    return DamagedObjectError(f"{name} object {key.hex()}: {what}; it is dropped, and stored again by its next writer")
+    return DamagedObjectError(
+        f"{name} object {key.hex()[:16]}…: {what}; it is dropped, and stored again by its next writer"
+    )
 
 
 def _checksum(codec: bytes, itemsize: int, nbytes: int, layout: Layout, key: bytes, rest: memoryview) -> int:

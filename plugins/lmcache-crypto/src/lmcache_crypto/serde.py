@@ -4,9 +4,10 @@
     segment   nonce (12 bytes, fresh from the system), ciphertext, tag (16 bytes)
     …
 
-Authenticated with every segment, beside its own bytes: the head, the object's key, its layout's fingerprint and
-the segment's number. So a segment is accepted in its own place of its own object only: nothing can be passed off
-as something else, cut, reordered or mixed from two writes of different length.
+Authenticated with every segment, beside its own bytes: the head, the layout of what is sealed, the segment's number,
+and the key that the chain gives, which holds the object's key, namespace, epoch, and a digest of its layout and codec
+chain. So a segment is accepted in its own place of its own object only: nothing can be passed off as something else,
+brought back after a clear, cut, reordered or mixed from two writes of different length.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from lmcache_crypto.keyring import KEY_ID_BYTES, keyring_of
 from lmcache_crypto.settings import AesGcmSettings
 
 MAGIC = b"LMGC"
-FORMAT = 1  # moves when the encoded bytes change their meaning
+FORMAT = 2  # moves when the encoded bytes change their meaning
 HEAD = struct.Struct(f"<4sHHQ{KEY_ID_BYTES}s")
-BOUND = struct.Struct("<QI")  # layout fingerprint, segment number; then the object's key
+BOUND = struct.Struct("<QI")  # layout fingerprint, segment number; then the key
 NONCE_BYTES = 12
 TAG_BYTES = 16
 SEGMENT_BYTES = 1 << 30  # the library takes less than 2 GiB in a call; objects of usual size are one segment
@@ -76,8 +77,8 @@ class AesGcmSerde(Serde):
         if cipher is None:
             known = ", ".join(each.hex() for each in self._keyring.ids)
             raise MismatchedObjectError(
-                f"aesgcm object {key.hex()} was encrypted with key {key_id.hex()}, and the keys here are {known}: "
-                "add that key to read it; it is left where it is"
+                f"aesgcm object {key.hex()[:16]}… was encrypted with key {key_id.hex()}, and the keys here are "
+                f"{known}: add that key to read it; it is left where it is"
             )
         for number, start, at, size in _places(nbytes):
             nonce = bytes(src[at : at + NONCE_BYTES])
@@ -86,7 +87,9 @@ class AesGcmSerde(Serde):
                 cipher.decrypt_into(nonce, sealed, _bound(head, layout, number, key), into[start : start + size])
             except InvalidTag:
                 # GCM has written plain text by now that nobody vouches for.
-                raise _damaged(key, "it fails authentication: changed, or written for another key or layout") from None
+                raise _damaged(
+                    key, "it fails authentication: changed, or written for another object or layout"
+                ) from None
 
     def __repr__(self) -> str:
         return f"<AesGcmSerde with {self._keyring!r}>"
@@ -112,4 +115,6 @@ def _bound(head: bytes, layout: Layout, number: int, key: bytes) -> bytes:
 
 
 def _damaged(key: bytes, what: str) -> DamagedObjectError:
-    return DamagedObjectError(f"aesgcm object {key.hex()}: {what}; it is dropped, and stored again by its next writer")
+    return DamagedObjectError(
+        f"aesgcm object {key.hex()[:16]}…: {what}; it is dropped, and stored again by its next writer"
+    )

@@ -40,7 +40,7 @@ class Fp8Serde(Serde):
         grouping = self._grouping(layout)
         if src.nbytes != layout.nbytes:
             raise UsageError(
-                f"object {key.hex()} has {src.nbytes:,} bytes and its layout {layout} {layout.nbytes:,}: "
+                f"object {key.hex()[:16]}… has {src.nbytes:,} bytes and its layout {layout} {layout.nbytes:,}: "
                 "fp8 needs every element of the layout"
             )
         return [self._kernel.encode(src, layout.dtype, grouping)]
@@ -49,12 +49,12 @@ class Fp8Serde(Serde):
         grouping = self._grouping(layout)
         if into.nbytes != layout.nbytes:
             raise UsageError(
-                f"object {key.hex()}: the target has {into.nbytes:,} bytes and its layout {layout} "
+                f"object {key.hex()[:16]}…: the target has {into.nbytes:,} bytes and its layout {layout} "
                 f"{layout.nbytes:,}: fp8 restores every element of the layout"
             )
         if src.nbytes != grouping.encoded_bytes:
             raise DamagedObjectError(
-                f"fp8 object {key.hex()}: {src.nbytes:,} bytes came back and {layout} encodes to "
+                f"fp8 object {key.hex()[:16]}…: {src.nbytes:,} bytes came back and {layout} encodes to "
                 f"{grouping.encoded_bytes:,}: it was cut, or stored under another layout"
             )
         self._kernel.decode(src, into, layout.dtype, grouping)

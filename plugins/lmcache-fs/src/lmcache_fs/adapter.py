@@ -27,7 +27,7 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_fs.files import TRAILER, NotWholeError, read_object, write_object
+from lmcache_fs.files import TRAILER, NotWholeError, make_folder, read_object, sync_folder, write_object
 from lmcache_fs.lead import Lead
 from lmcache_fs.mode import WriteMode
 from lmcache_fs.paths import Paths, key_of
@@ -113,6 +113,9 @@ class FsAdapter(L2Adapter):
                 return ScanPage(entries, cursor)
         return ScanPage(entries, None)
 
+    def medium(self) -> str:
+        return f"the directory {os.path.realpath(self._paths.root)}"
+
     def try_to_lead(self) -> bool:
         """By a lock on a file in the directory."""
         self._check_open()
@@ -134,7 +137,7 @@ class FsAdapter(L2Adapter):
             with self._making:
                 self._made = os.path.isdir(self._temporary.path)
             self._make_folders()
-            os.makedirs(self._paths.shard(item.key), mode=0o700, exist_ok=True)
+            self._make_shard(item.key)
             return self._publish(item)
 
     def _publish(self, item: StoreItem) -> Outcome:
@@ -144,14 +147,13 @@ class FsAdapter(L2Adapter):
             try:
                 os.rename(temporary, final)
             except FileNotFoundError:
-                os.makedirs(self._paths.shard(item.key), mode=0o700, exist_ok=True)
+                self._make_shard(item.key)
                 os.rename(temporary, final)
         except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+            self._temporary.discard(temporary)
             raise
         if self._settings.fsync:
-            _sync_folder(self._paths.shard(item.key))
+            sync_folder(self._paths.shard(item.key))
         return Outcome(Result.DONE, item.nbytes)
 
     def _write(self, path: str, item: StoreItem) -> None:
@@ -189,7 +191,9 @@ class FsAdapter(L2Adapter):
         return _DONE
 
     def _set_aside_one(self, key: bytes) -> Outcome:
-        self._keep_damaged(self._paths.object(key), key)
+        error = self._keep_damaged(self._paths.object(key), key)
+        if error is not None:
+            raise error  # it is still there, and takes its room
         return _DONE
 
     def _is_there(self, key: bytes) -> bool:
@@ -201,17 +205,23 @@ class FsAdapter(L2Adapter):
             raise self._tier_error("lookup", error) from error
         return stat.S_ISREG(about.st_mode) and about.st_size >= TRAILER.size
 
-    def _keep_damaged(self, path: str, key: bytes) -> None:
-        """Move a file to the damaged ones; delete it where there is no room for more of them, or no right to."""
+    def _keep_damaged(self, path: str, key: bytes) -> OSError | None:
+        """Move a file to the damaged ones; delete it where there is no room for more of them, or no right to. Why it
+        is still where it was, if it is: then it stays damaged, and a miss."""
         try:
             os.makedirs(self._paths.damaged, mode=0o700, exist_ok=True)
             if len(os.listdir(self._paths.damaged)) < self._settings.damaged_files_max:
                 os.rename(path, f"{self._paths.damaged}/{key.hex()}.{time.time_ns()}")
-                return
+                return None
         except OSError:
             pass  # what cannot be kept is deleted
-        with contextlib.suppress(OSError):  # gone already, or read-only: then it stays damaged, and a miss
+        try:
             os.unlink(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return error
+        return None
 
     # --- all of them --------------------------------------------------------------------------------------
     def _one(self, method: Callable[[Item], Outcome], item: Item, deadline: float, what: str) -> Outcome:
@@ -235,16 +245,21 @@ class FsAdapter(L2Adapter):
             return
         with self._making:
             if not self._made:
-                os.makedirs(self._paths.objects, mode=0o700, exist_ok=True)
+                for folder in (str(self._paths.root), self._paths.objects, str(self._paths.temporary)):
+                    make_folder(folder, sync=self._settings.fsync)
                 sweep(self._paths.temporary)
                 self._temporary.open()
                 self._made = True
+
+    def _make_shard(self, key: bytes) -> None:
+        make_folder(self._paths.shard(key), sync=self._settings.fsync)
 
     def _shards(self) -> list[str]:
         try:
             return sorted(os.listdir(self._paths.objects))
         except FileNotFoundError:
-            os.makedirs(self._paths.root, mode=0o700, exist_ok=True)  # a first start, or someone deleted it all
+            # A first start, or someone deleted it all.
+            make_folder(str(self._paths.root), sync=self._settings.fsync)
             return []
 
     def _walk(self, folder: str) -> list[ScanEntry]:
@@ -253,12 +268,15 @@ class FsAdapter(L2Adapter):
             with os.scandir(folder) as files:
                 for file in files:
                     key = key_of(file.name)
-                    if key is None:
+                    # In another folder no load would find it, and no delete: it is none of ours.
+                    if key is None or self._paths.shard(key) != folder:
                         continue
                     try:
                         about = file.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # deleted since it was listed
+                    if not stat.S_ISREG(about.st_mode):
+                        continue
                     used_at_s = max(about.st_atime, about.st_mtime)
                     entries.append(ScanEntry(key, max(0, about.st_size - TRAILER.size), used_at_s))
         except (FileNotFoundError, NotADirectoryError):
@@ -284,11 +302,3 @@ class FsAdapter(L2Adapter):
         else:
             cure = f"look at the medium of {self._paths.root}"
         return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"
-
-
-def _sync_folder(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,6 +25,35 @@ class NotWholeError(Exception):
     """The file is not what was published; the message says how."""
 
 
+def make_folder(path: str, *, sync: bool) -> None:
+    """A folder that only its owner may read, unless it is there. `sync`: its name survives a power cut, as do those of
+    the folders above it that had to be made."""
+    above = os.path.dirname(path)  # noqa: PTH120  # a name like all others here
+    try:
+        os.mkdir(path, 0o700)  # noqa: PTH102
+    except FileExistsError:
+        if not os.path.isdir(path):  # noqa: PTH112
+            raise
+        return
+    except FileNotFoundError:
+        if above == path:
+            raise
+        make_folder(above, sync=sync)
+        make_folder(path, sync=sync)
+        return
+    if sync:
+        sync_folder(above)
+
+
+def sync_folder(path: str) -> None:
+    """The names in a folder are on the medium when this returns."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def trailer(nbytes: int) -> bytes:
     """The end of a file that holds `nbytes` of object."""
     return TRAILER.pack(_MAGIC, nbytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 
+from lmcache_fs.files import make_folder
+
 _NAME = "leader"
 
 
@@ -21,7 +23,7 @@ class Lead:
             return True
         self.close()
         try:
-            os.makedirs(self._root, mode=0o700, exist_ok=True)  # noqa: PTH103  # a name like all others here
+            make_folder(self._root, sync=False)
             handle = os.open(f"{self._root}/{_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:
             return True

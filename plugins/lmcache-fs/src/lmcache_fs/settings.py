@@ -13,7 +13,10 @@ class FsSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path = Field(description="The directory. Made when it is missing; several servers may share one.")
+    path: Path = Field(
+        examples=["/var/cache/lmcache-core"],
+        description="The directory. Made when it is missing; several servers may share one.",
+    )
     fsync: bool = Field(
         default=False,
         description="Sync each file and its directory before it is visible: survives a power cut, costs 1–6 ms an "

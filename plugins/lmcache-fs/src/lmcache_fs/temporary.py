@@ -7,43 +7,59 @@ import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+
+_LOCK = "lock"
 
 
 class TemporaryFolder:
     """A folder of one adapter, under a lock that the operating system releases with the process.
 
-    Safe among servers on one directory: a folder is swept only by who holds its lock, and the lock is taken
-    before the folder gets its final name.
+    Safe among servers on one directory: folders are made, and judged, under a lock of their parent, so that one
+    without a lock of its own is nobody's.
     """
 
     def __init__(self, parent: Path) -> None:
         self._parent = parent
         self._numbers = count(1)
         self._lock: int | None = None
+        self._left: set[str] = set()
         self.path = ""
 
     def open(self) -> None:
         """Make the folder (again, if someone has removed it). Raises `OSError`."""
         self.close()
-        self._parent.mkdir(parents=True, exist_ok=True)
-        token = f"{os.getpid()}-{secrets.token_hex(8)}"
-        making = self._parent / f".{token}"
-        making.mkdir(mode=0o700)
-        handle = os.open(making / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            making.rename(self._parent / token)
-        except OSError:
-            os.close(handle)
-            raise
+        with _alone(self._parent):
+            folder = self._parent / f"{os.getpid()}-{secrets.token_hex(8)}"
+            folder.mkdir(mode=0o700)
+            handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(handle)
+                raise
         self._lock = handle
-        self.path = str(self._parent / token)
+        self.path = str(folder)
 
     def name(self) -> str:
         """A path that nobody else uses."""
         return f"{self.path}/{next(self._numbers)}"
+
+    def discard(self, path: str) -> None:
+        """Remove a file that was not published. One that cannot be removed now is tried again with each later one: it
+        takes room that no account knows of."""
+        self._left.add(path)
+        for each in sorted(self._left):
+            try:
+                os.unlink(each)  # noqa: PTH108  # a name like all others here
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue
+            self._left.discard(each)
 
     def close(self) -> None:
         """Remove the folder and what is in it."""
@@ -51,26 +67,46 @@ class TemporaryFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
+            self._left.clear()
 
 
 def sweep(parent: Path) -> int:
     """Remove the folders of dead adapters; how many."""
     swept = 0
     with contextlib.suppress(OSError):
-        for folder in list(parent.iterdir()):
-            if not folder.name.startswith(".") and _is_dead(folder):
-                swept += 1
+        with _alone(parent):
+            dead = [folder for folder in parent.iterdir() if _is_dead(folder)]
+        for folder in dead:  # nobody takes one up again: there is time
+            shutil.rmtree(folder, ignore_errors=True)
+            swept += not folder.exists()
     return swept
 
 
-def _is_dead(folder: Path) -> bool:
+@contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Under the lock of all folders in `parent`. Raises `OSError`."""
+    # Beside the folder: a directory cannot be locked on every medium.
+    handle = os.open(parent.with_name(f"{parent.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether no adapter has the folder: nobody holds its lock, or it has none (its sweeper died, or its maker). Asked
+    under the parent's lock, when nobody is about to make one."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    try:
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
     except OSError:
-        return False  # not ours, or just swept by someone else
+        return False  # of another user: not ours to judge
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
         return True
     except OSError:
         return False  # its adapter lives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import (
@@ -80,7 +80,7 @@ class RedisAdapter(L2Adapter):
         replies = self._client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
         for reply in replies:
             if not isinstance(reply, int):
-                raise self._error("look up", reply)
+                raise self._error("look up", reply, deadline)
         return [bool(reply) for reply in replies]
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
@@ -115,7 +115,7 @@ class RedisAdapter(L2Adapter):
         for address in self._primaries(deadline):
             size = self._one(address, simple("DBSIZE"), deadline)
             if not isinstance(size, int):
-                raise self._error("tell its usage", size)
+                raise self._error("tell its usage", size, deadline)
             objects += size
         return Usage(nbytes, objects, free if bounded else None)
 
@@ -126,7 +126,7 @@ class RedisAdapter(L2Adapter):
         for address in self._primaries(deadline):
             info = self._one(address, simple("INFO", "memory"), deadline)
             if not isinstance(info, bytes):
-                raise self._error("tell its memory", info)
+                raise self._error("tell its memory", info, deadline)
             lines = (line.partition(":") for line in info.decode(errors="replace").splitlines())
             found[address] = {name: value for name, colon, value in lines if colon}
         return found
@@ -146,14 +146,24 @@ class RedisAdapter(L2Adapter):
                     return ScanPage([], None)
         pattern = _escaped(self._prefix) + b"*"
         found = self._one(address, simple(b"SCAN", at, b"MATCH", pattern, b"COUNT", _SCAN_COUNT), deadline)
-        if not isinstance(found, list):
-            raise self._error("scan", found)
+        if not _is_page(found):
+            raise self._error("scan", found, deadline)
         entries = self._entries(address, list(dict.fromkeys(found[1])), deadline)
         if found[0] not in (b"0", 0):
             following = found[0].decode() if isinstance(found[0], bytes) else found[0]
             return ScanPage(entries, f"{address} {following}")
         later = next((each for each in primaries if each > address), None)
         return ScanPage(entries, f"{later} 0" if later is not None else None)
+
+    def medium(self) -> str:
+        settings = self._settings
+        if settings.mode != "standalone":
+            place = f"{settings.mode} {','.join(sorted(settings.nodes)) or settings.server}"
+            place += f" {settings.sentinel_service}" if settings.mode == "sentinel" else ""
+        else:
+            host, port = settings.server
+            place = settings.socket_path or f"{host}:{port}"
+        return f"Redis at {place}, database {settings.database}, keys of {settings.key_prefix!r}"
 
     def close(self) -> None:
         if not self._closed:
@@ -166,8 +176,8 @@ class RedisAdapter(L2Adapter):
         return self._prefix + key.hex().encode()
 
     def _loaded(self, command: Command, reply: Reply) -> Outcome:
-        if reply is None:
-            return _MISS
+        if reply is None or (isinstance(reply, Refusal) and reply.code == "WRONGTYPE"):
+            return _MISS  # what is there, if anything, is no object: a store replaces it
         if isinstance(reply, Received):
             if reply.whole:
                 return Outcome(Result.DONE, reply.nbytes)
@@ -188,11 +198,13 @@ class RedisAdapter(L2Adapter):
             if isinstance(nbytes, Refusal) and nbytes.code == "WRONGTYPE":
                 continue  # someone else's, under our prefix
             if not isinstance(nbytes, int):
-                raise self._error("scan", nbytes)
+                raise self._error("scan", nbytes, deadline)
             try:
                 key = bytes.fromhex(name[len(self._prefix) :].decode())
             except (ValueError, UnicodeDecodeError):
                 continue  # not ours either
+            if not key or self._name(key) != name:
+                continue  # a name in capitals, or with spaces, is another name: ours are spelled in one way
             if idle_s is None:
                 continue  # gone since it was listed
             entries.append(ScanEntry(key, nbytes, now - idle_s if isinstance(idle_s, int) else now))
@@ -202,7 +214,7 @@ class RedisAdapter(L2Adapter):
         if not self._client.topology.version:
             broken = self._client.topology.refresh(deadline, 0)
             if broken is not None:
-                raise self._error("find its servers", broken)
+                raise self._error("find its servers", broken, deadline)
         return self._client.topology.primaries()
 
     def _one(self, address: Address, command: Command, deadline: float) -> Reply:
@@ -212,11 +224,11 @@ class RedisAdapter(L2Adapter):
         result, text, retryable = explain(self._tier, what, reply)
         return Outcome(result, error=text, retryable=retryable)
 
-    def _error(self, what: str, reply: Reply) -> TierError:
+    def _error(self, what: str, reply: Reply, deadline: float) -> TierError:
         if isinstance(reply, Broken):
             # A change of primaries is learnt here too: the next call finds the new one.
             self._client.topology.refresh(
-                time.monotonic() + self._settings.connect_timeout_s, self._client.topology.version
+                min(deadline, time.monotonic() + self._settings.connect_timeout_s), self._client.topology.version
             )
         _, text, retryable = explain(self._tier, what, reply)
         return TierError(text, retryable=retryable)
@@ -232,6 +244,17 @@ class RedisAdapter(L2Adapter):
     def _check_open(self) -> None:
         if self._closed:
             raise TierError(f"tier {self._tier!r} is closed", retryable=False)
+
+
+def _is_page(reply: Reply) -> TypeGuard[list[Any]]:
+    """A cursor, and names."""
+    return (
+        isinstance(reply, list)
+        and len(reply) == 2
+        and (reply[0].isdigit() if isinstance(reply[0], bytes) else isinstance(reply[0], int))
+        and isinstance(reply[1], list)
+        and all(isinstance(name, bytes) for name in reply[1])
+    )
 
 
 def _parsed(text: str) -> Address:

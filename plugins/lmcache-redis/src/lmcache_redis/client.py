@@ -135,8 +135,8 @@ class Client:
         for position in todo:
             reply = replies[position]
             if isinstance(reply, Refusal) and reply.code in _REDIRECTED:
-                target = address_of(reply.text.split()[-1])
-                if target.host:  # an empty one means the server that answered: the refresh will tell
+                target = _target(reply)
+                if target is not None:
                     routes[position] = (target, reply.code == "ASK")
         return routes
 
@@ -148,6 +148,19 @@ class Client:
                 if not self._closed:
                     self._pools[address] = pool
             return pool
+
+
+def _target(reply: Refusal) -> Address | None:
+    """Where `SLOT HOST:PORT` sends to. None where it cannot be read, or names no host, which means the server that
+    answered: a look at the slots will tell."""
+    slot, _, where = reply.text.partition(" ")
+    if not (slot.isascii() and slot.isdigit()):
+        return None
+    try:
+        target = address_of(where)
+    except ValueError:
+        return None
+    return target if target.host else None
 
 
 def _unsettled(reply: Reply) -> bool:

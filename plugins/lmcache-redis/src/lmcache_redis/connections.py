@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 import socket
-import threading
+import ssl
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from redis.backoff import NoBackoff
@@ -19,10 +17,10 @@ from redis.connection import Connection, ConnectionPool, SSLConnection, UnixDoma
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
+from lmcache_core.tiers import budget
 from lmcache_redis.settings import RedisSettings
 
-_CONNECT_MIN_S = 0.01
-_deadline = threading.local()
+_CONNECT_MAX_S = 60.0  # where nobody has set a limit
 _NAMES_COMMAND = inspect.signature(ConnectionPool.get_connection).parameters.get("command_name")
 _ASKS_FOR_NAME = _NAMES_COMMAND is not None and _NAMES_COMMAND.default is inspect.Parameter.empty
 
@@ -38,44 +36,56 @@ class Address(NamedTuple):
 
 
 def address_of(text: str) -> Address:
-    """`HOST:PORT`; IPv6 with or without brackets."""
-    host, _, port = text.rpartition(":")
+    """`HOST:PORT`; IPv6 with or without brackets. Raises `ValueError` for anything else."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536 or " " in host:
+        raise ValueError(f"{text[:80]!r} is not HOST:PORT")
     return Address(host.strip("[]"), int(port))
 
 
-@contextmanager
-def connecting_by(deadline: float) -> Iterator[None]:
-    """Connections that this thread opens within are open, and authenticated, by the deadline, or fail."""
-    _deadline.at = deadline
-    try:
-        yield
-    finally:
-        del _deadline.at
-
-
-class _ByDeadline:
-    """Takes its limits anew for every connect: redis-py fixes them when the pool is made."""
+class _Budgeted:
+    """Open, authenticated and used within the budget of the thread: redis-py fixes its limits when a pool is made, and
+    they bound each wait by itself."""
 
     connect_timeout_s = 2.0
 
     def connect(self) -> None:
-        at: float | None = getattr(_deadline, "at", None)
-        if at is not None:
-            left = max(_CONNECT_MIN_S, at - time.monotonic())
-            for name in ("socket_connect_timeout", "socket_timeout"):  # attributes, or properties, of redis-py's class
-                setattr(self, name, min(left, self.connect_timeout_s))
-        super().connect()  # type: ignore[misc]  # of the redis-py class this is mixed into
+        limit = min(budget.left_s(), self.connect_timeout_s)
+        for name in ("socket_connect_timeout", "socket_timeout"):  # attributes, or properties, of redis-py's class
+            setattr(self, name, limit)
+        with budget.within(time.monotonic() + limit):
+            super().connect()  # type: ignore[misc]  # of the redis-py class this is mixed into
+
+    def _connect(self) -> Any:
+        sock = super()._connect()  # type: ignore[misc]
+        # redis-py makes sockets, and the contexts of TLS, where nobody can tell it of which class.
+        if isinstance(sock, ssl.SSLSocket):
+            sock.__class__ = budget.BudgetTlsSocket
+        elif isinstance(sock, socket.socket):
+            sock.__class__ = budget.BudgetSocket
+        return sock
 
 
-class _Tcp(_ByDeadline, Connection):
+class _AllAddresses(Connection):
+    """TCP with one limit for all addresses of a host."""
+
+    def _connect(self) -> Any:
+        limit = min(budget.left_s(), self.socket_connect_timeout or _CONNECT_MAX_S)
+        sock = budget.connect(self.host, self.port, time.monotonic() + limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.settimeout(self.socket_timeout)
+        return sock
+
+
+class _Tcp(_Budgeted, _AllAddresses):
     pass
 
 
-class _Tls(_ByDeadline, SSLConnection):
+class _Tls(_Budgeted, SSLConnection, _AllAddresses):
     pass
 
 
-class _Unix(_ByDeadline, UnixDomainSocketConnection):
+class _Unix(_Budgeted, UnixDomainSocketConnection):
     pass
 
 
@@ -138,7 +148,10 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
         **({"ssl": True, **tls_options(settings)} if settings.encrypted else {}),
     }
     make: Any = Sentinel  # redis-py leaves it untyped
+    kind = type("_OfSentinel", (_Tls if settings.encrypted else _Tcp,), {"connect_timeout_s": timeout_s})
     sentinels = make([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
+    for sentinel in sentinels.sentinels:
+        sentinel.connection_pool.connection_class = kind
     try:
         host, port = sentinels.discover_master(settings.sentinel_service)
     finally:

@@ -14,9 +14,10 @@ from redis import exceptions
 from redis.connection import ConnectionPool
 
 from lmcache_core.errors import TierError
+from lmcache_core.tiers import budget
 from lmcache_redis.channel import channel_on, left_s
 from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply
-from lmcache_redis.connections import connecting_by, direct_socket, take
+from lmcache_redis.connections import direct_socket, take
 from lmcache_redis.wire import WireError, converse
 
 _CODES: tuple[tuple[type[Exception], str], ...] = (
@@ -53,9 +54,9 @@ class Exchanger:
         connection = None
         complete = False
         try:
-            with connecting_by(deadline):
+            with budget.within(deadline):
                 connection = take(pool)
-            self._run(connection, commands, deadline, replies)
+                self._run(connection, commands, deadline, replies)
             complete = True
         except (exceptions.RedisError, OSError, WireError) as error:
             broken = broken_by(error)
@@ -100,13 +101,20 @@ def _plain(connection: Any, commands: Sequence[Command], deadline: float, replie
             raise TimeoutError("the deadline has come")
         try:
             value = connection.read_response(disable_decoding=True)
+        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError, MemoryError) as error:
+            raise WireError(f"redis-py cannot read a reply ({type(error).__name__}: {error})") from error
         except (exceptions.ResponseError, exceptions.BusyLoadingError) as error:
             replies.append(_refusal(error))
             if isinstance(error, exceptions.ConnectionError):  # redis-py has closed the connection
                 replies += [_refusal(error)] * (len(commands) - len(replies))
                 return
             continue
-        replies.append(value if command.into is None or value is None else _placed(value, command))
+        if command.into is None or value is None:
+            replies.append(value)
+        elif isinstance(value, bytes):
+            replies.append(_placed(value, command))
+        else:
+            raise WireError(f"an object was asked for, and {str(value)[:40]!r} came")
 
 
 def _value(command: Command) -> tuple[bytes, ...]:

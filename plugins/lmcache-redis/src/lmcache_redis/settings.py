@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+_NODE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 _SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -84,10 +86,20 @@ class RedisSettings(BaseModel):
     @field_validator("nodes")
     @classmethod
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for node in value:
-            host, colon, port = node.rpartition(":")
-            if not host or not colon or not port.isdigit():
-                raise ValueError(f"node {node!r} is not HOST:PORT")
+        # Never quote a node: who writes a URL here writes its password, too, and nodes are shown in status and logs.
+        for place, node in enumerate(value, 1):
+            if not _NODE.fullmatch(node) or int(node.rpartition(":")[2]) > 65535:
+                raise ValueError(
+                    f"node {place} of {len(value)} is not HOST:PORT: write the name or address and the port alone, as "
+                    "in redis-1:6379 or [::1]:6379, and user and password in username and password"
+                )
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _bare_host(cls, value: str) -> str:
+        if "/" in value or "@" in value:  # not quoted either: a URL with a password
+            raise ValueError("host is not the name or address of a server: a whole URL belongs into url")
         return value
 
     @field_validator("url")

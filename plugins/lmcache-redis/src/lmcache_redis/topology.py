@@ -11,6 +11,7 @@ from typing import Any
 from redis import exceptions
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from lmcache_core.tiers import budget
 from lmcache_redis.commands import Broken, Command, Reply, simple
 from lmcache_redis.connections import Address, address_of, find_primary
 from lmcache_redis.exchange import broken_by
@@ -38,13 +39,16 @@ class Topology(ABC):
 
     def refresh(self, deadline: float, seen: int, hint: Address | None = None) -> Broken | None:
         """Find out anew, unless someone else has since `seen`. Gives back why it could not."""
-        with self._lock:
-            if self.version != seen:
-                return None
-            broken = self._find(deadline, hint)
-            if broken is None:
-                self.version += 1
-            return broken
+        try:
+            with budget.within(deadline), budget.locked(self._lock):
+                if self.version != seen:
+                    return None
+                broken = self._find(deadline, hint)
+                if broken is None:
+                    self.version += 1
+                return broken
+        except TimeoutError:
+            return Broken("no answer in time", late=True)
 
     @abstractmethod
     def _find(self, deadline: float, hint: Address | None) -> Broken | None:
@@ -128,7 +132,11 @@ class BySlots(Topology):
             limit = min(deadline, time.monotonic() + self._timeout_s)
             reply = self._ask(address, [simple("CLUSTER", "SLOTS")], limit)[0]
             if isinstance(reply, list) and reply:
-                self._take(reply, address)
+                try:
+                    self._take(reply, address)
+                except (TypeError, ValueError, IndexError, UnicodeDecodeError) as error:
+                    broken = Broken(f"{address} tells slots that make no sense: {error}")
+                    continue
                 return None
             if isinstance(reply, Broken):
                 broken = reply
@@ -142,6 +150,8 @@ class BySlots(Topology):
         primaries: list[Address] = []
         replicas: list[Address] = []
         for first, last, primary, *others in ranges:
+            if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < REDIS_CLUSTER_HASH_SLOTS):
+                raise ValueError(f"slots {str(first)[:20]} to {str(last)[:20]}")
             owner = _node(primary, asked)
             slots[first : last + 1] = [owner] * (last + 1 - first)
             primaries.append(owner)
@@ -152,9 +162,11 @@ class BySlots(Topology):
 
 
 def _node(entry: Sequence[Any], asked: Address) -> Address:
-    """A node without a known host is the one that was asked."""
+    """A node without a known host is the one that was asked. Raises `ValueError` for what is no node."""
     host = entry[0].decode() if isinstance(entry[0], bytes) else (entry[0] or "")
-    return Address(host if host and host != "?" else asked.host, int(entry[1]))
+    if not isinstance(host, str) or not isinstance(entry[1], int) or not 0 < entry[1] < 65536:
+        raise ValueError(f"a node at {str(host)[:80]!r}, port {str(entry[1])[:20]}")
+    return Address(host if host and host != "?" else asked.host, entry[1])
 
 
 def _distinct(addresses: Iterable[Address]) -> list[Address]:

@@ -6,6 +6,7 @@ objects leave in one call, and the end of one reply arrives together with the he
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from lmcache_redis.channel import Channel, advance
@@ -18,6 +19,8 @@ OWED_BYTES_MAX = 2 << 20
 OWED_MIN = 2
 AHEAD_BYTES = 4096  # read beyond an object for the next reply's head; what of it is payload is copied
 LINE_BYTES_MAX = 64 << 10
+BULK_BYTES_MAX = 512 << 20  # proto-max-bulk-len, as servers have it
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _END = b"\r\n"
 
 
@@ -92,11 +95,11 @@ class Replies:
         kind, rest = line[:1], line[1:]
         try:
             if kind == b"$":
-                return self._bulk(int(rest), command, room_bytes)
+                return self._bulk(_number(rest, -1, BULK_BYTES_MAX), command, room_bytes)
             if kind == b":":
-                return int(rest)
+                return _number(rest, -(1 << 63), (1 << 63) - 1)
             if kind == b"!":
-                text = bytearray(int(rest))
+                text = bytearray(_number(rest, 0, LINE_BYTES_MAX))
                 self._fill([memoryview(text)])
                 self._line_end()
                 return _refusal(bytes(text))
@@ -118,7 +121,7 @@ class Replies:
     def _bulk(self, nbytes: int, command: Command, room_bytes: int) -> Reply:
         if nbytes == -1:
             return None
-        if nbytes < 0 or command.into is None:
+        if command.into is None:
             raise WireError("an object came that nobody asked for")
         if nbytes == room_bytes:
             self._fill([part.cast("B") for part in command.into])
@@ -175,6 +178,13 @@ class Replies:
         scratch = memoryview(bytearray(min(nbytes, 1 << 18)))
         while nbytes:
             nbytes -= self._channel.receive([scratch[: min(nbytes, len(scratch))]])
+
+
+def _number(text: bytes, least: int, most: int) -> int:
+    """Raises `ValueError` for anything but plain digits, and for a number that is out of bounds."""
+    if not _NUMBER.fullmatch(text) or not least <= int(text) <= most:
+        raise ValueError
+    return int(text)
 
 
 def _cut(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:

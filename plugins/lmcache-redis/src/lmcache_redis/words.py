@@ -15,7 +15,6 @@ _CURES = {
     "CLUSTERDOWN": "some slots have no primary: look at `redis-cli cluster info`",
     "LOADING": "the server is reading its data from disk",
     "MOVED": 'the server is a node of a cluster: set mode = "cluster"',
-    "WRONGTYPE": "someone else keeps another type under this key: choose another key_prefix",
 }
 _PASSING = frozenset({"LOADING", "CLUSTERDOWN", "READONLY", "MASTERDOWN", "TRYAGAIN", "MOVED", "ASK", "BUSY"})
 

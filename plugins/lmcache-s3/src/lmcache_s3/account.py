@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import ssl
 import threading
@@ -15,11 +16,14 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 from botocore.utils import get_environ_proxies
 
+from lmcache_core.tiers import budget
 from lmcache_s3.answers import LinkError
+from lmcache_s3.budgeted import keep_to_budget
 from lmcache_s3.settings import S3Settings
 
 FORGET_AGAIN_S = 2.0  # wrong credentials are read again, but not for each of a thousand refused requests
 TIMEOUT_MAX_S = 64.0
+_TALKATIVE = ("boto3", "botocore", "s3transfer", "urllib3")
 T = TypeVar("T")
 
 
@@ -44,15 +48,21 @@ class Endpoint(NamedTuple):
     service: str
     authority: str  # for the Host header: without a port that is the scheme's own
 
+    @property
+    def bracketed(self) -> str:
+        """The host as it stands before a port."""
+        return _bracketed(self.host)
+
 
 class Account:
     """One boto3 session and what follows from it. Made when first needed, and again after `forget`.
 
-    Thread-safe. A client's time-outs are fixed when it is made, so there is one for each power of two of seconds:
-    a call ends within twice its deadline at the latest.
+    Thread-safe. A client's time-outs are fixed when it is made, so there is one for each power of two of seconds; a
+    call keeps to its own deadline by the budget of its thread (`budgeted`).
     """
 
     def __init__(self, settings: S3Settings, connections: int) -> None:
+        keep_secrets_out_of_logs()
         self._settings = settings
         self._connections = connections
         self._lock = threading.Lock()
@@ -67,14 +77,14 @@ class Account:
         if left_s <= 0:
             raise LinkError("not begun by its deadline")
         step = math.ceil(math.log2(min(max(left_s, 0.5), TIMEOUT_MAX_S)))
-        with self._lock:
+        with budget.locked(self._lock):
             if step not in self._clients:
                 self._clients[step] = in_words(lambda: self._make_client(2.0**step))
             return self._clients[step]
 
     def credentials(self) -> Any:
         """Frozen credentials, refreshed by botocore when they are about to expire."""
-        with self._lock:
+        with budget.locked(self._lock):
             session = in_words(self._open)
             found = in_words(session.get_credentials)
         if found is None:
@@ -100,7 +110,7 @@ class Account:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
             return context
-        with self._lock:
+        with budget.locked(self._lock):
             bundle = self._settings.ca_bundle or in_words(self._open)._session.get_config_variable("ca_bundle")
         if bundle is None:
             from botocore.httpsession import get_cert_path
@@ -172,7 +182,6 @@ class Account:
     def _make_client(self, timeout_s: float) -> Any:
         settings = self._settings
         proxies = {"http": self._proxy_url, "https": self._proxy_url} if self._proxy_url else None
-        express = settings.bucket.endswith("--x-s3")  # a directory bucket has a signature of its own
         config = Config(
             connect_timeout=min(timeout_s, settings.connect_timeout_s),
             read_timeout=timeout_s,
@@ -183,12 +192,14 @@ class Account:
             # Objects carry a checksum of their own, and many S3-compatible stores do not know these.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
-            **({} if express else {"signature_version": "s3v4"}),
+            **({} if settings.is_directory_bucket else {"signature_version": "s3v4"}),
         )
         verify: object = None if settings.verify_tls else False
         if settings.verify_tls and settings.ca_bundle:
             verify = str(settings.ca_bundle)
-        return self._open().client("s3", endpoint_url=settings.endpoint_url, verify=verify, config=config)
+        client = self._open().client("s3", endpoint_url=settings.endpoint_url, verify=verify, config=config)
+        keep_to_budget(client)
+        return client
 
 
 NO_CREDENTIALS = (
@@ -217,12 +228,17 @@ def link_error(error: BotoCoreError) -> LinkError:
         return LinkError(f"{error}: give the service's certificates as ca_bundle", retryable=False)
     # Connections that fail, and credentials that an endpoint does not give now, may be well again later.
     passing = (
+        exceptions.ConnectionError,
         exceptions.HTTPClientError,
         exceptions.IncompleteReadError,
         exceptions.CredentialRetrievalError,
         exceptions.MetadataRetrievalError,
     )
     return LinkError(f"{type(error).__name__}: {error}", retryable=isinstance(error, passing))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def endpoint_of(url: str) -> Endpoint:
@@ -235,6 +251,14 @@ def endpoint_of(url: str) -> Endpoint:
         raise DirectError("the service asks for another signature than AWS4-HMAC-SHA256")
     tls = parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    host = _bracketed(parts.hostname)
     authority = host if port == (443 if tls else 80) else f"{host}:{port}"
     return Endpoint(tls, parts.hostname, port, parts.path[:-1], scope[2], scope[3], authority)
+
+
+def keep_secrets_out_of_logs() -> None:
+    """Below WARNING these libraries write whole requests: session tokens, presigned URLs, the headers for a proxy. So
+    they stay there, whatever the log level of the rest."""
+    for name in _TALKATIVE:
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logger.level, logging.WARNING))

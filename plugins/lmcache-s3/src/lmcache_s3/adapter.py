@@ -22,6 +22,7 @@ from lmcache_core.tiers.contract import (
 from lmcache_s3.answers import Answer, LinkError, Words
 from lmcache_s3.client import S3Client
 from lmcache_s3.kind import kind_of
+from lmcache_s3.listing import next_page
 from lmcache_s3.names import Names
 from lmcache_s3.ranges import join_ranges, plan_ranges, views_of
 from lmcache_s3.settings import S3Settings
@@ -29,6 +30,7 @@ from lmcache_s3.transport import KIND_HEADER, Condition, Span
 
 _LIST_PAGE = 1000  # S3's own limit, of a list and of a batch delete
 _OBJECT_BYTES_MAX = 5 << 30  # of one PUT
+_UNSOUND_NAMES_MAX = 4096  # some hundred bytes each
 _DONE = Outcome(Result.DONE)
 _REFUSES_CONDITIONS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedHeader")
 
@@ -54,6 +56,7 @@ class S3Adapter(L2Adapter):
         self._client = S3Client(settings, context.connections, context.tier)
         self._conditions = True  # whether the service knows If-None-Match
         self._ranges = True  # whether the service knows Range
+        self._unsound: dict[str, None] = {}  # names of damaged objects that could not be deleted: to be replaced
         self._closed = False
 
     # --- contract -----------------------------------------------------------------------------------------
@@ -89,6 +92,19 @@ class S3Adapter(L2Adapter):
             outcomes += [self._words.outcome("delete", failed[name]) if name in failed else _DONE for name in names]
         return outcomes
 
+    def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        """Deletes. Where that is forbidden, the next store of the key replaces what is there instead of taking it for
+        the object."""
+        names = [self._names.of(key) for key in keys]
+        self._unsound.update(dict.fromkeys(names))
+        outcomes = self.delete(keys, deadline)
+        for name, outcome in zip(names, outcomes, strict=True):
+            if outcome.result is Result.DONE:
+                self._unsound.pop(name, None)
+        while len(self._unsound) > _UNSOUND_NAMES_MAX:
+            self._unsound.pop(next(iter(self._unsound)), None)
+        return outcomes
+
     def usage(self) -> Usage:
         """Nothing: to know, a bucket must be listed, which `scan` does once and accounting carries on from."""
         self._check_open()
@@ -97,14 +113,24 @@ class S3Adapter(L2Adapter):
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
         self._check_open()
         try:
-            listed, more, answer = self._client.list(self._names.prefix, cursor or "", _LIST_PAGE, deadline)
+            page = next_page(
+                lambda place: self._client.list(self._names.prefix, place, _LIST_PAGE, deadline),
+                cursor,
+                self._context.tier,
+                ordered=not self._settings.is_directory_bucket,
+            )
         except LinkError as error:
             raise TierError(self._words.unsaid("scan", error), retryable=error.retryable) from error
-        if not answer.well:
-            raise self._tier_error("scan", answer)
-        found = [(self._names.key(one.name), one) for one in listed]
+        if not page.answer.well:
+            raise self._tier_error("scan", page.answer)
+        found = [(self._names.key(one.name), one) for one in page.found]
         entries = [ScanEntry(key, one.nbytes, one.modified_at_s) for key, one in found if key is not None]
-        return ScanPage(entries, listed[-1].name if more and listed else None)
+        return ScanPage(entries, page.cursor)
+
+    def medium(self) -> str:
+        settings = self._settings
+        place = f"bucket {settings.bucket} with prefix {settings.prefix!r}"
+        return place if settings.endpoint_url is None else f"{place} at {settings.endpoint_url.rstrip('/')}"
 
     def close(self) -> None:
         if not self._closed:
@@ -118,7 +144,7 @@ class S3Adapter(L2Adapter):
             return Outcome(
                 Result.FAILED, error=f"{nbytes:,} bytes are more than one upload takes: store smaller chunks"
             )
-        ask = self._settings.skip_existing and bool(kind)
+        ask = self._settings.skip_existing and bool(kind) and name not in self._unsound
         occupied = False
         if ask and nbytes >= self._settings.ask_first_bytes:
             there = self._client.head(name, deadline)
@@ -136,7 +162,10 @@ class S3Adapter(L2Adapter):
                 answer = self._client.put(name, item.buffers, Condition(kind), deadline)
                 # Only now is it known that the condition was what the service refused.
                 self._conditions = self._conditions and not answer.well
-        return Outcome(Result.DONE, nbytes) if answer.well else self._words.outcome("store", answer)
+        if not answer.well:
+            return self._words.outcome("store", answer)
+        self._unsound.pop(name, None)
+        return Outcome(Result.DONE, nbytes)
 
     def _load_one(self, item: LoadItem, ways: int, deadline: float) -> Outcome:
         room = sum(view.nbytes for view in item.buffers)

@@ -11,7 +11,8 @@ from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, Result, StoreItem
 from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.answers import LinkError, Words, skew_s
-from lmcache_s3.client import S3Client
+from lmcache_s3.client import Place, S3Client
+from lmcache_s3.names import Names
 from lmcache_s3.settings import S3Settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def check_tier(name: str, settings: S3Settings) -> list[Finding]:
     deadline = time.monotonic() + _SECONDS_MAX
     client = S3Client(settings, 1, name)
     try:
-        _, _, answer = client.list(f"{settings.prefix}/", "", 1, deadline)
+        _, answer = client.list(Names(settings.prefix).prefix, Place(), 1, deadline)
         # A client of the payloads' transport, so that its way through proxies and TLS is tried too.
         client.head("lmcache-check", deadline)
         transport = client.transport

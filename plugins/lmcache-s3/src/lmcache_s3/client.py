@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from lmcache_core.tiers import budget
 from lmcache_s3.account import Account, DirectError
 from lmcache_s3.answers import Answer, LinkError
 from lmcache_s3.gate import Gate
@@ -23,6 +24,21 @@ class Listed(NamedTuple):
     name: str
     nbytes: int
     modified_at_s: float
+
+
+class Place(NamedTuple):
+    """Where a listing goes on: by the service's own token, or after a name; from the beginning with neither."""
+
+    token: str = ""
+    after: str = ""
+
+
+class Listing(NamedTuple):
+    """One page. It may be empty, and yet more may follow."""
+
+    found: Sequence[Listed]
+    more: bool
+    token: str  # for what follows; a service may give none
 
 
 class S3Client:
@@ -51,12 +67,13 @@ class S3Client:
 
     def head(self, name: str, deadline: float) -> Answer:
         """As GET would be answered, without the body. A refusal, which HEAD tells without words, is asked for again
-        by GET; and so is "not there" when nothing has shown for a while that the bucket is."""
+        by GET; and so is "not there" when nothing has shown for a while that the bucket is. A service that asks for a
+        pause, or is not well, has said enough."""
         answer = self._ask(lambda: self._transport().head(name, deadline), deadline)
         now = time.monotonic()
         if answer.status == 404 and now - self._confirmed_at < CONFIRM_AGAIN_S:
             return answer
-        if not answer.well:
+        if not answer.well and not answer.throttled and answer.status < 500:
             answer = self.get(name, (), None, deadline)
         return answer
 
@@ -67,11 +84,11 @@ class S3Client:
             objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
             result, answer = self._control("delete_objects", deadline, Delete=objects)
             if result is not None:
-                errors = result.get("Errors", [])
+                errors = [(each.get("Key"), each.get("Code", ""), each) for each in result.get("Errors", [])]
                 return {
-                    error["Key"]: Answer(_status(error["Code"]), {}, 0, error["Code"], error.get("Message", ""))
-                    for error in errors
-                    if error["Code"] != "NoSuchKey"
+                    name: Answer(_status(code), {}, 0, code, each.get("Message", ""))
+                    for name, code, each in errors
+                    if code != "NoSuchKey"
                 }
             if answer.status not in (400, 405, 501) or answer.code == "NoSuchBucket" or answer.refused_credentials:
                 return dict.fromkeys(names, answer)
@@ -85,16 +102,22 @@ class S3Client:
             _log.info("tier %r: the service knows no batch delete; objects are deleted one by one", self._tier)
         return failed
 
-    def list(self, prefix: str, after: str, count: int, deadline: float) -> tuple[list[Listed], bool, Answer]:
-        """At most `count` names after `after`, in their order, and whether more follow."""
-        place = {"Prefix": prefix, "StartAfter": after} if after else {"Prefix": prefix}
-        result, answer = self._control("list_objects_v2", deadline, MaxKeys=count, **place)
+    def list(self, prefix: str, place: Place, count: int, deadline: float) -> tuple[Listing, Answer]:
+        """At most `count` names from `place` on."""
+        where = {"Prefix": prefix} if prefix else {}
+        if place.token:
+            where["ContinuationToken"] = place.token
+        elif place.after:
+            where["StartAfter"] = place.after
+        result, answer = self._control("list_objects_v2", deadline, MaxKeys=count, **where)
         if result is None:
-            return [], False, answer
+            return Listing([], False, ""), answer
         found = [
-            Listed(one["Key"], int(one["Size"]), one["LastModified"].timestamp()) for one in result.get("Contents", [])
+            Listed(one["Key"], int(one.get("Size", 0)), _seconds(one.get("LastModified")))
+            for one in result.get("Contents", [])
+            if one.get("Key")
         ]
-        return found, bool(result["IsTruncated"]), answer
+        return Listing(found, bool(result.get("IsTruncated")), str(result.get("NextContinuationToken") or "")), answer
 
     def close(self) -> None:
         with self._choosing:
@@ -124,7 +147,7 @@ class S3Client:
 
     def _ask(self, request: Callable[[], Answer], deadline: float) -> Answer:
         try:
-            with self.gate.entered(deadline):
+            with self.gate.entered(deadline), budget.within(deadline):
                 answer = request()
         except TimeoutError as error:
             raise LinkError(str(error) or "no answer came in time") from error
@@ -144,7 +167,7 @@ class S3Client:
         chosen = self._chosen
         if chosen is not None:
             return chosen
-        with self._choosing:
+        with budget.locked(self._choosing):
             if self._chosen is None:
                 self._chosen = self._choose()
             return self._chosen
@@ -162,6 +185,10 @@ class S3Client:
                 raise LinkError(message, retryable=False) from error
             _log.warning("tier %r: payloads move by boto3's own calls, which copy: %s", self._tier, error)
             return self._plain
+
+
+def _seconds(modified: Any) -> float:
+    return float(modified.timestamp()) if modified is not None else 0.0
 
 
 def _status(code: str) -> int:

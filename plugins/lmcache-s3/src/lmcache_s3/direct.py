@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import socket
 import ssl
 import time
@@ -19,6 +18,7 @@ from lmcache_s3.answers import Answer, LinkError
 from lmcache_s3.links import Link, Links, StaleError
 from lmcache_s3.settings import S3Settings
 from lmcache_s3.transport import Condition, Span, Transport, put_headers
+from lmcache_s3.wire import WireError
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
@@ -84,7 +84,7 @@ class DirectTransport(Transport):
                 return self._once(method, target, signed, send, into, deadline)
         except StaleError as error:
             raise LinkError(f"{self._base} closes its connections") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, WireError) as error:
             raise self._in_words(error) from error
 
     def _once(
@@ -96,10 +96,9 @@ class DirectTransport(Transport):
         into: Sequence[memoryview],
         deadline: float,
     ) -> Answer:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+        if time.monotonic() >= deadline:
             raise LinkError("not begun by its deadline")
-        link: Link = self._links.take(min(left_s, self._settings.connect_timeout_s))
+        link: Link = self._links.take(deadline, self._settings.connect_timeout_s)
         try:
             return link.exchange(method, target, headers, send, into, deadline)
         finally:

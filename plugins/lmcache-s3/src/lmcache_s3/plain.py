@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError
+from urllib3.exceptions import HTTPError
 
 from lmcache_s3.account import Account, in_words, link_error
 from lmcache_s3.answers import Answer, LinkError
@@ -43,9 +44,10 @@ class PlainTransport(Transport):
         result, answer = called(lambda: self._account.client(deadline).get_object(**self._place(name), **arguments))
         if result is None:
             return answer
-        body, length = result["Body"], int(result["ContentLength"])
+        body, said = result["Body"], result.get("ContentLength")
+        length = None if said is None else int(said)  # a service may send a body up to its end
         try:
-            if length > sum(view.nbytes for view in buffers):
+            if length is not None and length > sum(view.nbytes for view in buffers):
                 return answer._replace(nbytes=length)
             return answer._replace(nbytes=in_words(lambda: _read(body, length, buffers, deadline)))
         finally:
@@ -61,20 +63,23 @@ class PlainTransport(Transport):
         return {"Bucket": self._settings.bucket, "Key": name}
 
 
-def _read(body: Any, length: int, buffers: Sequence[memoryview], deadline: float) -> int:
+def _read(body: Any, length: int | None, buffers: Sequence[memoryview], deadline: float) -> int:
+    """Bytes of the body, and one more if it is longer than the buffers."""
     got = 0
     for view in buffers:
         at = 0
-        while at < view.nbytes and got < length:
+        while at < view.nbytes and got != length:
             if time.monotonic() >= deadline:
-                raise LinkError(f"{got:,} of {length:,} bytes came in time")
+                raise LinkError(f"{got:,} of {length or 'unknown'} bytes came in time")
             piece = body.read(min(_READ_BYTES, view.nbytes - at))
             if not piece:
+                if length is None:
+                    return got
                 raise LinkError(f"the connection ended after {got:,} of {length:,} bytes")
             view[at : at + len(piece)] = piece
             at += len(piece)
             got += len(piece)
-    return got
+    return got if length is not None else got + len(body.read(1))
 
 
 def called(call: Callable[[], Any]) -> tuple[Any, Answer]:
@@ -91,6 +96,12 @@ def called(call: Callable[[], Any]) -> tuple[Any, Answer]:
         return None, Answer(status, headers, 0, code, str(told.get("Message", "")))
     except BotoCoreError as error:
         raise link_error(error) from error
+    except (HTTPError, OSError) as error:  # of urllib3, while the body of a refusal is read
+        raise LinkError(f"{type(error).__name__}: {error}") from error
+    except LinkError:
+        raise
+    except Exception as error:  # boto3 meets an answer that it does not expect
+        raise LinkError(f"boto3 cannot read the answer ({type(error).__name__}: {error})") from error
     about = result["ResponseMetadata"]
     headers = {name.lower(): value for name, value in about["HTTPHeaders"].items()}
     return result, Answer(int(about["HTTPStatusCode"]), headers)

@@ -18,9 +18,11 @@ _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()-]+(/[A-Za-z0-9!_.*'()-]+)*")
 class S3Settings(BaseModel):
     """`[l2.NAME] type = "s3"`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    bucket: str = Field(min_length=3, description="The bucket. It must exist; several servers may share one.")
+    bucket: str = Field(
+        min_length=3, examples=["lmcache"], description="The bucket. It must exist; several servers may share one."
+    )
     prefix: str = Field(
         default="lmcache", description="What the names of our objects begin with. Empty: the bucket is ours alone."
     )
@@ -92,11 +94,11 @@ class S3Settings(BaseModel):
         if value is None:
             return None
         parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"endpoint_url must be http://HOST[:PORT] or https://HOST[:PORT], not {value!r}")
-        if parts.username or parts.password:
+        if "@" in value:
             # No value in this message: it holds a secret.
             raise ValueError("endpoint_url holds a password: use access_key_id and secret_access_key")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"endpoint_url must be http://HOST[:PORT] or https://HOST[:PORT], not {value!r}")
         return value
 
     @field_validator("bucket")
@@ -105,6 +107,11 @@ class S3Settings(BaseModel):
         if "/" in value:
             raise ValueError(f"bucket {value!r} must be the bare name: put what follows into `prefix`")
         return value
+
+    @property
+    def is_directory_bucket(self) -> bool:
+        """S3 Express: listings without an order, and a signature of its own."""
+        return self.bucket.endswith("--x-s3")
 
     @model_validator(mode="after")
     def _whole_credentials(self) -> Self:

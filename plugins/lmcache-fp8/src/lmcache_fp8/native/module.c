@@ -241,7 +241,7 @@ static PyObject *encode(PyObject *module, PyObject *args) {
     if (complete(&p, isa) == 0 && length_is("src", &src, p.elements * fp8_itemsize[p.dtype]))
         out = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(p.scales * 4 + p.elements));
     if (out) {
-        uint8_t *at = (uint8_t *)PyBytes_AS_STRING(out); /* ours alone until it is returned */
+        uint8_t *at = (uint8_t *)PyBytes_AsString(out); /* ours alone until it is returned */
         Py_BEGIN_ALLOW_THREADS
         float_mode old = set_float_mode();
         encode_object(&p, src.buf, at);

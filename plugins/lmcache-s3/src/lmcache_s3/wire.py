@@ -1,0 +1,310 @@
+"""HTTP/1.1 on a socket, as far as requests for objects need it, with every received byte accounted for.
+
+Bodies go from the caller's memory and into it. What an answer is made of is judged here and nowhere else: interim
+answers are skipped, and a message whose end is not certain leaves the stream unusable (`Stream.at_rest` is False).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+AHEAD_BYTES = 4096  # read beyond a head; what of it is payload is copied
+HEAD_BYTES_MAX = 64 << 10
+INTERIM_MAX = 32  # answers that announce another one
+_ONE_RECEIVE_BYTES = 4 << 20  # a receive over TLS holds at most this between two looks at the deadline
+_CHUNK_LINE_MAX = 1024
+_PARTS_MAX = 512  # in one receive; the system allows 1,024
+_TIMEVAL = struct.Struct("@ll")
+_TIME_MIN_S = 0.001
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: .*)?", re.DOTALL)
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
+_UNTIL_CLOSED = -1
+
+
+class WireError(Exception):
+    """What came is no answer that can be told apart from what follows it; the connection must be closed."""
+
+
+class ClosedError(WireError, ConnectionError):
+    """The connection ended within an answer, or before one (`begun` False)."""
+
+    def __init__(self, message: str, begun: bool) -> None:
+        super().__init__(message)
+        self.begun = begun
+
+
+class Head(NamedTuple):
+    """Names are in lower case; values of a name that came twice are joined by commas."""
+
+    status: int
+    headers: Mapping[str, str]
+    keeps: bool  # the service means to keep the connection
+    length: int  # of the body that follows; _UNTIL_CLOSED where only the end of the connection tells
+    chunked: bool
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until the deadline. Raises `TimeoutError` when it has come."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    """The head of a request. Raises `ValueError` for text that would end a line."""
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    head = "\r\n".join(lines).encode("latin-1")
+    if head.count(b"\n") != len(lines) - 1 or head.count(b"\r") != len(lines) - 1:
+        raise ValueError("a header of the request holds a line break")
+    return head + b"\r\n\r\n"
+
+
+class Stream:
+    """One connection. Raises `OSError`, `TimeoutError` or `WireError`: it is then in the middle of something."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._ahead = bytearray(AHEAD_BYTES)
+        self._begin = self._end = 0  # what of it was received, and not yet read
+        self._body_left = 0  # of the answer; _UNTIL_CLOSED: nobody knows
+        self._chunked = False  # the rest of the body is in chunks; `_body_left` is the rest of one of them
+        self.at_rest = True  # every byte that came belongs to an answer that has been read to its end
+
+    # --- out ------------------------------------------------------------------------------------------------
+    def send(self, head: bytes, body: Sequence[memoryview], deadline: float) -> bool:
+        """Send a request. False: the other side has closed before it took the whole body; it may have answered."""
+        self.at_rest = False
+        self._send(head, deadline)
+        try:
+            for view in body:
+                self._send(view, deadline)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def _send(self, data: bytes | memoryview, deadline: float) -> None:
+        self.sock.settimeout(left_s(deadline))
+        self.sock.sendall(data)
+
+    # --- in: the head ---------------------------------------------------------------------------------------
+    def read_head(self, method: str, deadline: float) -> Head:
+        """The head of the final answer to a request of this method."""
+        for number in range(INTERIM_MAX):
+            head = _head_of(self._lines(deadline, begun=number > 0), method)
+            if head.status >= 200:
+                self._body_left, self._chunked = head.length, head.chunked
+                if head.chunked:
+                    self._body_left = self._chunk_size(deadline)
+                self._look_at_rest()
+                return head
+            if head.status == 101:
+                raise WireError("the service switches to another protocol, which nobody asked for")
+        raise WireError(f"{INTERIM_MAX} interim answers came, and no final one")
+
+    def _lines(self, deadline: float, begun: bool) -> list[bytes]:
+        """The lines of one head."""
+        lines: list[bytes] = []
+        nbytes = 0
+        while True:
+            line = self._line(HEAD_BYTES_MAX - nbytes, deadline, begun or bool(lines))
+            nbytes += len(line) + 2
+            if not line:
+                if lines:
+                    return lines
+                raise WireError("an answer begins with an empty line")
+            lines.append(line)
+
+    def _line(self, bytes_max: int, deadline: float, begun: bool = True) -> bytes:
+        """The next line, without its end."""
+        looked = self._begin
+        while (at := self._ahead.find(b"\n", looked, self._end)) < 0:
+            if self._end - self._begin > bytes_max:
+                raise WireError("a line of an answer does not end")
+            looked = self._end - self._begin
+            self._more(deadline, begun or self._end > self._begin)
+        line = bytes(self._ahead[self._begin : at])
+        self._begin = at + 1
+        if len(line) > bytes_max:
+            raise WireError("the head of an answer does not end")
+        return line.removesuffix(b"\r")
+
+    def _more(self, deadline: float, begun: bool) -> None:
+        """Receive what there is, behind what was not yet read."""
+        held = self._end - self._begin
+        if self._begin:
+            self._ahead[:held] = self._ahead[self._begin : self._end]
+            self._begin, self._end = 0, held
+        if held == len(self._ahead):
+            self._ahead = self._ahead.ljust(2 * held, b"\0")
+        self._end += self._receive([memoryview(self._ahead)[self._end :]], deadline, begun)
+
+    # --- in: the body ---------------------------------------------------------------------------------------
+    def read_into(self, into: Sequence[memoryview], deadline: float) -> int:
+        """Fill the buffers with the body, as far as both go; bytes of the body, which are more than the buffers hold
+        if it is longer: then it was not read to its end."""
+        room = sum(view.nbytes for view in into)
+        if not self._chunked and self._body_left > room:
+            return self._body_left
+        parts = [view.cast("B") if view.format != "B" or view.ndim != 1 else view for view in into if view.nbytes]
+        got = at = 0
+        while self._body_left and at < len(parts):
+            count = self._body_some(parts, at, deadline)
+            got += count
+            at = _advance(parts, at, count)
+        if self._body_left and self._ended(deadline):
+            self._body_left = 0
+        self._look_at_rest()
+        return got + (1 if self._body_left else 0)
+
+    def read_text(self, bytes_max: int, deadline: float) -> bytes:
+        """The body, or the beginning of one that is longer than `bytes_max`."""
+        unsaid = self._chunked or self._body_left < 0
+        text = memoryview(bytearray(bytes_max if unsaid else min(bytes_max, self._body_left)))
+        if not self._chunked and self._body_left > bytes_max:
+            self._fill([text], deadline)
+            return bytes(text)
+        return bytes(text[: min(self.read_into([text], deadline), text.nbytes)])
+
+    def _fill(self, parts: list[memoryview], deadline: float) -> None:
+        at = 0
+        while at < len(parts) and parts[at].nbytes:
+            at = _advance(parts, at, self._body_some(parts, at, deadline))
+
+    def _body_some(self, parts: list[memoryview], at: int, deadline: float) -> int:
+        """Move some of the body into the parts from `at` on: what was read ahead, then from the socket. 0 only where
+        the end of the connection ends the body."""
+        left = self._body_left
+        held = self._end - self._begin
+        if held:
+            count = min(held, parts[at].nbytes, held if left < 0 else left)
+            parts[at][:count] = memoryview(self._ahead)[self._begin : self._begin + count]
+            self._begin += count
+        else:
+            targets = parts[at : at + _PARTS_MAX] if left < 0 else _cut(parts[at : at + _PARTS_MAX], left)
+            try:
+                count = self._receive(targets, deadline, True, whole=left > 0)
+            except ClosedError:
+                if left >= 0:
+                    raise
+                self._body_left = 0
+                return 0
+        if left > 0:
+            self._body_left -= count
+            if not self._body_left and self._chunked:
+                self._chunk_end(deadline)
+        return count
+
+    def _ended(self, deadline: float) -> bool:
+        """Whether a body that only the end of the connection ends has ended."""
+        if self._body_left > 0 or self._end > self._begin:
+            return False
+        try:
+            self._more(deadline, True)
+        except ClosedError:
+            return True
+        return False
+
+    def _chunk_size(self, deadline: float) -> int:
+        """The size of the next chunk; with the last one of size 0, its trailer is read as well."""
+        line = self._line(_CHUNK_LINE_MAX, deadline)
+        found = _SIZE.fullmatch(line)
+        if found is None:
+            raise WireError(f"a chunk begins with {line[:40]!r}")
+        size = int(found[1], 16)
+        if not size:
+            room = HEAD_BYTES_MAX
+            while line := self._line(room, deadline):
+                room -= len(line)
+            self._chunked = False
+        return size
+
+    def _chunk_end(self, deadline: float) -> None:
+        if self._line(_CHUNK_LINE_MAX, deadline):
+            raise WireError("a chunk is longer than it says")
+        self._body_left = self._chunk_size(deadline)
+
+    def _look_at_rest(self) -> None:
+        self.at_rest = not self._body_left and self._begin == self._end
+
+    # --- the socket -----------------------------------------------------------------------------------------
+    def _receive(self, parts: list[memoryview], deadline: float, begun: bool, whole: bool = False) -> int:
+        """At least one byte; with `whole` all of the parts, where the socket can."""
+        sock = self.sock
+        if isinstance(sock, ssl.SSLSocket) or not whole:
+            sock.settimeout(left_s(deadline))
+            count = sock.recv_into(parts[0][:_ONE_RECEIVE_BYTES])
+        else:
+            count = _receive_all(sock, parts, deadline)
+        if not count:
+            raise ClosedError("the connection ended within an answer" if begun else "the connection was closed", begun)
+        return count
+
+
+def _receive_all(sock: socket.socket, parts: list[memoryview], deadline: float) -> int:
+    """One call for all of them. The kernel keeps the time: a socket with a Python time-out does not block, and would
+    return with every piece that arrives."""
+    left = max(left_s(deadline), _TIME_MIN_S)
+    sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+    try:
+        return sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+    except BlockingIOError:
+        raise TimeoutError from None
+
+
+def _head_of(lines: Sequence[bytes], method: str) -> Head:
+    """What the lines of a head say. Raises `WireError` where two readers could understand them differently."""
+    status = _STATUS.fullmatch(lines[0])
+    if status is None:
+        raise WireError(f"an answer begins with {lines[0][:40]!r}")
+    headers: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(b":")
+        if not colon or not _NAME.fullmatch(name) or b"\r" in line or b"\0" in line:
+            raise WireError(f"a header reads {line[:40]!r}")
+        key, text = name.decode("ascii").lower(), value.strip(b" \t").decode("latin-1")
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    code = int(status[2])
+    connection = {word.strip().lower() for word in headers.get("connection", "").split(",")}
+    keeps = "close" not in connection and (status[1] == b"1" or "keep-alive" in connection)
+    lengths = {word.strip() for word in headers["content-length"].split(",")} if "content-length" in headers else set()
+    if len(lengths) > 1 or not all(word.isascii() and word.isdigit() and len(word) < 19 for word in lengths):
+        raise WireError(f"the length of an answer reads {headers['content-length'][:40]!r}")
+    coding = headers.get("transfer-encoding", "").strip().lower()
+    if method == "HEAD" or code < 200 or code in (204, 304) or (method == "CONNECT" and code < 300):
+        return Head(code, headers, keeps, 0, False)
+    if coding:
+        # With a length beside it, two readers may see two ends.
+        return Head(code, headers, keeps and coding == "chunked" and not lengths, _UNTIL_CLOSED, coding == "chunked")
+    if lengths:
+        return Head(code, headers, keeps, int(lengths.pop()), False)
+    return Head(code, headers, False, _UNTIL_CLOSED, False)
+
+
+def _cut(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` of the parts."""
+    found = []
+    for part in parts:
+        found.append(part[:nbytes])
+        nbytes -= found[-1].nbytes
+        if not nbytes:
+            break
+    return found
+
+
+def _advance(parts: list[memoryview], at: int, nbytes: int) -> int:
+    """Where to go on once `nbytes` from `at` have come; a part that is half full is cut."""
+    while at < len(parts) and nbytes >= parts[at].nbytes:
+        nbytes -= parts[at].nbytes
+        at += 1
+    if nbytes:
+        parts[at] = parts[at][nbytes:]
+    return at
