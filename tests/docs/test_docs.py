@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client.link_states import link_diagram
 from lmcache_core.kernel.states import diagram
+from lmcache_core.server.session_states import session_diagram
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".nox", ".venv", "node_modules"} & set(path.parts))
@@ -32,6 +34,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_diagram_of_states_is_the_codes() -> None:
     text = (ROOT / "docs/internals/leases.md").read_text()
     assert fenced(text, "mermaid") == [diagram()]
+    text = (ROOT / "docs/internals/protocol.md").read_text()
+    assert session_diagram() in fenced(text, "mermaid")
+    text = (ROOT / "docs/internals/links.md").read_text()
+    assert fenced(text, "mermaid") == [link_diagram()]
 
 
 def test_the_two_commands_are_the_first_that_say_demo_and_tests() -> None:
@@ -39,6 +45,15 @@ def test_the_two_commands_are_the_first_that_say_demo_and_tests() -> None:
     assert commands[0].strip().endswith("nox -s demo")
     assert commands[1].strip().endswith("nox -s tests")
     assert all(len(command.strip().splitlines()) == 1 for command in commands[:2])
+
+
+def test_the_use_from_python_says_in_words_that_there_is_no_server(node: Any) -> None:
+    code = fenced((ROOT / "README.md").read_text(), "python")[0].replace('"default"', f'"{node.name}"')
+    code = code.replace(".connect(", f".connect(runtime_dir={str(node.run)!r}, name=")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "0 of 4 chunks read no server answers at" in done.stdout
+    assert "cannot reach the lmcache-core server" in done.stderr
+    assert "start one with `serve`" in done.stderr
 
 
 def test_the_use_from_python_runs(node: Any) -> None:

@@ -1,0 +1,59 @@
+"""What a package asks for it imports, what it imports it asks for, and the page says why."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/internals/dependencies.md"
+PACKAGES = {
+    path.parent.name: path.parent for path in [ROOT / "core/pyproject.toml", *ROOT.glob("*/lmcache-*/pyproject.toml")]
+}
+# Where the module is not called as the distribution is.
+MODULES = {"pyzmq": "zmq"}
+OURS = re.compile(r"lmcache[-_]")
+FOR_ANOTHER = {"core": {"transformers"}}  # of the extra `demo`: what lmcache-transformers needs for the command
+
+
+def requirements(path: Path) -> set[str]:
+    project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
+    extras = project.get("optional-dependencies", {}).values()
+    lines = [*project.get("dependencies", []), *(line for extra in extras for line in extra)]
+    return {re.split(r"[<>=!~\[; ]", line, maxsplit=1)[0].lower() for line in lines}
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for file in (path / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"__future__"}
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_package_imports_everything_that_it_asks_for(name: str) -> None:
+    asked = {MODULES.get(each, each.replace("-", "_")) for each in requirements(PACKAGES[name])}
+    unused = {each for each in asked - imports(PACKAGES[name]) if not OURS.match(each)} - FOR_ANOTHER.get(name, set())
+    assert not unused, f"{name} asks for {', '.join(sorted(unused))} and imports nothing of it"
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_package_asks_for_everything_that_it_imports(name: str) -> None:
+    asked = {MODULES.get(each, each.replace("-", "_")) for each in requirements(PACKAGES[name])}
+    missing = {each for each in imports(PACKAGES[name]) - asked if not OURS.match(each)}
+    assert not missing, f"{name} imports {', '.join(sorted(missing))} and does not ask for it"
+
+
+def test_the_page_has_every_dependency_and_no_other() -> None:
+    told = set(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
+    wanted = {each for path in PACKAGES.values() for each in requirements(path) if not OURS.match(each)}
+    assert told == wanted
