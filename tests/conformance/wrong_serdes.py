@@ -60,6 +60,14 @@ class TestIgnoresTheKey(Wrong):
             return super().seal(packed, layout, b"")
 
 
+class TestBindsTheObjectsKeyAlone(Wrong):
+    caught_by = "test_an_object_is_not_passed_off_as_another"
+
+    class faulty(Sealed):
+        def seal(self, packed: bytes, layout: Layout, key: bytes) -> bytes:
+            return super().seal(packed, layout, key[:32])  # neither namespace nor epoch
+
+
 class TestIgnoresTheLayout(Wrong):
     caught_by = "test_an_object_is_not_passed_off_as_another"
 

@@ -323,16 +323,17 @@ def store_rest(client: Client, node: Node) -> None:
     store(client, node, range(1, 10))
 
 
-def test_another_users_file_is_no_cache_of_ours(tmp_path: Path, node: Node) -> None:
+def test_another_users_file_is_neither_adopted_nor_removed(tmp_path: Path, node: Node) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     server = node.serve()
     server.kill()
     os.chown(node.shm, 12345, -1)
-    node.serve()
-    with node.client(maps_pool=False) as client:
-        assert "uid 12345" in status(client)["pool"]["why_cold"]
-    assert node.shm.stat().st_uid == 0
+    refused = node.serve(ready=False)
+    _, said = refused.popen.communicate(timeout=60)
+    assert refused.popen.returncode != 0
+    assert f"{node.shm} belongs to uid 12345" in said
+    assert node.shm.stat().st_uid == 12345
 
 
 def test_a_kept_pool_is_cleaned_only_by_name(node: Node) -> None:

@@ -143,7 +143,7 @@ def test_a_reconnected_client_answers_for_what_it_does_not_declare(node: Node) -
     node.serve()
     worker = node.worker("""
 lease = client.prepare_store([key('a')], namespace=ns)
-client._links.open_leases.clear()  # as after an operation whose copies have ended
+client._links.occupancy._holdings.clear()  # as after an operation whose copies have ended
 import socket; client._links.current().channel.connection._sock.shutdown(socket.SHUT_RDWR)
 from lmcache_core.errors import DisconnectedError
 try:
@@ -228,3 +228,26 @@ def test_clear_under_a_reader_leaves_its_bytes_alone(node: Node) -> None:
         client.store(many, [node.payload(i + 5) for i in range(400)], namespace=node.namespace)
         assert view == node.payload(1)
     assert client.status()["l1"]["bytes_by_state"]["doomed"] == 0
+
+
+def test_a_worker_that_writes_to_what_it_reads_dies_and_harms_nobody(node: Node) -> None:
+    pytest.importorskip("torch")
+    node.serve()
+    client = node.client()
+    client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
+    worker = node.worker("""
+lease = client.prepare_retrieve([key('a')], namespace=ns)
+tensor = lease.tensor(0)
+say(int(tensor[0]))
+wait()
+tensor.fill_(0)
+say('written')
+""")
+    before = bytes(node.payload(1))
+    worker.expect(str(before[0]))
+    worker.go()
+    assert worker.popen.wait(60) == -signal.SIGSEGV
+    into = [bytearray(65536)]
+    assert client.retrieve([node.key("a")], into, namespace=node.namespace).hits == 1
+    assert bytes(into[0]) == before
+    until(lambda: client.status()["l1"]["leases_by_kind"]["read"] == 0, "the pins")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmcache_core.clock import Clock
 from lmcache_core.kernel import Kernel, KernelConfig, Reason, State
 from lmcache_core.kernel.allocator import slab_bytes_for
 from lmcache_core.limits import INDEX_ENTRY_BYTES, PAGE_BYTES
@@ -51,7 +52,7 @@ def fill(segment: Segment) -> None:
     """Objects of three sizes, ready, being written, quarantined and doomed, by workers 1 and 2."""
     kernel = kernel_over(segment, EPOCH)
     kernel.add_memory(segment.info.data_bytes)
-    l1 = L1(kernel, segment, lambda effect: None)
+    l1 = L1(kernel, segment, Clock(), lambda effect: None)
     for session, row in ((1, 1), (2, 2)):
         kernel.open_session(session, 0, row)
         kernel.attach_session(session, row)
@@ -172,7 +173,7 @@ def test_an_adopting_server_believes_nothing_that_does_not_fit(
     del again
 
     kernel = kernel_over(segment, EPOCH + 1)
-    l1 = L1(kernel, segment, lambda effect: None)
+    l1 = L1(kernel, segment, Clock(), lambda effect: None)
     l1.former_layouts = pool.layouts()
     kernel.adoption.begin(pool, living)
     kernel.add_memory(segment.info.data_bytes)

@@ -65,6 +65,31 @@ def read_back(node: Node, client: Any, keys: list[bytes], wait_s: float = 30.0) 
     return int(result.hits)
 
 
+@pytest.mark.parametrize("in_pool", [0, 1])
+def test_a_hold_that_is_answered_in_the_background_makes_one_promise_which_its_holder_is_told_of(
+    node: Node, tmp_path: Path, disk: list[str], in_pool: int
+) -> None:
+    node.serve(*disk)
+    client = node.client()
+    keys = fill(node, client)
+    until(lambda: len(files(tmp_path)) == KEYS, "the files")
+    client.clear(node.namespace)
+    fill(node, client, count=in_pool)
+    found = client.lookup(keys, namespace=node.namespace, hold=True)  # answered now, and loaded afterwards
+    assert len(found.promises) == in_pool
+    until(lambda: client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS, "the loads")
+    count = lambda: client.status()["l1"]["leases_by_kind"]["promise"]  # noqa: E731
+    assert count() == in_pool
+    told = {client.query_prefetch_status(found.job).promise for _ in range(3)}
+    assert count() == 1
+    assert set(found.promises) <= told
+    # What was loaded is kept by that promise: the pool cannot be filled over it.
+    client.store([node.key(at) for at in range(1000, 1300)], [node.payload(1)] * 300, namespace=node.namespace)
+    assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS
+    assert client.free_lookup_locks(list(told)) == 1
+    assert count() == 0
+
+
 def test_what_left_the_pool_is_read_from_disk(node: Node, tmp_path: Path, disk: list[str]) -> None:
     node.serve(*disk)
     client = node.client()

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from lmcache_core.cli.main import main
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.limits import EXPLAINS_PER_SESSION_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
@@ -183,13 +185,19 @@ def quota(at: World) -> None:
 
 
 def other_layout(at: World) -> None:
+    """As after an adoption, before the namespace was used again: nobody can register a second layout for it."""
     wide = Layout("uint8", (2 * NBYTES,))
-    other = at.another()
-    link = other._links.current()
-    link.bind_id(NS.id, wide)
-    granted = link.channel.call(lambda rid: m.PrepareStore(rid, NS.id, key("k")))
-    assert isinstance(granted, m.Granted)
-    link.channel.call(lambda rid: m.CommitStore(rid, granted.lease, 0, 1))
+    at.client.register_layout(Namespace("wide", wide))
+    server, stored = at.server, threading.Event()
+
+    def store() -> None:
+        layout_id, now = server.l1.layout_id(wide), server.clock.now
+        granted = server.kernel.prepare_store(SERVER_SESSION, NS.id, layout_id, [key("k")], now)
+        server.kernel.commit_store(SERVER_SESSION, granted.lease_id, now)
+        stored.set()
+
+    server.loop.call(store)
+    assert stored.wait(60)
 
 
 def queue_full(at: World) -> None:

@@ -30,6 +30,7 @@ from uuid import uuid4
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 
@@ -299,9 +300,7 @@ class Soak:
         self.server.send_signal(signal.SIGTERM)
         if self.server.wait(SETTLE_S) != 0:
             self.problems.append("the server did not end well")
-        left = [
-            path for path in (Path("/dev/shm") / f"lmcache-core.{self.name}", self.run / self.name) if path.exists()
-        ]
+        left = [path for path in (segment_path(self.name), self.run / self.name) if path.exists()]
         if left:
             self.problems.append(f"left behind: {left}")
 
@@ -313,7 +312,7 @@ class Soak:
         if self.server.poll() is None:
             self.server.kill()
             self.server.wait()
-        (Path("/dev/shm") / f"lmcache-core.{self.name}").unlink(missing_ok=True)
+        segment_path(self.name).unlink(missing_ok=True)
 
 
 def soak(seconds: float, seed: int) -> int:

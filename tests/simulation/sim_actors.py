@@ -1,0 +1,398 @@
+"""What the threads of simulated processes do, one operation at a time, and what a plan of a schedule is."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sim_world
+from sim_nodes import ClientNode
+from sim_shadow import OBJECT_BYTES, Place, Shadow
+from sim_world import Broken, Task, World
+
+import lmcache_core.client.client as client_module
+import lmcache_core.client.retrieving as retrieving_module
+from lmcache_core.client.client import Client
+from lmcache_core.client.hits import Hits
+from lmcache_core.client.lookups import LookupHandle, Lookups
+from lmcache_core.client.results import Status
+from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
+LAYOUT = Layout("uint8", (OBJECT_BYTES,))
+NAMESPACES = [Namespace(f"model {number}", LAYOUT) for number in range(2)]
+KEYS = 18
+ENDED = (DisconnectedError, LeaseExpiredError, ClearedError)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+@dataclass
+class Step:
+    """One item of a plan. `actor`: (client, thread) for an operation; for a fault whom it hits, at which step."""
+
+    kind: str
+    client: int
+    thread: int
+    seed: int
+    at_step: int = 0
+
+
+class Actor:
+    """One thread of one client process."""
+
+    def __init__(
+        self, world: World, shadow: Shadow, node: ClientNode, promises: list[tuple[int, list[int], Sequence[int]]]
+    ):
+        self.world = world
+        self.shadow = shadow
+        self.node = node
+        self.promises = promises  # of all schedulers: (namespace, keys, promises)
+        self.chance = random.Random(0)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            self.chance = random.Random(step.seed)
+            task = self.world.task
+            assert task is not None
+            task.busy_since = self.world.now
+            self.world.note(f"{self.node.name}.{step.thread}", step.kind)
+            try:
+                OPERATIONS[step.kind](self)
+            except UsageError as error:
+                if "closed" not in str(error):  # by another thread of its process
+                    raise
+            if self.chance.random() < 0.1:
+                task.wait(self.world.now + self.chance.choice([0.05, 0.5, 3.0, 12.0]))
+            task.breathe()
+
+    # --- material -----------------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        client = self.node.client
+        return self.node.connect() if client is None else client
+
+    def choose(self) -> tuple[int, list[int]]:
+        namespace, first = self.chance.randrange(2), self.chance.randrange(KEYS)
+        return namespace, list(range(first, min(KEYS, first + self.chance.randint(1, 4))))
+
+    def contents(self, namespace: int, numbers: Sequence[int]) -> list[bytes]:
+        return [self.shadow.make(self.node.name, namespace, number) for number in numbers]
+
+    def judge(self, numbers: Sequence[int], namespace: int, statuses: Sequence[Status], buffers: Sequence[Any]) -> None:
+        for number, status, buffer in zip(numbers, statuses, buffers, strict=True):
+            if status is Status.HIT:
+                self.shadow.check(buffer, namespace, number, self.node.name)
+
+    # --- whole operations ---------------------------------------------------------------------------------
+
+    def store(self) -> None:
+        namespace, numbers = self.choose()
+        self.client.store(
+            [key(number) for number in numbers], self.contents(namespace, numbers), namespace=NAMESPACES[namespace]
+        )
+
+    def retrieve(self, promises: Sequence[int] = (), chosen: tuple[int, list[int]] | None = None) -> None:
+        namespace, numbers = chosen or self.choose()
+        into = [bytearray(OBJECT_BYTES) for _ in numbers]
+        result = self.client.retrieve(
+            [key(number) for number in numbers],
+            into,
+            namespace=NAMESPACES[namespace],
+            prefix=self.chance.random() < 0.5,
+            promises=promises,
+            verify=self.chance.choice(["never", "first", "always"]),
+        )
+        self.judge(numbers, namespace, result.statuses, into)
+
+    def lookup(self) -> None:
+        namespace, numbers = self.choose()
+        hold, wait_s = self.chance.random() < 0.5, self.chance.choice([0.0, 0.0, 0.01, 0.2, 2.0])
+        began = self.world.now
+        result = self.client.lookup(
+            [key(number) for number in numbers],
+            namespace=NAMESPACES[namespace],
+            hold=hold,
+            wait_s=wait_s,
+            deadline_s=self.chance.choice([0.0, 6.0]),
+        )
+        undone = not result.done and Status.UNREACHABLE not in result.statuses
+        if undone and self.world.now - began < wait_s - 1e-9:
+            raise Broken(f"a lookup of {wait_s} s came back undone after {self.world.now - began:.6f} s")
+        self.told(namespace, numbers, result.promises)
+
+    def redeem(self) -> None:
+        """Read under a promise that some scheduler was given, or give it back."""
+        if not self.promises:
+            return
+        namespace, numbers, promises = self.promises.pop(self.chance.randrange(len(self.promises)))
+        if self.chance.random() < 0.6:
+            self.retrieve(promises, (namespace, numbers))
+        else:
+            self.client.free_lookup_locks(promises)
+
+    def lookup_nowait(self) -> None:
+        namespace, numbers = self.choose()
+        handle = self.client.lookup_nowait(
+            [key(number) for number in numbers],
+            namespace=NAMESPACES[namespace],
+            hold=self.chance.random() < 0.5,
+            wait_s=self.chance.choice([0.0, 0.5, 5.0]),
+        )
+        task = self.world.task
+        assert task is not None
+        task.breathe()
+        end = self.chance.randrange(4)
+        if end == 0:
+            handle.cancel()
+        elif end == 1:
+            handle.wait(self.chance.choice([0.001, 0.3, 8.0]))
+        elif end == 2:
+            for _ in range(4):
+                if handle.done:
+                    break
+                task.wait(self.world.now + 0.2)
+        if end in (1, 2) and handle.done and handle.result is not None:
+            self.told(namespace, numbers, handle.result.promises)
+
+    def told(self, namespace: int, numbers: list[int], promises: Sequence[int]) -> None:
+        self.shadow.told.update(promises)
+        if promises:
+            self.promises.append((namespace, numbers, promises))
+
+    # --- the two phases -----------------------------------------------------------------------------------
+
+    def write_in_place(self) -> None:
+        namespace, numbers = self.choose()
+        contents = self.contents(namespace, numbers)
+        task = self.world.task
+        assert task is not None
+        try:
+            with self.client.prepare_store(
+                [key(number) for number in numbers], namespace=NAMESPACES[namespace]
+            ) as lease:
+                for position in list(lease.granted):
+                    whole = self.fill(task, lease, position, contents[position])
+                    if whole is None:
+                        return
+                    if not whole or self.chance.random() < 0.15:
+                        lease.abort([position])
+                    if self.chance.random() < 0.1:
+                        return  # what was not committed is aborted, half written or not
+                if self.chance.random() < 0.1:
+                    lease.renew()
+                lease.commit()
+        except ENDED:
+            pass
+        except UsageError as error:
+            if "is not open in this lease" not in str(error):  # another thread has ended it
+                raise
+
+    def fill(self, task: Task, lease: Any, position: int, content: bytes) -> bool | None:
+        """Write the slot in two halves, with whatever may happen between them. False: its gather failed half way; None:
+        the lease has ended."""
+        try:
+            view = lease.view(position)
+        except (UsageError, *ENDED):
+            return None  # another thread has ended the lease, or the server has
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        place, complete = self.shadow.begin_write(task, address, content, lambda: _alive(view)), False
+        half = OBJECT_BYTES // 2
+        try:
+            task.work()
+            view[:half] = content[:half]
+            if self.chance.random() < 0.15:
+                task.wait(self.world.now + self.chance.choice([0.3, 2.0, 15.0]))
+            if self.chance.random() < 0.1:
+                return False
+            task.work()
+            view[half:] = content[half:]
+            complete = True
+        except ValueError:
+            return None  # the lease ended, and its views with it
+        finally:
+            if not self.node.dead:
+                self.shadow.end_write(task, place, complete=complete)
+        return True
+
+    def read_in_place(self) -> None:
+        namespace, numbers = self.choose()
+        task = self.world.task
+        assert task is not None
+        seen: list[tuple[int, bytes]] = []
+        try:
+            with self.client.prepare_retrieve([key(n) for n in numbers], namespace=NAMESPACES[namespace]) as lease:
+                for position in list(lease.granted):
+                    try:
+                        view = lease.view(position)
+                        first = bytes(view)
+                        task.work()
+                        if self.chance.random() < 0.25:
+                            task.wait(self.world.now + self.chance.choice([0.3, 2.0, 15.0]))
+                        again = bytes(view)
+                    except (ValueError, UsageError):
+                        return  # another thread has ended it
+                    seen += [(numbers[position], first), (numbers[position], again)]
+                lease.finish()
+        except ENDED:
+            return  # nothing that was read can be trusted, as it says
+        for number, content in seen:
+            self.shadow.check(content, namespace, number, self.node.name)
+        if any(before != after for (_, before), (_, after) in zip(seen[::2], seen[1::2], strict=True)):
+            raise Broken("bytes under a read lease have changed, and finish() said that they stood")
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    def pin(self) -> None:
+        namespace, numbers = self.choose()
+        try:
+            if self.chance.random() < 0.7:
+                self.client.pin([key(n) for n in numbers], namespace=NAMESPACES[namespace], ttl_s=3.0)
+            else:
+                self.client.unpin([key(n) for n in numbers], namespace=NAMESPACES[namespace])
+        except DisconnectedError:
+            pass
+
+    def clear(self) -> None:
+        with contextlib.suppress(UsageError, DisconnectedError):  # it may be none of this session's
+            self.client.clear(NAMESPACES[self.chance.randrange(2)])
+
+    def end_session(self) -> None:
+        with contextlib.suppress(DisconnectedError):
+            self.client.end_session()
+
+    def call(self) -> None:
+        with contextlib.suppress(DisconnectedError):  # its hello came too late
+            self.client.get_chunk_size()
+
+    def close(self) -> None:
+        """The next operation of this process makes another client."""
+        client, self.node.client = self.node.client, None
+        if client is not None:
+            client.close()
+
+    def drop(self) -> None:
+        """The client is dropped without a word. What has lost a connection may wait for the collector."""
+        self.node.client = None
+        gc.collect()
+
+
+OPERATIONS: dict[str, Callable[[Actor], None]] = {
+    "store": Actor.store,
+    "retrieve": Actor.retrieve,
+    "lookup": Actor.lookup,
+    "redeem": Actor.redeem,
+    "lookup_nowait": Actor.lookup_nowait,
+    "write_in_place": Actor.write_in_place,
+    "read_in_place": Actor.read_in_place,
+    "pin": Actor.pin,
+    "clear": Actor.clear,
+    "end_session": Actor.end_session,
+    "close": Actor.close,
+    "drop": Actor.drop,
+}
+WEIGHTS = [8, 6, 5, 4, 3, 5, 5, 1, 1, 1, 2, 1]
+FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server"]
+FAULT_WEIGHTS = [3, 3, 4, 1, 3, 2]
+
+
+def plan_of(seed: int) -> list[Step]:
+    """What is to happen in a schedule."""
+    chance = random.Random(f"{seed}/plan")
+    clients = chance.randint(2, 4)
+    steps = []
+    for client in range(clients):
+        for thread in range(chance.choice([1, 2, 2])):
+            for _ in range(chance.randint(4, 12)):
+                kind = chance.choices(list(OPERATIONS), WEIGHTS)[0]
+                steps.append(Step(kind, client, thread, chance.getrandbits(32)))
+    operations = len(steps)
+    for _ in range(chance.choice([0, 1, 2, 3, 4, 6])):
+        kind = chance.choices(FAULTS, FAULT_WEIGHTS)[0]
+        steps.append(
+            Step(kind, chance.randrange(clients), 0, chance.getrandbits(32), chance.randrange(10, 20 + 9 * operations))
+        )
+    return steps
+
+
+# --- copies, with others in between ---------------------------------------------------------------------------
+
+
+def watch_copies(shadow: Callable[[], Shadow]) -> None:
+    """Let whole operations copy in two halves, and the shadow know of it."""
+    copy_in, copy_out = client_module.copy_in, retrieving_module.copy_out
+
+    def slow_in(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> bytes:
+        task, chosen = _task(), list(slots)
+        places: list[Place] = []
+        complete = False
+        try:
+            for position, offset in chosen:
+                content = ctypes.string_at(found[position][0], OBJECT_BYTES)
+                places.append(shadow().begin_write(task, base + offset, content))
+            task.work()
+            for position, offset in chosen:
+                ctypes.memmove(base + offset, found[position][0], OBJECT_BYTES // 2)
+            task.work()
+            checksums = copy_in(base, chosen, found, layout, **options)
+            complete = True
+        finally:
+            if not task.node.dead:
+                for place in places:
+                    shadow().end_write(task, place, complete=complete)
+        return checksums
+
+    def slow_out(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> None:
+        task, chosen = _task(), list(slots)
+        places = [shadow().begin_read(task, base + offset) for _, offset in chosen]
+        try:
+            task.work()
+            copy_out(base, chosen, found, layout, **options)
+            task.breathe()
+        finally:
+            for place in places:
+                shadow().end_read(task, place)
+
+    client_module.copy_in, retrieving_module.copy_out = slow_in, slow_out
+
+
+def watch_waits() -> None:
+    """What must not wait for the server, says so while it is at work."""
+    Hits.find = _quick("a look into the index", Hits.find)  # type: ignore[method-assign]
+    Hits.read = _quick("a read by the index", Hits.read)  # type: ignore[method-assign]
+    Lookups.start = _quick("lookup_nowait", Lookups.start)  # type: ignore[method-assign]
+    LookupHandle.cancel = _quick("cancel", LookupHandle.cancel)  # type: ignore[method-assign]
+
+
+def _quick(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def quickly(*arguments: Any, **options: Any) -> Any:
+        task = _task()
+        task.quick = what
+        try:
+            return method(*arguments, **options)
+        finally:
+            task.quick = ""
+
+    return quickly
+
+
+def _alive(view: memoryview) -> bool:
+    try:
+        return view.nbytes > 0
+    except ValueError:
+        return False
+
+
+def _task() -> Task:
+    assert sim_world.world is not None
+    assert sim_world.world.task is not None
+    return sim_world.world.task

@@ -1,0 +1,152 @@
+"""Faults to plant: what the simulation must find, or it is worth nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lmcache_core.client import leases as client_leases
+from lmcache_core.client.link import Link
+from lmcache_core.client.links import Links
+from lmcache_core.client.occupancy import Holding
+from lmcache_core.clock import Clock
+from lmcache_core.errors import CacheError
+from lmcache_core.kernel.adoption import Adoption
+from lmcache_core.kernel.answers import LeaseKind, Reason
+from lmcache_core.kernel.endings import Endings
+from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.reading import Reading
+from lmcache_core.kernel.writing import Writing
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.dispatch import Dispatch
+from lmcache_core.server.lookups import Lookups
+from lmcache_core.server.session import Session
+from lmcache_core.server.sessions import Sessions
+
+
+def the_end_of_a_connection_is_taken_for_death() -> None:
+    """Slots of a living writer go to the next one."""
+    Sessions._proven_dead = lambda self, session: True  # type: ignore[method-assign]
+
+
+def a_lost_session_is_forgotten() -> None:
+    """Nobody ever looks whether its client has died."""
+    Sessions._suspect = lambda self, session, now: None  # type: ignore[method-assign]
+
+
+def the_time_of_a_turn_is_that_before_the_wait() -> None:
+    """What comes after a silence is served at the time at which the silence began."""
+
+    def turn(self: Clock) -> float:
+        self.now, _before[self] = _before.get(self, self.now), self.read()
+        return self.now
+
+    _before: dict[Clock, float] = {}
+    Clock.turn = turn  # type: ignore[method-assign]
+
+
+def a_reconnecting_client_declares_nothing() -> None:
+    """The server settles what it goes on writing."""
+    attach = Dispatch._attach
+
+    def forgetful(self: Dispatch, session: Session, request: m.Attach) -> m.Message:
+        request.held.clear()
+        return attach(self, session, request)
+
+    Dispatch._attach = forgetful  # type: ignore[method-assign]
+
+
+def the_slots_of_an_expired_writer_are_free_at_once() -> None:
+    """No quarantine."""
+    expire = Writing.expire
+
+    def hasty(self: Writing, lease: Lease) -> None:
+        expire(self, lease)
+        self.give_up(lease, Reason.EXPIRED)
+
+    Writing.expire = hasty  # type: ignore[method-assign]
+
+
+def the_pins_of_a_slow_reader_expire() -> None:
+    """The slot is overwritten under its eyes."""
+    expire = Reading.expire
+
+    def hasty(self: Reading, lease: Lease) -> None:
+        expire(self, lease)
+        self.let_go(lease)
+
+    Reading.expire = hasty  # type: ignore[method-assign]
+
+
+def promises_never_expire() -> None:
+    """What nobody redeems is kept for ever."""
+    push = LeaseBook._push
+
+    def patient(self: LeaseBook, lease: Lease) -> None:
+        if lease.kind is not LeaseKind.PROMISE:
+            push(self, lease)
+
+    LeaseBook._push = patient  # type: ignore[method-assign]
+
+
+def what_was_not_committed_is_committed_at_the_end() -> None:
+    """A write lease that ends publishes what it has, written or not."""
+    client_leases.WriteLease._let_go = m.CommitStore  # type: ignore[assignment]
+
+
+def an_adopting_server_waits_for_no_former_worker() -> None:
+    """It gives slots away that workers of its predecessor are writing to."""
+    begin = Adoption.begin
+
+    def hasty(self: Adoption, pool: Any, rows: Any, **options: Any) -> None:
+        begin(self, pool, rows, **options)
+        for row in list(rows):
+            self.former_gone(row)
+
+    Adoption.begin = hasty  # type: ignore[method-assign]
+
+
+def a_lookup_that_waits_is_never_answered_before_its_loads() -> None:
+    """However long they take."""
+    Lookups.after_step = lambda self: None  # type: ignore[method-assign]
+
+
+def the_end_of_a_session_settles_nothing() -> None:
+    """What it held stays."""
+    Endings.settle_all = lambda self, session, reason, lease_ids=None: None  # type: ignore[method-assign]
+
+
+def a_client_ends_while_its_threads_copy() -> None:
+    """It says goodbye for slots that it is inside of."""
+    Holding.occupied = property(lambda self: False)  # type: ignore[assignment]
+    Holding.occupied_by_others = property(lambda self: False)  # type: ignore[assignment]
+
+
+def a_look_into_the_index_waits_for_a_link() -> None:
+    """Hits stop for as long as the server hangs."""
+
+    def look(self: Links) -> Link | None:
+        with contextlib.suppress(CacheError):
+            self.current(patient=True)
+        return self._link
+
+    Links.look = look  # type: ignore[method-assign]
+
+
+_all: Sequence[Callable[[], None]] = [
+    the_end_of_a_connection_is_taken_for_death,
+    a_lost_session_is_forgotten,
+    the_time_of_a_turn_is_that_before_the_wait,
+    a_reconnecting_client_declares_nothing,
+    the_slots_of_an_expired_writer_are_free_at_once,
+    the_pins_of_a_slow_reader_expire,
+    promises_never_expire,
+    what_was_not_committed_is_committed_at_the_end,
+    an_adopting_server_waits_for_no_former_worker,
+    a_lookup_that_waits_is_never_answered_before_its_loads,
+    the_end_of_a_session_settles_nothing,
+    a_client_ends_while_its_threads_copy,
+    a_look_into_the_index_waits_for_a_link,
+]
+PLANTED: dict[str, Callable[[], None]] = {plant.__name__: plant for plant in _all}

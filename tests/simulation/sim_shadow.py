@@ -1,0 +1,163 @@
+"""What is true, whoever believes what: who is inside which bytes of which pool, and which bytes may be read.
+
+Each object that is written is an incarnation with a number of its own, and every 16 bytes of it carry key and number.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sim_world import Broken, World
+
+OBJECT_BYTES = 65536
+_WORD = struct.Struct("<IIQ")
+Place = tuple[int, int]  # inode of the segment, offset
+
+
+@dataclass(eq=False)
+class Incarnation:
+    number: int
+    namespace: int
+    key: int
+    writer: str
+    complete: bool = False  # every byte of it has been written
+    published: bool = False  # its writer has sent the commit
+
+
+class Shadow:
+    """Watches every copy into and out of pools."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._incarnations: list[Incarnation] = []
+        self._writers: dict[Place, tuple[Any, Incarnation, Callable[[], bool]]] = {}
+        self.server_since = 0.0  # when the server of now began: reads under leases of former ones are not protected
+        self._readers: dict[Place, list[Any]] = {}
+        self._last: dict[Place, Incarnation] = {}
+        self._mappings: list[tuple[int, int, int]] = []  # address, length, inode
+        self.reads = self.writes = 0
+        self.told: set[int] = set()  # promises that somebody was told of
+
+    def mapped(self, address: int, nbytes: int, fd: int) -> None:
+        """A process maps a segment."""
+        self._mappings = [
+            each for each in self._mappings if each[0] + each[1] <= address or each[0] >= address + nbytes
+        ]
+        self._mappings.append((address, nbytes, os.fstat(fd).st_ino))
+        self._mappings.sort()
+
+    def place(self, address: int) -> Place:
+        at = bisect_right(self._mappings, (address, 1 << 62, 0)) - 1
+        start, nbytes, inode = self._mappings[at]
+        assert start <= address < start + nbytes, "no pool is mapped there"
+        return inode, address - start
+
+    # --- bytes --------------------------------------------------------------------------------------------
+
+    def make(self, writer: str, namespace: int, key: int) -> bytes:
+        """The bytes of a new incarnation."""
+        incarnation = Incarnation(len(self._incarnations), namespace, key, writer)
+        self._incarnations.append(incarnation)
+        return _WORD.pack(namespace, key, incarnation.number) * (OBJECT_BYTES // _WORD.size)
+
+    def incarnation(self, content: bytes | bytearray | memoryview) -> Incarnation:
+        _, _, number = _WORD.unpack_from(content)
+        if number >= len(self._incarnations):
+            raise Broken(f"bytes that nobody ever wrote: {bytes(content[:16]).hex()}")
+        return self._incarnations[number]
+
+    def check(self, content: bytes | bytearray | memoryview, namespace: int, key: int, reader: str) -> Incarnation:
+        """Somebody was served this for that key."""
+        self.reads += 1
+        incarnation = self.incarnation(content)
+        if bytes(content) != bytes(content[:16]) * (OBJECT_BYTES // 16):
+            raise Broken(f"{reader} read torn bytes of key {key}: incarnation {incarnation.number} and others")
+        if (incarnation.namespace, incarnation.key) != (namespace, key):
+            raise Broken(
+                f"{reader} read key {incarnation.key} of namespace {incarnation.namespace} under {key} of {namespace}"
+            )
+        if not incarnation.published:
+            raise Broken(f"{reader} read incarnation {incarnation.number} of key {key}, which was never committed")
+        return incarnation
+
+    # --- who is where -------------------------------------------------------------------------------------
+
+    def begin_write(
+        self,
+        who: Any,
+        address: int,
+        content: bytes | bytearray | memoryview,
+        able: Callable[[], bool] = lambda: True,
+    ) -> Place:
+        """`able`: whether it can still touch them; a view that has been taken from it cannot."""
+        place = self.place(address)
+        self._nobody_else(who, place, "to write")
+        self._writers[place] = (who, self.incarnation(content), able)
+        self.writes += 1
+        return place
+
+    def end_write(self, who: Any, place: Place, *, complete: bool) -> None:
+        if place not in self._writers or self._writers[place][0] is not who:
+            return  # another has been given the slot since this one's view of it died
+        incarnation = self._writers.pop(place)[1]
+        incarnation.complete = complete
+        self._last[place] = incarnation
+
+    def begin_read(self, who: Any, address: int) -> Place:
+        place = self.place(address)
+        if place in self._writers:
+            writer, incarnation, _ = self._writers[place]
+            raise Broken(f"{who} was given a slot to read while {writer} writes {incarnation.number} to it")
+        self._readers.setdefault(place, []).append(who)
+        return place
+
+    def end_read(self, who: Any, place: Place) -> None:
+        readers = self._readers.get(place, [])
+        if who in readers:
+            readers.remove(who)
+        if not readers:
+            self._readers.pop(place, None)
+
+    def lane_writes(self, address: int) -> Place:
+        """A tier's lane puts an object into a slot, all at once."""
+        place = self.place(address)
+        self._nobody_else("a lane", place, "to load into")
+        return place
+
+    def published(self, who: Any, place: Place) -> None:
+        """A commit of what is there has been sent."""
+        incarnation = self._last.get(place)
+        if incarnation is not None and incarnation.writer == str(who) and incarnation.complete:
+            incarnation.published = True
+
+    def forget(self, node: Any) -> None:
+        """A process has died: none of its threads is anywhere any more."""
+        for place in [place for place, (who, *_) in self._writers.items() if who.node is node]:
+            del self._writers[place]
+        for place, readers in list(self._readers.items()):
+            self._readers[place] = [who for who in readers if who.node is not node]
+            if not self._readers[place]:
+                del self._readers[place]
+
+    @property
+    def inside(self) -> int:
+        """Threads that are inside a slot now."""
+        return len(self._writers) + len(self._readers)
+
+    def _nobody_else(self, who: Any, place: Place, what: str) -> None:
+        if place in self._writers and not self._writers[place][2]():
+            del self._writers[place]
+        if place in self._writers:
+            writer, incarnation, _ = self._writers[place]
+            raise Broken(
+                f"{who} was given a slot {what} while {writer} writes incarnation {incarnation.number} to it: "
+                "one slot in two hands"
+            )
+        for reader in self._readers.get(place, []):
+            if reader.busy_since > self.server_since:
+                raise Broken(f"{who} was given a slot {what} while {reader} reads it under a lease")
