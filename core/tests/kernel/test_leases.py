@@ -231,6 +231,19 @@ def test_a_promise_is_redeemed_by_any_session_of_its_namespace(make_kernel: Call
     assert names(offer(kernel, 4).statuses) == ["GRANTED"]
 
 
+def test_a_promise_is_not_redeemed_from_another_namespace(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = make_kernel(slots=1)
+    store(kernel, 1)
+    promise = kernel.lookup(OTHER, NS, keys(1), 0.0, hold=True)
+    # The same keys, all of them: whose namespace it is must decide, not what is asked for.
+    grants = kernel.prepare_retrieve(WORKER, NS2, keys(1), 0.0, promise_id=promise.promise_id)
+    assert names(grants.statuses) == ["MISS"]
+    assert kernel.usage().leases_by_kind["promise"] == 1
+    assert kernel.usage().counters["stale_leases"] == 1
+    assert names(offer(kernel, 2).statuses) == ["FULL"], "what is promised was evicted"
+    assert found(kernel, 1) == [True]
+
+
 @pytest.mark.parametrize("how", ["free", "end_session", "expiry", "dead"])
 def test_a_promise_ends_by(how: str, make_kernel: Callable[..., Kernel]) -> None:
     kernel = make_kernel(slots=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -216,6 +217,36 @@ def test_a_lock_on_an_unlinked_file_is_no_lock(tmp_path: Path) -> None:
     assert path.exists(), "a lock on another file removed the name"
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("successor", [False, True])
+def test_a_lock_whose_file_was_unlinked_before_it_was_taken_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, successor: bool
+) -> None:
+    """The former owner removes the name and lets go while another, which has opened the file, comes to lock it."""
+    path = tmp_path / "x.lock"
+    former, flock = OwnerLock.acquire(path), fcntl.flock
+    others: list[OwnerLock] = []
+
+    def in_between(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        former.unlink()
+        former.close()
+        if successor:
+            others.append(OwnerLock.acquire(path))
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", in_between)
+    if successor:
+        with pytest.raises(PoolBusyError):
+            OwnerLock.acquire(path)
+        (owner,) = others
+    else:
+        owner = OwnerLock.acquire(path)
+    assert owner.named()
+    with pytest.raises(PoolBusyError):
+        OwnerLock.acquire(path)
+    owner.close()
 
 
 def test_a_symbolic_link_under_the_pools_name_is_not_followed(make: Make, pool_name: str, tmp_path: Path) -> None:

@@ -178,6 +178,26 @@ def test_rows_that_nobody_took_go_to_who_comes_next(server: Server, namespace: N
         assert worker.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).stored == 1
 
 
+def test_a_worker_that_was_given_a_row_is_believed_once_it_has_locked_it(server: Server) -> None:
+    """Its number and nonce it was told in the hello; only the lock shows that the pool is mapped, and who is alive."""
+    caller = Caller()
+    caller.can_pass_fd = True
+    session = on_loop(server, lambda: hello(server, caller, wants_pool=True))
+
+    def attach() -> None:
+        on_loop(server, lambda: server.sessions.attach(session, session.row, session.nonce, [], server.clock.now))
+
+    with pytest.raises(NotAttachedError, match="lock the row"):
+        attach()
+    assert session.state is SessionState.SEATED
+    assert not session.maps_pool
+    with Segment.attach_fd(server.segment.worker_fd(), server.segment.info) as mapped:
+        lock = LifeLock.acquire(mapped, session.row)
+        attach()
+        assert session.maps_pool
+        lock.close()
+
+
 def test_over_zmq_a_hello_takes_no_row_and_nobody_is_believed_without_a_proof(server: Server) -> None:
     def rows() -> int:
         return sum(server.segment.tables.row_claimed(row) for row in range(WORKERS_MAX))
