@@ -161,7 +161,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Four workers, two tiers, random kills, every byte checked. Three minutes; `-- --seconds 36000` for a night."""
+    """Four workers, three tiers, random kills, every byte checked. Three minutes; `-- --seconds 36000` for a night."""
     install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], native="require")
     session.run("python", "tests/soak/run.py", *session.posargs)
 

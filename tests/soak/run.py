@@ -1,10 +1,11 @@
-"""The soak: four workers, two tiers, and somebody who kills workers and the server at random.
+"""The soak: four workers, two honest tiers and one that lies, and somebody who kills workers and the server at random.
 
     python tests/soak/run.py [--seconds 180] [--seed N]
 
-Workers store, look up, read, pin and clear objects whose content follows from their key, and check every byte. At the
-end everything that was held is accounted for, the server's memory is flat, and nothing is left behind. Exit status 0,
-or 1 with what was wrong.
+Workers store, look up, read, pin and clear objects, and check every byte. A key has other bytes each time that it is
+stored, as KV has that was computed again. At the end everything that was held is accounted for, no object of the pool
+or of an honest tier was ever found damaged, the server's memory is flat, and nothing is left behind. Exit status 0, or
+1 with what was wrong.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from lmcache_core.tokens.namespace import Namespace
 
 LAYOUT = Layout("uint8", (65536,))
 NAMESPACES = [Namespace(f"model {number}", LAYOUT) for number in range(2)]
-KEYS = 1500
+KEYS = 300  # few enough that a key is stored, lost and stored again all the time, with other bytes
 WORKERS = 4
 SETTLE_S = 60.0
+HONEST = ("disk", "cold")  # slow, failing and forgetful at times, and never wrong
+STAMP_BYTES, UNIT_BYTES = 16, 128
 GROWTH_BYTES_MAX = 24 << 20  # of the server's own memory, from the quiet part's first third to its end
 
 
@@ -46,8 +49,21 @@ def key(number: int) -> bytes:
     return hashlib.sha256(b"soak %d" % number).digest()
 
 
-def payload(namespace: Namespace, number: int) -> bytes:
-    return hashlib.shake_256(b"%d of %d" % (number, namespace.id)).digest(128) * (LAYOUT.nbytes // 128)
+def payload(namespace: Namespace, number: int, stamp: bytes) -> bytes:
+    """What a key holds that was stored with this stamp. Every part of it tells which key's it is, and which store's."""
+    of = b"%d of %d, " % (number, namespace.id) + stamp
+    unit = stamp + hashlib.shake_256(of).digest(UNIT_BYTES - STAMP_BYTES)
+    return unit * (LAYOUT.nbytes // UNIT_BYTES)
+
+
+def fresh(namespace: Namespace, number: int) -> bytes:
+    """Bytes that this key never had."""
+    return payload(namespace, number, os.urandom(STAMP_BYTES))
+
+
+def right(content: bytes, namespace: Namespace, number: int) -> bool:
+    """Whether these are the bytes of one store of this key, whole."""
+    return content == payload(namespace, number, content[:STAMP_BYTES])
 
 
 # --- a worker -------------------------------------------------------------------------------------------------
@@ -64,7 +80,7 @@ def work(name: str, run: str, seed: int) -> int:
         while not stop.is_set():
             namespace = rng.choice(NAMESPACES)
             first = rng.randrange(KEYS)
-            numbers = [(first + step) % KEYS for step in range(rng.randrange(1, 60))]
+            numbers = [(first + step) % KEYS for step in range(rng.randrange(1, 40))]
             keys = [key(number) for number in numbers]
             try:
                 if not _turn(client, namespace, numbers, keys, rng, counts):
@@ -90,7 +106,7 @@ def _turn(
 ) -> bool:
     chance = rng.random()
     if chance < 0.35:
-        sources = [payload(namespace, number) for number in numbers]
+        sources = [fresh(namespace, number) for number in numbers]
         counts["stored"] += client.store(keys, sources, namespace=namespace).stored
         return True
     if chance < 0.93:
@@ -101,11 +117,12 @@ def _turn(
         if rng.random() < 0.1:
             return True  # promises are left to expire
         into = [bytearray(LAYOUT.nbytes) for _ in keys]
-        result = client.retrieve(keys, into, namespace=namespace, prefix=prefix, promises=found.promises)
+        verify = rng.choice(["never", "first", "always"])
+        result = client.retrieve(keys, into, namespace=namespace, prefix=prefix, promises=found.promises, verify=verify)
         for number, status, buffer in zip(numbers, result.statuses, into, strict=True):
             if status is Status.HIT:
                 counts["read"] += 1
-                if bytes(buffer) != payload(namespace, number):
+                if not right(bytes(buffer), namespace, number):
                     counts["wrong"] += 1
                     return False
         return True
@@ -144,19 +161,22 @@ class Soak:
             "runtime_dir": self.run,
             "state_dir": self.folder / "state",
             "drain_s": "5",
-            "l1.size_bytes": "32MiB",
+            "l1.size_bytes": "12MiB",
             "lease.promise_ttl_s": "5",
-            "l2_order": "disk,cold",
+            "l2_order": "disk,cold,liar",
             "l2.disk.type": "fs",
             "l2.disk.path": self.folder / "disk",
-            "l2.disk.capacity_bytes": "48MiB",
+            "l2.disk.capacity_bytes": "16MiB",
             "l2.cold.type": "mock",
-            "l2.cold.capacity_bytes": "16MiB",
+            "l2.cold.capacity_bytes": "12MiB",
             "l2.cold.deadline_s": "1",
             "l2.cold.faults": json.dumps([
-                "load flipped_bits rate=0.05", "load neighbour rate=0.02", "store error rate=0.05",
-                "exists slow rate=0.02 s=0.2", "load slow rate=0.02 s=2", "store lost rate=0.02",
+                "store error rate=0.05", "store slow rate=0.02 s=2", "exists slow rate=0.02 s=0.2",
+                "load slow rate=0.02 s=2", "store lost rate=0.02",
             ]),
+            "l2.liar.type": "mock",
+            "l2.liar.capacity_bytes": "12MiB",
+            "l2.liar.faults": json.dumps(["load flipped_bits rate=0.05", "load neighbour rate=0.02"]),
         }  # fmt: skip
         flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", "--log-level", "error", *flags]
@@ -198,7 +218,23 @@ class Soak:
     def client(self) -> Client:
         return Client.connect(self.name, runtime_dir=self.run, client_name="soak", maps_pool=False)
 
+    def look_for_damage(self) -> None:
+        """Ask a server, which counts for as long as it lives: nothing of an honest tier or of the pool is damaged."""
+        with contextlib.suppress(DisconnectedError), self.client() as client:
+            status = client.status()
+            damaged = {
+                tier["name"]: tier["counts"].get("load_damaged", 0)
+                for tier in status["tiers"]["tiers"]
+                if tier["name"] in HONEST
+            }
+            damaged["the pool"] = status["counters"].get("removed_damaged", 0)
+            for where, count in damaged.items():
+                if count:
+                    self.problems.append(f"{count} objects of {where} were damaged")
+            self.counts["looked_for_damage"] += 1
+
     def restart(self, number: int) -> None:
+        self.look_for_damage()
         self.server.send_signal(number)
         status = self.server.wait(SETTLE_S)
         if number == signal.SIGTERM and status != 0:
@@ -265,7 +301,11 @@ class Soak:
             self.problems.append(f"the server died: {(self.folder / 'log').read_text()[-2000:]}")
 
     def account(self) -> None:
-        """Nobody is left: everything is free again."""
+        """Nobody is left: everything is free again, and what was there was sound."""
+        self.look_for_damage()
+        aside = list((self.folder / "disk" / "damaged").glob("*"))
+        if aside:  # whichever server found it
+            self.problems.append(f"{len(aside)} objects of disk were set aside as damaged")
         for index in reversed(range(len(self.workers))):
             self.dismiss(index, kill=index % 2 == 0)
         if self.problems:
@@ -333,12 +373,15 @@ def soak(seconds: float, seed: int) -> int:
         print(f"soak: {problem}", file=sys.stderr)
     if not run.counts["read"]:
         print("soak: nothing was read", file=sys.stderr)
-    return 1 if run.problems or run.counts["wrong"] or not run.counts["read"] else 0
+    if not run.counts["looked_for_damage"]:
+        print("soak: nobody looked for damaged objects", file=sys.stderr)
+    sound = run.counts["looked_for_damage"] and not run.counts["wrong"]
+    return 0 if sound and run.counts["read"] and not run.problems else 1
 
 
 def main() -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description="Four workers, two tiers, random kills; every byte is checked.")
+    parser = argparse.ArgumentParser(description="Four workers, three tiers, random kills; every byte is checked.")
     parser.add_argument("--seconds", type=float, default=180.0, help="how long (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1000), help="default: by chance")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)

@@ -19,4 +19,5 @@ def test_a_few_seconds_of_the_soak_read_right_bytes_and_leave_nothing() -> None:
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["read"] > 0
+    assert figures["looked_for_damage"] > 0
     assert figures["workers_killed"] + figures.get("server_restarts", 0) > 0
