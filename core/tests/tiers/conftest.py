@@ -281,10 +281,15 @@ class ScriptedAdapter(L2Adapter):
 
 
 class Loop:
-    """Drives a Tiering as the server's loop does. `jump` moves its clock."""
+    """Drives a Tiering as the server's loop does. `jump` moves its clock.
 
-    def __init__(self, l1: MemoryL1, tiers: Sequence[Tier], **options: object) -> None:
+    `stands`: nothing else moves it. Then a turn does all that there is to do, however slow the machine is: one that
+    goes by the time of day may find its slice of time used up, and leave the rest to the next turn.
+    """
+
+    def __init__(self, l1: MemoryL1, tiers: Sequence[Tier], *, stands: bool = False, **options: object) -> None:
         self.l1 = l1
+        self._stands_at_s = time.monotonic() if stands else None
         self._skew_s = 0.0
         self.clock = Clock(self.now)
         self._wake = threading.Event()
@@ -301,7 +306,7 @@ class Loop:
         self.done: list[Job] = []
 
     def now(self) -> float:
-        return time.monotonic() + self._skew_s
+        return (time.monotonic() if self._stands_at_s is None else self._stands_at_s) + self._skew_s
 
     def jump(self, seconds: float) -> None:
         self._skew_s += seconds

@@ -14,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.format import HEADER_BYTES, tier_key
-from lmcache_core.tiers.lanes import Call, CallState
+from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.lanes import WAITED_FOR, Call, CallState
+from lmcache_core.tiers.order import Access, KeyOrder
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 KEYS = 6
@@ -219,7 +221,7 @@ def test_the_books_say_what_the_medium_has_in_whatever_order_calls_run_and_end(d
 def one_tier(doubles: Any, **options: Any) -> tuple[Any, Any, Any]:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, **{"deadline_s": 1e6, **options})
-    loop = doubles.loop(doubles.l1(), tier)
+    loop = doubles.loop(doubles.l1(), tier, stands=True)
     finish(loop)
     return adapter, tier, loop
 
@@ -236,6 +238,59 @@ def finish(loop: Any) -> None:
 
 def calls(of: str) -> Sequence[tuple[PaperLane, Call]]:
     return [(lane, call) for lane in PaperLane.made if of in lane.name for call in lane.queue]
+
+
+def test_a_load_that_expired_while_it_was_held_back_is_told_so_once_though_its_job_takes_it_back_meanwhile(
+    doubles: Any, paper: None
+) -> None:
+    _, tier, loop = one_tier(doubles, connections=1)
+    tier.batch_keys_max = 1  # a call for each key
+    keys = [doubles.key(1), doubles.key(2)]
+    loop.store(doubles.contents(2, first=1))
+    finish(loop)
+    for key in keys:
+        loop.l1.evict(key)
+    job = loop.ask(keys, seconds=10.0)
+    loop.turn()
+    ((lookups, exists),) = calls("lookup")
+    lookups.run(exists)
+    tier.reclaim.delete([tier_key(key, doubles.namespace, 0) for key in keys])
+    lookups.deliver(exists)
+    loop.turn()
+    assert calls("load") == [], "both loads wait for the deletes to return"
+    loop.jump(20.0)
+    loop.turn()  # the first load ends the job; the job takes the second back, which has expired in the same moment
+    finish(loop)
+    assert job.reasons == {0: TierReason.LATE, 1: TierReason.CUT}
+    assert loop.l1.aborted == {TierReason.LATE: 2}
+    assert loop.l1.held == 0
+    assert loop.tiering.status()["faults"] == 0
+    assert not tier.order._tickets
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held back", "in its lane"])
+def test_what_has_expired_cannot_be_taken_back_and_what_has_not_is_never_called_back(paper: None, held: bool) -> None:
+    order, lane, told = KeyOrder(), PaperLane("mem-load", 1, lambda call: None), []
+
+    def call(deadline: float) -> Call:
+        return Call(lambda: None, deadline, WAITED_FOR, told.append, told.append)
+
+    if held:
+        assert order.submit(lane, call(100.0), [b"k"], Access.STORE)
+    late, early = call(1.0), call(50.0)
+    for each in (late, early):
+        assert order.submit(lane, each, [b"k"], Access.LOAD)
+    assert order.held(lane) == (2 if held else 0)
+    expired = order.expire(1.0) + lane.expire(1.0)
+    assert expired == [late]
+    assert not order.cancel(late), "it is about to be told"
+    assert order.cancel(early)
+    late.on_late(late)
+    assert told == [late]
+    assert order.held(lane) == 0
+    assert not order.cancel(late)
+    assert order.expire(60.0) == []
+    assert early.state is CallState.CANCELLED
 
 
 def test_a_store_that_is_asked_for_during_a_delete_of_its_key_is_on_the_medium_and_accounted(
