@@ -492,10 +492,12 @@ def test_a_large_copy_lets_other_threads_run(make, call):
     }
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)  # so that only a release of the GIL lets the other thread in
-    moved = threading.Event()
+    moved, gate = threading.Event(), threading.Lock()
+    gate.acquire()
     try:
-        other = threading.Thread(target=moved.set)
+        other = threading.Thread(target=lambda: gate.acquire() and moved.set())
         other.start()
+        gate.release()  # from here on it wants to run, and only a call can let it
         until = time.monotonic() + 60
         while not moved.is_set() and time.monotonic() < until:
             calls[call]()

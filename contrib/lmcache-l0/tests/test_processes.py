@@ -270,20 +270,21 @@ def test_living_writers_are_listed_and_dead_ones_are_not(make):
 
 
 def test_long_batches_let_other_threads_run(make):
-    """A counter in another thread must move while one long batch is copied."""
+    """Another thread must come to run while a long batch is copied."""
     cache = make(hash_slots=512, max_value_size=256 << 10, versions=1)
     keys = [f"{i}" for i in range(300)]
     cache.set_many([(key, bytes(256 << 10)) for key in keys])
     before = sys.getswitchinterval()
     sys.setswitchinterval(60)  # so that only a release of the GIL lets the other thread in
-    moved = threading.Event()
+    moved, gate = threading.Event(), threading.Lock()
+    gate.acquire()
     try:
-        other = threading.Thread(target=moved.set)
+        other = threading.Thread(target=lambda: gate.acquire() and moved.set())
         other.start()
-        for _ in range(50):
+        gate.release()  # from here on it wants to run, and only a batch can let it
+        until = time.monotonic() + 60
+        while not moved.is_set() and time.monotonic() < until:
             cache.get_many(keys)
-            if moved.is_set():
-                break
         assert moved.is_set()
         other.join()
     finally:

@@ -6,6 +6,7 @@ import hashlib
 import struct
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -193,15 +194,18 @@ def test_no_token_becomes_an_int_object_on_the_way(way: str) -> None:
 @needs_native
 def test_another_thread_runs_while_a_buffer_is_hashed() -> None:
     """Were the interpreter held, nobody would come in between: it is asked to let go once in a hundred seconds."""
-    asked, ran = threading.Event(), threading.Event()
-    thread = threading.Thread(target=lambda: asked.wait() and ran.set())
+    gate, ran = threading.Lock(), threading.Event()
+    gate.acquire()
+    thread = threading.Thread(target=lambda: gate.acquire() and ran.set())
     thread.start()
     words = array("I", [1]) * (1 << 20)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(100)
     try:
-        asked.set()
-        came = any(chunk_keys(words, NAMESPACE) and ran.is_set() for _ in range(2_000))  # until the thread is scheduled
+        gate.release()
+        until = time.monotonic() + 60  # on a busy machine the thread comes late
+        while not (came := ran.is_set()) and time.monotonic() < until:
+            chunk_keys(words, NAMESPACE)
     finally:
         sys.setswitchinterval(interval)
         thread.join()

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 
@@ -246,25 +247,25 @@ def test_threads_on_one_instance_get_their_own_objects_back(serde: BlockSerde) -
     assert wrong == []
 
 
-def lets_others_run(call: Callable[[], object], tries: int) -> bool:
-    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
-    let run; on a busy machine it may come too late for one call, so several are tried."""
+def lets_others_run(call: Callable[[], object], within_s: float = 60.0) -> bool:
+    """Whether another thread runs during one of the calls. Nobody is made to give up the GIL meanwhile, so one that
+    runs was let run; on a busy machine it comes too late for most calls, so they are repeated until it has come."""
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+    sys.setswitchinterval(1000)
     try:
-        for _ in range(tries):
-            ran: list[bool] = []
-            gate = threading.Lock()
-            gate.acquire()
-            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
-            thread.start()
-            gate.release()
+        ran: list[bool] = []
+        gate = threading.Lock()
+        gate.acquire()
+        thread = threading.Thread(target=lambda: gate.acquire() and ran.append(True))
+        thread.start()
+        gate.release()
+        until = time.monotonic() + within_s
+        call()
+        while not ran and time.monotonic() < until:
             call()
-            seen = bool(ran)
-            thread.join()
-            if seen:
-                return True
-        return False
+        seen = bool(ran)
+        thread.join()
+        return seen
     finally:
         sys.setswitchinterval(interval_s)
 
@@ -274,10 +275,10 @@ def test_compression_lets_other_threads_run(serde: BlockSerde) -> None:
     planes, words = np.empty_like(block), np.empty_like(block)
     shuffled(block, 2, planes, words)
     packed = memoryview(serde.compress(planes))
-    assert lets_others_run(lambda: serde.compress(planes), tries=200)
-    assert lets_others_run(lambda: serde.decompress(packed, BLOCK_BYTES), tries=200)
-    assert lets_others_run(lambda: shuffled(block, 2, planes, words), tries=200)
-    assert not lets_others_run(lambda: bytes(packed), tries=5)  # a call that holds the GIL is told apart
+    assert lets_others_run(lambda: serde.compress(planes))
+    assert lets_others_run(lambda: serde.decompress(packed, BLOCK_BYTES))
+    assert lets_others_run(lambda: shuffled(block, 2, planes, words))
+    assert not lets_others_run(lambda: bytes(packed), within_s=0.1)  # a call that holds the GIL is told apart
 
 
 def test_levels_are_the_encoders_business(serde: BlockSerde) -> None:

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,25 +181,25 @@ def test_threads_on_one_instance_get_their_own_objects_back() -> None:
     assert wrong == []
 
 
-def lets_others_run(call: Callable[[], object], tries: int) -> bool:
-    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
-    let run; on a busy machine it may come too late for one call, so several are tried."""
+def lets_others_run(call: Callable[[], object], within_s: float = 60.0) -> bool:
+    """Whether another thread runs during one of the calls. Nobody is made to give up the GIL meanwhile, so one that
+    runs was let run; on a busy machine it comes too late for most calls, so they are repeated until it has come."""
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+    sys.setswitchinterval(1000)
     try:
-        for _ in range(tries):
-            ran: list[bool] = []
-            gate = threading.Lock()
-            gate.acquire()
-            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
-            thread.start()
-            gate.release()
+        ran: list[bool] = []
+        gate = threading.Lock()
+        gate.acquire()
+        thread = threading.Thread(target=lambda: gate.acquire() and ran.append(True))
+        thread.start()
+        gate.release()
+        until = time.monotonic() + within_s
+        call()
+        while not ran and time.monotonic() < until:
             call()
-            seen = bool(ran)
-            thread.join()
-            if seen:
-                return True
-        return False
+        seen = bool(ran)
+        thread.join()
+        return seen
     finally:
         sys.setswitchinterval(interval_s)
 
@@ -207,8 +208,8 @@ def test_decryption_lets_other_threads_run() -> None:
     layout = Layout("uint8", (16 << 20,))
     sealed = memoryview(encoded(SERDE, bytes(layout.nbytes), layout))
     out = memoryview(bytearray(layout.nbytes))
-    assert lets_others_run(lambda: SERDE.decode(sealed, out, layout, KEY), tries=200)
-    assert not lets_others_run(lambda: bytes(out), tries=5)  # a call that holds the GIL is told apart
+    assert lets_others_run(lambda: SERDE.decode(sealed, out, layout, KEY))
+    assert not lets_others_run(lambda: bytes(out), within_s=0.1)  # a call that holds the GIL is told apart
 
 
 def test_encryption_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,7 @@ def test_encryption_lets_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "urandom", bytes)
     layout = Layout("uint8", (16 << 20,))
     data = memoryview(bytes(layout.nbytes))
-    assert lets_others_run(lambda: SERDE.encode(data, layout, KEY), tries=200)
+    assert lets_others_run(lambda: SERDE.encode(data, layout, KEY))
 
 
 # --- keys and settings -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import random
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -266,25 +267,25 @@ def test_a_scale_that_no_encoder_writes_is_damage(kernel: Kernel, scale: float) 
     assert out == b"\xa5" * 128
 
 
-def lets_others_run(call: Callable[[], object], tries: int) -> bool:
-    """Whether another thread ran during the call. Nobody is made to give up the GIL meanwhile, so one that runs was
-    let run; on a busy machine it may come too late for one call, so several are tried."""
+def lets_others_run(call: Callable[[], object], within_s: float = 60.0) -> bool:
+    """Whether another thread runs during one of the calls. Nobody is made to give up the GIL meanwhile, so one that
+    runs was let run; on a busy machine it comes too late for most calls, so they are repeated until it has come."""
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(60)
+    sys.setswitchinterval(1000)
     try:
-        for _ in range(tries):
-            ran: list[bool] = []
-            gate = threading.Lock()
-            gate.acquire()
-            thread = threading.Thread(target=lambda gate=gate, ran=ran: gate.acquire() and ran.append(True))
-            thread.start()
-            gate.release()
+        ran: list[bool] = []
+        gate = threading.Lock()
+        gate.acquire()
+        thread = threading.Thread(target=lambda: gate.acquire() and ran.append(True))
+        thread.start()
+        gate.release()
+        until = time.monotonic() + within_s
+        call()
+        while not ran and time.monotonic() < until:
             call()
-            seen = bool(ran)
-            thread.join()
-            if seen:
-                return True
-        return False
+        seen = bool(ran)
+        thread.join()
+        return seen
     finally:
         sys.setswitchinterval(interval_s)
 
@@ -294,9 +295,9 @@ def test_the_c_kernels_let_other_threads_run(isa: str) -> None:
     kernel, grouping = KERNELS[isa], Grouping(512, 8, 8, 128, 8, 0)
     data = memoryview(bytes(grouping.elements * 2))
     encoded, out = memoryview(kernel.encode(data, "bfloat16", grouping)), memoryview(bytearray(data.nbytes))
-    assert lets_others_run(lambda: kernel.encode(data, "bfloat16", grouping), tries=200)
-    assert lets_others_run(lambda: kernel.decode(encoded, out, "bfloat16", grouping), tries=200)
-    assert not lets_others_run(lambda: bytes(data), tries=5)  # a call that holds the GIL is told apart
+    assert lets_others_run(lambda: kernel.encode(data, "bfloat16", grouping))
+    assert lets_others_run(lambda: kernel.decode(encoded, out, "bfloat16", grouping))
+    assert not lets_others_run(lambda: bytes(data), within_s=0.1)  # a call that holds the GIL is told apart
 
 
 @pytest.mark.skipif(not native_kernels(), reason="the C kernel was not built here")
