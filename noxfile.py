@@ -6,10 +6,16 @@ and only where it is used.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import tomllib
+import venv
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -45,6 +51,10 @@ NATIVE = ["tests/native", "tests/tokens", "tests/client/test_hits.py"]
 NATIVE_BUILDS = ["test_build.py", "test_programs.py", "test_hunt.py"]
 
 
+def pyproject(path: Path) -> dict[str, Any]:
+    return tomllib.loads((path / "pyproject.toml").read_text())
+
+
 def install(
     session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = (), native: str | None = None
 ) -> None:
@@ -52,15 +62,64 @@ def install(
 
     `native`: LMCACHE_CORE_NATIVE, whether core's C extension is built; without it, what the environment says.
     """
-    local = [f"{CORE}{extras}", *(str(path) for path in packages)]
-    env = {"LMCACHE_CORE_NATIVE": native} if native else {}
-    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools, env=env)
+    native = native or os.environ.get("LMCACHE_CORE_NATIVE", "")
+    ours = [wheel(session, path, native) for path in (CORE, *packages)]
+    # pip leaves a package alone whose version has not changed: what was made of other sources goes first.
+    noted, said = Path(session.virtualenv.location, "ours.txt"), "\n".join(map(str, ours))
+    if noted.exists() and noted.read_text() != said:
+        names = [pyproject(path)["project"]["name"] for path in (CORE, *PACKAGES.values())]
+        if session.run_install("python", "-m", "pip", "uninstall", "-qq", "-y", *names) is None:
+            return  # nox -R: the environment as it is
+        noted.unlink()
+    local = [f"{path}{extras if path is ours[0] else ''}" for path in ours]
+    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools)
+    noted.write_text(said)
+
+
+LEFT_OUT = ("build", "dist", "tests", "*.egg-info", "*.so", "__pycache__", ".*")
+
+
+def wheel(session: nox.Session, package: Path, native: str) -> Path:
+    """A local package's wheel, built once for its sources, however many sessions install it.
+
+    It is built from a copy: nothing is left in the checkout, and nothing that a former build left there comes along.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = Path(folder) / package.name, Path(folder) / "out"
+        shutil.copytree(package, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        told = [sys.version, native, os.environ.get("CC", ""), str(shutil.which("gcc"))]
+        for path in sorted(each for each in source.rglob("*") if each.is_file()):
+            told += [str(path.relative_to(source)), hashlib.sha256(path.read_bytes()).hexdigest()]
+        digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
+        target = Path(session.cache_dir, "wheels", digest)
+        if not target.exists():
+            session.log(f"building a wheel of {package.relative_to(ROOT)}")
+            command = [builder(session), "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+            env = {**os.environ, "LMCACHE_CORE_NATIVE": native} if native else None
+            subprocess.run([*command, "-w", str(out), str(source)], env=env, check=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(out, target)
+        (built,) = target.glob("*.whl")
+        return built
+
+
+def builder(session: nox.Session) -> str:
+    """The interpreter that has what our packages name as their build systems, and nothing else."""
+    needs = sorted(
+        {each for path in (CORE, *PACKAGES.values()) for each in pyproject(path)["build-system"]["requires"]}
+    )
+    home = Path(session.cache_dir, "builder")
+    noted, python, said = home / "requires.txt", str(home / "bin/python"), " ".join([sys.version, *needs])
+    if not noted.exists() or noted.read_text() != said:
+        venv.create(home, clear=True, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *needs], check=True)
+        noted.write_text(said)
+    return python
 
 
 def test_requirements(path: Path) -> list[str]:
     """What a package's own tests need beside the package: its dependency group `test`."""
-    groups = tomllib.loads((path / "pyproject.toml").read_text()).get("dependency-groups", {})
-    return list(groups.get("test", []))
+    return list(pyproject(path).get("dependency-groups", {}).get("test", []))
 
 
 def installable() -> list[Path]:
@@ -134,13 +193,7 @@ def native(session: nox.Session) -> None:
 def plugin(session: nox.Session, name: str) -> None:
     """One package from its wheel, with its own tests."""
     path = PACKAGES[name]
-    with tempfile.TemporaryDirectory() as wheels:
-        session.install("-q", "build")
-        for each in (CORE, path):
-            session.run("python", "-m", "build", "-q", "--outdir", wheels, str(each), silent=True)
-        found = [str(wheel) for wheel in Path(wheels).glob("*.whl")]
-        tools = (*TEST_TOOLS, *test_requirements(path))
-        session.install("-q", "-c", str(ROOT / "constraints.txt"), *found, *tools)
+    install(session, *([] if path == CORE else [path]), tools=(*TEST_TOOLS, *test_requirements(path)))
     session.run("python", "-m", "pytest", "-q", "--timeout=300", str(path / "tests"))
 
 
@@ -217,7 +270,7 @@ def release(session: nox.Session) -> None:
 @nox.session
 def lowest(session: nox.Session) -> None:
     """Core's tests over the oldest versions that its metadata allows; the tools of the tests are new."""
-    wanted = tomllib.loads((CORE / "pyproject.toml").read_text())["project"]["dependencies"]
+    wanted = pyproject(CORE)["project"]["dependencies"]
     floors = [f"{line.replace('>=', '==')}.*" for line in wanted]
     install(session, tools=(*TEST_TOOLS, *test_requirements(CORE), *floors))
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "-m", "not slow", "core/tests", *session.posargs)

@@ -152,7 +152,9 @@ def check_found(pool: Any, segment: Segment) -> None:
     assert len({offset for offset, _, _ in waiting}) == len(waiting)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(wounds=WOUNDS, living=st.sampled_from([(), (1,), (2,), (1, 2)]))
 def test_an_adopting_server_believes_nothing_that_does_not_fit(
     image: Image, wounds: list[tuple[int, int, Any]], living: tuple[int, ...]
@@ -263,7 +265,9 @@ def test_two_keys_in_one_slot_are_both_dropped(image: Image) -> None:
     assert pool.touch(SPACES[1], KEYS[:2]) == []
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(wounds=WOUNDS, tampering=WOUNDS)
 def test_what_a_worker_scribbles_during_the_adoption_costs_objects_and_no_slot(
     image: Image, wounds: list[tuple[int, int, Any]], tampering: list[tuple[int, int, Any]]
@@ -285,7 +289,9 @@ def test_what_a_worker_scribbles_during_the_adoption_costs_objects_and_no_slot(
     assert usage.used_bytes == usage.bytes_by_state["ready"]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(wounds=WOUNDS, verify=st.sampled_from([0, 1, 2]))
 def test_a_reader_of_a_damaged_index_keeps_to_the_data(
     image: Image, wounds: list[tuple[int, int, Any]], verify: int

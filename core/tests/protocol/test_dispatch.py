@@ -159,7 +159,9 @@ def registered(rid: int, namespace: int, dimensions: list[int]) -> m.RegisterLay
     return m.RegisterLayout(rid, namespace, layout.dtype, dimensions, "", layout.fingerprint)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_every_request_is_answered_and_the_server_never_fails_on_one(desk: Desk, data: st.DataObject) -> None:
     peers = [desk.peer(attached=True), desk.peer(attached=False)]
@@ -179,7 +181,9 @@ def test_every_request_is_answered_and_the_server_never_fails_on_one(desk: Desk,
     assert usage.sessions == 0
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(hello=st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int, st.lists(text)))
 def test_any_hello_is_answered(desk: Desk, hello: m.Hello) -> None:
     peer = Mouth()
