@@ -266,7 +266,7 @@ def test_hits_go_on_by_the_new_servers_word_before_there_is_a_link_to_it(node: N
     node.serve()
     assert hits(node, client, keys) == 4
     client._links._look_at_s = 0.0
-    until(lambda: store(node, client, 99) is Status.STORED, "the third server")
+    until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the third server")
     assert hits(node, client, keys) == 4
 
 
@@ -278,8 +278,10 @@ def test_a_new_serving_word_ends_the_pause_between_attempts(node: Node) -> None:
     server.kill()
     assert store(node, client, 99) is Status.UNREACHABLE
     node.serve()
-    client._links._retry_at_s = float("inf")
-    assert store(node, client, 99) is Status.STORED
+    client._links._retry_at_s = float(
+        "inf"
+    )  # until an attempt is made; on a busy machine one call may be too short for it
+    until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the attempt that no pause allows")
 
 
 def test_the_pause_between_attempts_at_a_local_server_does_not_grow(node: Node) -> None:
@@ -300,7 +302,7 @@ def test_stores_come_back_with_the_server(node: Node) -> None:
         assert store(node, client, 99) is Status.UNREACHABLE
         client._links._retry_at_s = 0.0
     node.serve()
-    until(lambda: store(node, client, 99) is Status.STORED, "the next server")
+    until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the next server")
 
 
 # --- words ----------------------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_the_log_says_once_that_the_server_cannot_be_reached_and_once_that_it_ca
     assert "start one with `serve`" in lines(caplog)[0]
     assert "start one with `serve`" in client.why_unreachable
     server = node.serve()
-    until(lambda: store(node, client, 1) is Status.STORED, "the server")
+    until(lambda: store(node, client, 1) in (Status.STORED, Status.EXISTS), "the server")
     assert len(lines(caplog)) == 2
     assert "can be reached again" in lines(caplog)[1]
     assert client.why_unreachable == ""
@@ -333,7 +335,7 @@ def test_the_log_says_once_that_the_server_cannot_be_reached_and_once_that_it_ca
             assert store(node, client, 10 + number) is Status.UNREACHABLE
     assert len(lines(caplog)) == 3
     assert "stopped" in lines(caplog)[2]
-    until(lambda: store(node, client, 2) is Status.STORED, "the server that goes on")
+    until(lambda: store(node, client, 2) in (Status.STORED, Status.EXISTS), "the server that goes on")
     assert len(lines(caplog)) == 4
 
 

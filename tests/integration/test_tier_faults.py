@@ -183,7 +183,10 @@ def test_a_fault_costs_misses_and_nothing_else(tmp_path: Path, rule: str, polici
 
         at.adapter.set_faults(rule)
         reads_fail = rule.split()[0] in ("any", "exists", "load")
-        assert at.read(known, wait_s=0.2 if reads_fail else 30.0) == (0 if reads_fail else KEYS)
+        if reads_fail:
+            assert at.read(known, wait_s=0.2) == 0
+        else:  # on a busy machine a load may miss the tier's short deadline, and is asked for again
+            until(lambda: at.read(known, wait_s=30.0) == KEYS, "what the fault does not concern")
         fresh = at.store(100)
         at.client.noop()
         at.read(fresh, wait_s=0.05)
