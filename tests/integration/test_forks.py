@@ -123,18 +123,17 @@ wait()
 """)
     worker.expect("there")
     address = f"ipc://{node.run}/{node.name}/zmq" if carrier == "ipc" else None
-    connected = Client.connect(node.name, runtime_dir=node.run, address=address, maps_pool=False)
+    patient = {"maps_pool": False, "call_timeout_s": 10_000.0}  # a call that nobody answers would never end
+    connected = Client.connect(node.name, runtime_dir=node.run, address=address, **patient)
     connected.noop()
     worker.go()
     child = int(worker.line())
     try:
         connected.noop()
         worker.kill()
-        late = Client.connect(node.name, runtime_dir=node.run, address=address, maps_pool=False)
+        late = Client.connect(node.name, runtime_dir=node.run, address=address, **patient)
         for client in (connected, late):
-            began = time.monotonic()
             assert client.lookup([node.key("a")], namespace=node.namespace).statuses == ["unreachable"]
-            assert time.monotonic() - began < 20.0  # and not the 30 s of a call that nobody answers
             client.close()
     finally:
         os.kill(child, signal.SIGKILL)
