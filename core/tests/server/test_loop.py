@@ -54,6 +54,32 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: py
     os.close(writing)
 
 
+def test_what_a_descriptor_had_to_say_is_not_heard_by_whoever_gets_its_number() -> None:
+    """In one turn: both are ready, and the handler of the first closes the other, and opens one of the same number."""
+    loop = Loop(lambda: None, Clock())
+    pipes = [os.pipe(), os.pipe()]
+    heard: list[int] = []
+    opened: list[int] = []
+
+    def closes(other: int) -> None:
+        if not opened:
+            loop.remove(other)
+            os.close(other)
+            opened.extend(os.pipe())
+            assert opened[0] == other
+            loop.add(other, select.EPOLLIN, heard.append)
+            loop.stop()
+
+    for (ours, writing), (other, _) in (pipes, pipes[::-1]):
+        loop.add(ours, select.EPOLLIN, lambda mask, other=other: closes(other))  # type: ignore[misc]
+        os.write(writing, b"x")
+    loop.run()
+    assert heard == []
+    loop.close()
+    for fd in {*pipes[0], *pipes[1], *opened}:
+        os.close(fd)
+
+
 def test_what_was_called_for_before_the_first_turn_runs_before_it() -> None:
     order: list[str] = []
 

@@ -34,6 +34,7 @@ class Loop:
         self.clock = clock
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
+        self._removed: set[int] = set()  # in this turn
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.RLock()  # of the descriptor's life; a signal handler may come to it again
@@ -61,6 +62,7 @@ class Loop:
     def remove(self, fd: int) -> None:
         """Stop watching; before the descriptor is closed."""
         del self._handlers[fd]
+        self._removed.add(fd)
         self._epoll.unregister(fd)
 
     def call(self, function: Callable[[], None]) -> None:
@@ -82,16 +84,20 @@ class Loop:
     def run(self) -> None:
         """Serve until `stop`."""
         ask_for_short_slices()
-        poll, handlers, clock = self._epoll.poll, self._handlers, self.clock
+        poll, handlers, removed, clock = self._epoll.poll, self._handlers, self._removed, self.clock
         clock.turn()
         self._run_calls()  # what was asked for before the first turn goes before anybody's message
         timeout = 0.0
         while not self._stopping:
             ready = poll(timeout)
             clock.turn()
+            if removed:
+                removed.clear()
             for fd, mask in ready:
                 handler = handlers.get(fd)
-                if handler is not None:  # an earlier handler of this turn may have removed it
+                # An earlier handler of this turn may have removed it, and its number may be another's by now: a
+                # process whose descriptor was registered just now has not died.
+                if handler is not None and fd not in removed:
                     try:
                         handler(mask)
                     except Exception:
