@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import threading
 import time
 import weakref
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.protocol import messages as m
 from lmcache_core.server import lookups
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
@@ -86,3 +89,40 @@ def test_a_lookup_that_is_forgotten_is_gone_without_the_collector(
             assert first() is None
         finally:
             gc.enable()
+
+
+def test_a_lookup_that_a_tier_works_on_is_not_forgotten_for_those_that_have_ended(
+    with_silent_tier: Server, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "JOBS_REMEMBERED", 3)
+    monkeypatch.setattr(lookups, "LOOKUPS_WAITING_MAX", 8)
+    with with_silent_tier.connect() as client:
+        slow = client.lookup(keys(1, 0), namespace=namespace)
+        assert slow.job
+        for number in range(1, 20):
+            quick = client.lookup_nowait(keys(1, number), namespace=namespace)
+            client.noop()
+            quick.cancel()
+        assert not client.query_prefetch_status(slow.job).done
+    assert sum(wait.job is not None and wait.job.ended for wait in remembered(with_silent_tier)) <= 3
+
+
+def test_a_client_that_comes_back_while_it_waits_for_hits_is_let_in_and_asks_on(
+    with_silent_tier: Server, namespace: Namespace
+) -> None:
+    with with_silent_tier.connect(use_index=False) as client:
+        client.store(keys(1, 0), [bytes(namespace.layout.nbytes)], namespace=namespace)
+        lease = client.prepare_retrieve(keys(1, 0), namespace=namespace)
+        job = client.lookup(keys(1, 1), namespace=namespace).job
+        link = client._links._link
+        assert link is not None
+        query = link.channel.start(lambda rid: m.QueryLookupHits(rid, job))
+        client.noop()  # the query has been read
+        link.channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        while not link.channel.found_lost():
+            time.sleep(0.001)
+        assert client.lookup(keys(1, 0), namespace=namespace, hold=True).hits == 1
+        assert client.query_prefetch_status(job).job == job
+        assert lease.finish() == [Status.HIT]
+        assert with_silent_tier.loop.faults == 0
+        del query

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class Wait:
     holds_reply: bool
     reply_at_s: float  # the reply is held back until then at most
     job: Job | None = None
-    hits_rids: tuple[int, ...] = ()  # queries to be answered once the hits are known
+    hits_queries: tuple[tuple[Session, int], ...] = ()  # who asked, and the request: answered once the hits are known
 
 
 class Lookups:
@@ -52,10 +52,11 @@ class Lookups:
         self._l1 = l1
         self._policy_named = policy_named
         self._timed: dict[Wait, None] = {}  # replies that go out before their loads may have ended
-        self._waits: OrderedDict[int, Wait] = OrderedDict()  # by job id: under way, and the last that ended
+        self._open: dict[Wait, None] = {}  # under way
+        self._waits: dict[int, Wait] = {}  # by job id: those, and the last that ended …
+        self._remembered: deque[Wait] = deque()  # … in this order
+        self._keys_remembered = 0  # of the latter
         self._asking: dict[Wait, None] = {}  # those with queries to be answered once the hits are known
-        self._keys_remembered = 0  # of all of them
-        self._under_way = 0
         self._by_session: Counter[int] = Counter()  # of those under way
         self.throttled = 0
 
@@ -102,9 +103,9 @@ class Lookups:
             if wait.promise:
                 self._kernel.free_lookup_locks(session.id, [wait.promise], now)
             raise
-        self._under_way += 1
+        self._open[wait] = None
         self._by_session[session.id] += 1
-        self._remember(job.id, wait)
+        self._waits[job.id] = wait
         if wait.holds_reply:
             if request.wait_s < allowed_s:
                 self._timed[wait] = None
@@ -118,29 +119,29 @@ class Lookups:
         loads have ended, for this is who hears of it."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
-        return self._look_again(wait, rid, hold=wait.request.hold and wait.job.ended and not wait.promise)
+        return self._look_again(session, wait, rid, hold=wait.request.hold and wait.job.ended and not wait.promise)
 
     def hits_of(self, session: Session, rid: int, job_id: int) -> Found | None:
         """What will be a hit, or None: the reply follows once the tiers have answered."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
         if wait.job.ended or wait.job.hits is not None:
-            return self._look_again(wait, rid, hold=False)
-        if len(wait.hits_rids) >= SEND_QUEUE_FRAMES_MAX:
+            return self._look_again(session, wait, rid, hold=False)
+        if len(wait.hits_queries) >= SEND_QUEUE_FRAMES_MAX:
             raise LimitError(f"{SEND_QUEUE_FRAMES_MAX} queries wait for the hits of job {job_id} already: wait for one")
-        wait.hits_rids += (rid,)
+        wait.hits_queries += ((session, rid),)
         self._asking[wait] = None
         return None
 
     def cancel(self, session: Session, rid: int) -> int:
         """Give up the session's lookup of this request id. Returns how many there were."""
-        mine = [wait for wait in self._open() if wait.session is session and wait.rid == rid]
+        mine = [wait for wait in self._open if wait.session is session and wait.rid == rid]
         self._cancel(mine)
         return len(mine)
 
     def session_ended(self, session: Session) -> None:
         """Nobody waits for its lookups any more."""
-        self._cancel([wait for wait in self._open() if wait.session is session])
+        self._cancel([wait for wait in self._open if wait.session is session])
 
     def after_step(self) -> None:
         """Answer those that asked what the hits will be, where that is known now, and those that wait no longer."""
@@ -159,19 +160,14 @@ class Lookups:
     @property
     def under_way(self) -> int:
         """Lookups that the tiers are working on."""
-        return self._under_way
+        return len(self._open)
 
     def _throttles(self, session: Session) -> bool:
         """Whether so many lookups wait already, of this session or of all, that no tier is asked for one more."""
         mine = self._by_session[session.id]
-        full = mine >= LOOKUPS_PER_SESSION_MAX or self._under_way >= LOOKUPS_WAITING_MAX
+        full = mine >= LOOKUPS_PER_SESSION_MAX or len(self._open) >= LOOKUPS_WAITING_MAX
         self.throttled += full
         return full
-
-    def _open(self) -> list[Wait]:
-        if not self._under_way:
-            return []
-        return [wait for wait in self._waits.values() if wait.job is not None and not wait.job.ended]
 
     def _cancel(self, waits: Sequence[Wait]) -> None:
         for wait in waits:
@@ -179,7 +175,8 @@ class Lookups:
                 self._l1.tiering.cancel(wait.job)
 
     def _ended(self, wait: Wait, job: Job) -> None:
-        self._under_way -= 1
+        self._open.pop(wait, None)
+        self._remember(wait)
         session_id = wait.session.id
         self._by_session[session_id] -= 1
         if not self._by_session[session_id]:  # sessions come and go
@@ -193,7 +190,7 @@ class Lookups:
             prefix = _wanted(request) is Wanted.PREFIX
             self._kernel.promise_more(wait.promise, request.namespace, wait.keys, now, prefix=prefix)
         if wait.request.pin_s > 0 and wait.session.peer is not None:
-            self._look_again(wait, 0, hold=False, pin=True)
+            self._look_again(wait.session, wait, 0, hold=False, pin=True)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""
@@ -204,18 +201,20 @@ class Lookups:
             wait.promise = 0
         if wait.session.peer is None:
             return
-        wait.session.send(self._look_again(wait, wait.rid, hold=wait.request.hold, pin=True))
+        wait.session.send(self._look_again(wait.session, wait, wait.rid, hold=wait.request.hold, pin=True))
 
     def _answer_hits(self, wait: Wait) -> None:
-        rids, wait.hits_rids = wait.hits_rids, ()
+        queries, wait.hits_queries = wait.hits_queries, ()
         self._asking.pop(wait, None)
-        for rid in rids:
-            wait.session.send(self._look_again(wait, rid, hold=False))
+        for session, rid in queries:
+            if session.peer is not None:  # of one that is lost, or has ended, nobody listens, and the kernel knows none
+                session.send(self._look_again(session, wait, rid, hold=False))
 
-    def _look_again(self, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> Found:
+    def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> Found:
+        """`session`: who asks now, which may be a later one of the client whose lookup it was."""
         request, job = wait.request, wait.job
         found = self._kernel.lookup(
-            wait.session.id,
+            session.id,
             request.namespace,
             wait.keys,
             self._l1.clock.now,
@@ -224,7 +223,7 @@ class Lookups:
         )
         wait.promise = found.promise_id or wait.promise
         if pin:
-            self._pin(wait.session, request, wait.keys, found.statuses)
+            self._pin(session, request, wait.keys, found.statuses)
         return self._found(request, rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
 
     def _pin(self, session: Session, request: Lookup, keys: Sequence[bytes], statuses: bytearray) -> None:
@@ -273,17 +272,15 @@ class Lookups:
             raise UsageError(f"job {job_id} is not a lookup of this client, or ended long ago")
         return wait
 
-    def _remember(self, job_id: int, wait: Wait) -> None:
-        self._waits[job_id] = wait
+    def _remember(self, wait: Wait) -> None:
+        """It has ended, and may be asked about for a while. One that is under way is never forgotten for others."""
+        self._remembered.append(wait)
         self._keys_remembered += len(wait.keys)
-        while self._waits:
-            oldest = next(iter(self._waits.values()))
-            many = len(self._waits) > LOOKUPS_WAITING_MAX + JOBS_REMEMBERED
-            large = self._keys_remembered > JOB_KEYS_REMEMBERED and oldest.job is not None and oldest.job.ended
-            if not many and not large:
-                break
-            self._waits.popitem(last=False)
+        while len(self._remembered) > JOBS_REMEMBERED or self._keys_remembered > JOB_KEYS_REMEMBERED:
+            oldest = self._remembered.popleft()
             self._keys_remembered -= len(oldest.keys)
+            if oldest.job is not None:
+                del self._waits[oldest.job.id]
 
 
 def _check(request: Lookup) -> None:
