@@ -378,6 +378,26 @@ wait()
     assert "unreachable" in worker.line()
 
 
+def test_a_process_without_descriptors_is_not_ended_by_a_client_over_zmq(node: Node) -> None:
+    """libzmq aborts where it runs out of them half way."""
+    node.serve("--zmq.ipc", "true")
+    worker = node.worker("""
+import resource, zmq, zmq.utils.monitor
+address = f'ipc://{sys.argv[2]}/{sys.argv[1]}/zmq'
+soft, hard = len(os.listdir('/proc/self/fd')), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for more in range(0, 40):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft + more, hard))
+    with Client.connect(address=address, maps_pool=False) as one:
+        status = one.lookup([key(0)], namespace=ns).statuses[0]
+    if status != 'unreachable':
+        break
+    assert 'open files' in one.why_unreachable, one.why_unreachable
+say(status, more > 3)
+wait()
+""")
+    worker.expect("miss True")
+
+
 def test_a_newer_server_in_the_middle_of_a_retrieve_is_a_status(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

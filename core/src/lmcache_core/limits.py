@@ -119,6 +119,7 @@ LINK_RETRY_S = 0.05  # between two attempts at a local socket: 20 µs each, and 
 LINK_RETRY_S_MAX = 1.0  # where an attempt costs more, the pause doubles up to this
 LINK_LOOK_S = 0.1  # a client that only reads the index notices the end of its server after so long
 LINK_STEP_S = 0.001  # between two steps that pure index hits take while a link is being made
+ZMQ_DESCRIPTORS = 16  # what one connection over ZMQ takes, and a few more: its library aborts where it runs out of them
 HANDSHAKE_S_MAX = 60.0  # one that hangs for so long is given up and begun anew: a frame may have been lost
 CLOSE_TIMEOUT_S = (
     5.0  # a client that is closed waits so long for copies of its other threads: any batch is copied by then

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import DisconnectedError, UsageError
-from lmcache_core.limits import FRAME_BYTES_MAX
+from lmcache_core.limits import FRAME_BYTES_MAX, ZMQ_DESCRIPTORS
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
@@ -225,6 +225,7 @@ class ZmqConnection(Connection):
     carrier = "zmq"
 
     def __init__(self, address: str, curve: CurveKeys | None, trust: Trust) -> None:
+        self._closed = True  # until all of it is made
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
@@ -241,8 +242,24 @@ class ZmqConnection(Connection):
             int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broke the handshake off: is server_public its public key?",
         }
         self._read_event = recv_monitor_message
+        self._lock = threading.Lock()
+        self._frames: deque[bytes] = deque()  # the frame received, until `received`
+        self._polling = False
+        try:
+            with contextlib.ExitStack() as undo:
+                self._open(curve, undo)
+                undo.pop_all()
+        except (zmq.ZMQError, OSError) as error:
+            raise DisconnectedError(f"no connection to {address}: {error.strerror}; see ulimit -n") from error
+        self._closed = False
+
+    def _open(self, curve: CurveKeys | None, undo: contextlib.ExitStack) -> None:
+        zmq = self._zmq
+        _check_descriptors(ZMQ_DESCRIPTORS)
         self._context = zmq.Context()
+        undo.callback(self._context.term)
         self._socket = self._context.socket(zmq.DEALER)
+        undo.callback(self._socket.close)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 1024)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
@@ -251,16 +268,15 @@ class ZmqConnection(Connection):
             self._socket.curve_publickey = curve.public
             self._socket.curve_secretkey = curve.secret.get()
         self._monitor = self._socket.get_monitor_socket(sum(self._endings))
-        self._socket.connect(address)
-        self._lock = threading.Lock()
+        undo.callback(self._monitor.close)
+        undo.callback(self._socket.disable_monitor)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        undo.callback(self._close_wake_fd)
+        self._socket.connect(self._address)
         self._poller = select.poll()
         self._poller.register(self._socket.fileno(), select.POLLIN)
         self._poller.register(self._monitor.fileno(), select.POLLIN)
         self._poller.register(self._wake_fd, select.POLLIN)
-        self._frames: deque[bytes] = deque()  # the frame received, until `received`
-        self._closed = False
-        self._polling = False
 
     def connect(self) -> bool:
         return True  # it connects on its own threads, and sends what has waited for that
@@ -343,7 +359,7 @@ class ZmqConnection(Connection):
 
     def __del__(self) -> None:
         """As `close`, but for the lock: nobody else is here."""
-        if not getattr(self, "_closed", True):
+        if not self._closed:
             self._closed = True
             self._socket.disable_monitor()
             self._monitor.close()
@@ -378,6 +394,14 @@ def _ready(fd: int, events: int, timeout_s: float) -> bool:
     poller = select.poll()
     poller.register(fd, events)
     return bool(poller.poll(max(0.0, timeout_s) * 1000))
+
+
+def _check_descriptors(count: int) -> None:
+    """Raise `OSError` where this process may not open so many more. For a library that ends the process where it finds
+    none left half way."""
+    with contextlib.ExitStack() as opened:
+        for _ in range(count):
+            opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))
 
 
 def _cure(error: OSError) -> str:
