@@ -46,6 +46,7 @@ _E = TypeVar("_E", bound=CacheError)
 _LOOK_AFTER_S = 0.01  # a look costs 2 µs, a tenth of a call: not within a series of calls
 _PROBE_S = 1.0  # a silent server is asked this often: the answer that would show it alive may have been lost
 _OWED_POLL_S = 0.01
+_SPOKEN_OVER = (LinkState.OPEN, LinkState.SILENT)
 _ENDINGS = (Settle, FreeLookupLocks, Cancel, EndSession)
 _LEADER_CHECK_S = 0.1  # so often who waits makes sure that somebody reads: an interrupt can eat a wake-up
 
@@ -236,20 +237,26 @@ class Channel:
             self._give_up(pending, "the server does not answer")
         return self._result(pending) if pending.settled else None
 
-    def abandon(self, pending: Pending, undo: Undo | None = None, error: DisconnectedError | None = None) -> None:
+    def abandon(self, pending: Pending, undo: Undo | None = None) -> None:
         """The reply is not wanted any more, as if the `Pending` were dropped; whoever holds it may go on holding it.
         A thread that waits for it gets a `DisconnectedError`. `undo`: in place of the one that it was started with."""
         asked = pending.asked
         if undo is not None:
             asked.undo = undo
         with self._lock:
-            if not pending.settled:
-                pending.error = error or DisconnectedError("this call was cancelled")
-            for waiter in pending.waiters:
-                self._wake(waiter)
+            self._refuse(pending, DisconnectedError("this call was cancelled"))
         if asked.reply is not None:
             self._dropped.append(asked)
             self._undo_dropped()
+
+    def _refuse(self, pending: Pending, error: DisconnectedError) -> bool:
+        """Its answer is not for it any more: if it comes, it is undone. False: it has come already. The caller holds
+        the lock."""
+        if not pending.settled:
+            pending.error = error
+        for waiter in pending.waiters:
+            self._wake(waiter)
+        return pending.error is error
 
     def found_lost(self) -> bool:
         """As `lost`; after a pause it looks whether the connection has ended meanwhile. Waits for nothing."""
@@ -308,11 +315,12 @@ class Channel:
         return f"the server did not answer within {self.timeout_s:g} s and is silent since; it may be stopped"
 
     def _give_up(self, pending: Pending, why: str) -> None:
-        """Its time is up. Where nothing at all was heard meanwhile, the server hangs."""
-        self.abandon(pending, error=DisconnectedError(f"{why} within {self.timeout_s:g} s"))
+        """Its time is up, unless its answer has come just now. Where nothing at all was heard meanwhile, the server
+        hangs."""
         quiet = False
         with self._lock:
-            if self.state is LinkState.OPEN and pending.heard == self._heard:
+            refused = self._refuse(pending, DisconnectedError(f"{why} within {self.timeout_s:g} s"))
+            if refused and self.state is LinkState.OPEN and pending.heard == self._heard:
                 self.move(LinkEvent.QUIET)
                 self._probe_at_s = self._clock() + _PROBE_S
                 quiet = True
@@ -333,16 +341,12 @@ class Channel:
         return min(deadline, self._clock() + _OWED_POLL_S) if self._owed else deadline
 
     def _send_owed(self) -> None:
-        """An interrupt may send a frame twice: the server refuses the second, and nobody waits for the answer."""
+        """One thread at a time: a lookup that two have sent is answered twice, and nobody has the second promise. An
+        interrupt may still send a frame twice; what ends something is refused the second time."""
         try:
-            while self._owed:
-                frame = self._owed[0]
-                if not self.connection.send(frame, 0.0):
-                    return
-                with contextlib.suppress(ValueError):  # another thread was here, too
-                    self._owed.remove(frame)
-        except IndexError:
-            return  # another thread sent the last one
+            with self._lock:
+                while self._owed and self.connection.send(self._owed[0], 0.0):
+                    self._owed.popleft()
         except DisconnectedError as error:
             self._fail(error)
 
@@ -451,13 +455,18 @@ class Channel:
 
     def _undo_dropped(self) -> None:
         """Take back what answers have granted that nobody has taken. Twice is as good as once, so an interrupt here
-        leaves the rest to the next caller."""
-        for asked in list(self._dropped) if self._lost is None else ():
+        leaves the rest to the next caller; and a channel that has ended, or on which the server does not know us yet,
+        leaves it to the next channel."""
+        for asked in list(self._dropped):
+            if self.state not in _SPOKEN_OVER:
+                return
             assert isinstance(asked, _Asked)
             reply, undo = asked.reply, asked.undo
             if reply is not None:  # otherwise `_deliver` will find its `Pending` gone
                 if undo is not None and (make := undo(reply)) is not None:
                     self.post(make)
+                    if self._lost is not None:
+                        return
                 asked.undo = None
                 self._orphans.answered.pop(id(asked), None)
             with contextlib.suppress(ValueError):  # another thread was here, too

@@ -32,11 +32,8 @@ if TYPE_CHECKING:
     from lmcache_core._native import Index
 
 _ZERO = array("Q", [0])
-_LOST: dict[type[CacheError], Status] = {
-    DisconnectedError: Status.UNREACHABLE,
-    LeaseExpiredError: Status.EXPIRED,
-    ClearedError: Status.CLEARED,
-}
+# How the server says that it has ended a lease.
+_ENDED: dict[type[CacheError], Status] = {LeaseExpiredError: Status.EXPIRED, ClearedError: Status.CLEARED}
 
 
 class Lease(ABC):
@@ -62,6 +59,7 @@ class Lease(ABC):
         self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
         self._tensors: list[Any] = []
         self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
+        self._no_more: tuple[Status, Reason] | None = None  # what further pages answer
         self._occupancy.open(self, holding)
 
     @property
@@ -84,13 +82,19 @@ class Lease(ABC):
         return self._holding.link
 
     def extend(self, make: Callable[[int, int], m.Message], count: int) -> None:
-        """One more page: send `make(rid, lease id)`. A server that is gone grants nothing."""
+        """One more page: send `make(rid, lease id)`. A server that is gone grants nothing.
+
+        Positions count through all pages, here and at the server. After a page that was refused, or that nobody
+        answered, the two may count differently, so no other follows: it would settle the slots of other keys.
+        """
         holding, first = self._holding, len(self.statuses)
         if holding.barred:
             self.add_ungranted(Status.ABORTED, Reason.NONE, count)
             return
-        if holding.over:  # given up, and not looked after any more: nothing may be granted
-            self.add_ungranted(Status.UNREACHABLE, Reason.NONE, count)
+        if self._no_more is None and holding.over:  # given up, and not looked after: nothing may be granted
+            self._no_more = Status.UNREACHABLE, Reason.NONE
+        if self._no_more is not None:
+            self.add_ungranted(*self._no_more, count)
             return
         self._asked = None
         try:
@@ -98,12 +102,16 @@ class Lease(ABC):
             link.bind(self._namespace)
             link.mapped()
             self._occupancy.asking(holding, link)
-            reply = expect(link.in_namespace(self._namespace, lambda: self._granting(link, make, first)), m.Granted)
+            reply = expect(
+                link.in_namespace(self._namespace, lambda: self._granting(link, make, first, count)), m.Granted
+            )
             if reply.lease and not self._occupancy.granted(holding, link, reply.lease):
                 raise DisconnectedError("the link was lost while this was granted")
         except CacheError as error:
             self._occupancy.give_page_up(holding, self._asked)
-            self.add_ungranted(*self._links.refused(error), count)
+            ended = _ENDED.get(type(error))
+            self._no_more = self._links.refused(error) if ended is None else (ended, Reason.NONE)
+            self.add_ungranted(*self._no_more, count)
             return
         self.statuses += grant_statuses(reply.statuses)
         self.reasons += miss_reasons(reply.reasons, count)
@@ -115,12 +123,11 @@ class Lease(ABC):
         )
         holding.page = self._asked = None
 
-    def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int) -> m.Reply:
+    def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Reply:
         holding, channel = self._holding, link.channel
         pending = channel.expecting()
-        self._asked = holding.page = Page(
-            first, pending
-        )  # before the server knows of it: an interrupt may come at any time
+        # Before the server knows of it: an interrupt may come at any time.
+        self._asked = holding.page = Page(first, count, link, pending)
         channel.send(pending, lambda rid: make(rid, holding.id))
         return channel.wait(pending)
 
@@ -205,7 +212,7 @@ class Lease(ABC):
                     self.statuses[position] = status
                     self._unsettled.pop(position, None)
         except CacheError as error:
-            self.give_up(_LOST.get(type(error), Status.EXPIRED))
+            self.give_up(error)
             raise
         # A call that copies page by page ends it when it is through: what it asks for until then is looked after, too.
         if not self._unsettled and self._holding.page is None and self._holding.copying is None:
@@ -223,12 +230,17 @@ class Lease(ABC):
                 raise UsageError(f"position {position} is not open in this lease: it was not granted, or was settled")
         return chosen
 
-    def give_up(self, status: Status) -> None:
-        """Our copies have ended and the server cannot be told: a reconnect will not declare this lease."""
-        for position in list(self._unsettled):
-            self.statuses[position] = status
-        self._unsettled.clear()
+    def give_up(self, error: CacheError) -> None:
+        """Our copies have ended, and this came of saying so. Where the server has not ended the lease by itself, it is
+        told what is left of it, without waiting; a reconnect will not declare it."""
+        left, ended = list(self._unsettled), _ENDED.get(type(error))
+        status = ended or (Status.UNREACHABLE if isinstance(error, DisconnectedError) else Status.EXPIRED)
+        self._no_more = status, Reason.NONE
+        if ended is None:
+            self._occupancy.let_go(self._holding)
         self.end()
+        for position in left:
+            self.statuses[position] = status
 
     def end(self) -> None:
         """Nothing of it is ours any more: views and tensors die."""
@@ -326,8 +338,11 @@ class ReadLease(Lease):
         layout = None if link is None else link.layout_of(self._namespace)
         if found is None or link is None or index is None or layout is None:
             return False
+        try:
+            self._occupancy.asking(self._holding, link)
+        except DisconnectedError:  # another thread has just made the next link: whoever is there can be asked
+            return False
         self._optimistic = True
-        self._occupancy.asking(self._holding, link)
         self._offsets = array("Q", [self._offset_in(index, key, layout) for key in keys[: len(found)]])
         self.watch(keys[: len(found)])
         there = [bool(generation) for generation in self._generations]

@@ -129,7 +129,9 @@ class Link:
         under_way = self._binding.get(namespace.id)
         if under_way is None or not (not under_way.settled or isinstance(under_way.reply, m.LayoutRegistered)):
             make = _registering(namespace.id, namespace.layout, namespace.model)
-            under_way = self._binding[namespace.id] = self.channel.start(make, blocks=False)
+            under_way = self.channel.start(make, blocks=False)
+            with self._lock:  # nobody may ever hear the answer: these are forgotten by age, too
+                _remember(self._binding, namespace.id, under_way, NAMESPACES_PER_SESSION_MAX)
         return under_way
 
     def note_bound(self, namespace_id: int, layout: Layout, reply: m.Reply) -> int:

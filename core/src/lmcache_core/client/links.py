@@ -57,6 +57,7 @@ class Links:
         self._client_id = os.urandom(16)
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._leaving: Link | None = None  # of a client that is being closed
         self._making: Handshake | None = None
         self._met = False  # there has been a link, or one was waited for in vain
         self._retry_at_s = 0.0
@@ -346,7 +347,7 @@ class Links:
     @property
     def connected(self) -> bool:
         """Whether there is something to close."""
-        return self._link is not None
+        return self._link is not None or self._leaving is not None
 
     def _noting(self) -> Callable[[LeaseExpired], None]:
         """What a channel calls with a notice. It may not keep us: a client that is dropped ends at once."""
@@ -364,22 +365,30 @@ class Links:
         leases, busy = self.occupancy.end(timeout_s, "its session was ended")
         try:
             self.current(patient=True).channel.call(lambda rid: m.EndSession(rid, False, leases))
-        finally:
+        except CacheError:  # it will hear of it, or is gone
             self.occupancy.forget_idle(busy)
+            raise
+        # Not after an interrupt, for nobody knows what was said by then: each lease can still be ended by itself.
+        self.occupancy.forget_idle(busy)
 
     def close(self, timeout_s: float) -> None:
-        """Say goodbye and end the link. Idempotent."""
+        """Say goodbye and end the link. Idempotent; after an interrupt, the next call does what is left."""
         leases, busy = self.occupancy.end(timeout_s, "the client is closed: connect another", closing=True)
         with self._lock:
-            link, self._link, self._closed = self._link, None, True
+            link = self._leaving = self._link or self._leaving
+            self._link, self._closed = None, True
             self._drop_making()
-        if link is not None:
+        if link is None:
+            return
+        try:
             # With the server gone, everything that a goodbye would release is gone, too.
             with contextlib.suppress(DisconnectedError):
                 link.say_goodbye(leases if busy else None)
+        finally:  # whatever was said: with the life lock and the connection, all that is not in use ends
             self.occupancy.forget_idle(busy)
             self.occupancy.leave(busy)
             link.close()
+            self._leaving = None
 
     def leave_to_parent(self) -> None:
         """In a forked child: the link, its leases and its memory are the parent's. Ours begin anew."""

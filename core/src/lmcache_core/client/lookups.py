@@ -240,9 +240,8 @@ class Lookups:
         had = [at for at in range(count) if at not in rest]
         options = LookupOptions(prefix=part.prefix, tiers=[])
         # Looked up again, as the server does: they may have been evicted since.
-        still = expect(
-            link.channel.call(asking(part.namespace, join_keys([part.keys[at] for at in had]), options)), m.Found
-        )
+        blob = join_keys([part.keys[at] for at in had])
+        still = expect(link.ask(part.namespace, asking(part.namespace, blob, options)), m.Found)
         statuses, reasons = bytearray([Grant.MISS]) * count, bytearray(count)
         _scatter(still, had, statuses, reasons)
         hits = still.hits
@@ -307,12 +306,13 @@ class _Asking(NamedTuple):
     blob: bytes
 
 
-class _Asked(NamedTuple):
-    """A lookup that was sent, and the registration of its namespace that went before it."""
+class _Asked:
+    """A lookup that was sent, and the registration of its namespace that went before it, until that is answered."""
 
-    link: Link
-    binding: Pending | None
-    pending: Pending
+    def __init__(self, link: Link, binding: Pending | None, pending: Pending) -> None:
+        self.link = link
+        self.binding = binding
+        self.pending = pending
 
 
 class LookupHandle:
@@ -325,6 +325,7 @@ class LookupHandle:
         self._error: CacheError | None = None  # the caller's mistake
         self._again = True  # a namespace that the server has forgotten is registered again, once
         self._result = result
+        self._cancelled = False
 
     @property
     def done(self) -> bool:
@@ -336,7 +337,7 @@ class LookupHandle:
         """The result, if it has come. A server that went away, or does not answer in its time, makes it a miss. Its
         promise is the caller's from now on; that of a handle that is dropped unread, or cancelled, is freed."""
         result, asked = self._fetch(), self._asked  # taken once: another thread may cancel
-        if result is not None and asked is not None:
+        if result is not None and asked is not None:  # the server's own words: of any other result nothing is kept
             asked.pending.tell()
         return result
 
@@ -368,12 +369,16 @@ class LookupHandle:
         """It is not wanted any more: the server stops what nobody else waits for."""
         if self._result is None:
             count = len(self._wanted.keys)
-            self._result = LookupResult([Status.MISS] * count, [Reason.NONE] * count, 0)
-            asked, self._asked = self._asked, None
-            if asked is not None:
-                channel, rid = asked.link.channel, asked.pending.rid
-                channel.abandon(asked.pending)
-                channel.post(lambda own: m.Cancel(own, rid))
+            self._result, self._cancelled = LookupResult([Status.MISS] * count, [Reason.NONE] * count, 0), True
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """No answer is taken any more: one that comes all the same is undone."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            channel, rid = asked.link.channel, asked.pending.rid
+            channel.abandon(asked.pending)
+            channel.post(lambda own: m.Cancel(own, rid))
 
     def get_on(self) -> None:
         """Whatever can be done without waiting."""
@@ -383,6 +388,8 @@ class LookupHandle:
             link = self._lookups.step() if self._asked is None else None
             if link is not None and self._asked is None:  # still: that step may have sent it
                 self._asked = self._lookups.ask_without_waiting(link, self._wanted)
+                if self._cancelled:  # by another thread, which did not find it sent
+                    self._give_up()
             if (asked := self._asked) is not None:
                 self._hear(asked)
         except UnknownNamespaceError as error:
@@ -392,6 +399,7 @@ class LookupHandle:
             else:
                 self._error = error
         except CacheError as error:
+            self._give_up()
             try:
                 self._result = self._lookups.refused(self._wanted, error)
             except CacheError as misuse:  # for whoever asks for the result
@@ -404,7 +412,7 @@ class LookupHandle:
             if bound is None:
                 return
             asked.link.note_bound(namespace.id, namespace.layout, bound)
-            self._asked = asked._replace(binding=None)
+            asked.binding = None
         reply = channel.poll(asked.pending)
-        if reply is not None:
+        if reply is not None and self._asked is asked:  # another thread may have cancelled
             self._result = result_of(reply, len(self._wanted.keys))

@@ -39,12 +39,15 @@ _LOOK_S = 0.01  # whoever waits for views to go looks so often: nothing runs whe
 
 
 class Page:
-    """Positions that were asked for, from `first` on, and whose answer the lease has not taken yet."""
+    """Positions that were asked for over a link, `count` from `first` on, and whose answer the lease has not taken
+    yet."""
 
-    __slots__ = ("first", "pending")
+    __slots__ = ("count", "first", "link", "pending")
 
-    def __init__(self, first: int, pending: Pending) -> None:
+    def __init__(self, first: int, count: int, link: Link, pending: Pending) -> None:
         self.first = first
+        self.count = count
+        self.link = link
         self.pending = pending
 
     def granted(self) -> tuple[int, list[int]]:
@@ -65,6 +68,7 @@ class Holding:
         self.id = 0
         self.unsettled: dict[int, None] = {}
         self.page: Page | None = None
+        self.unheard: list[Page] = []  # given up with no answer: the lease may have them, at the server
         self.expired = False  # the server said so; it waits for our answer, which is the next settling call
         self.barred = ""  # why no slot is lent any more
         self.views: list[weakref.ref[memoryview]] = []  # those that the lease gave; they keep us
@@ -194,10 +198,23 @@ class Occupancy:
     def give_page_up(self, holding: Holding, page: Page | None = None) -> None:
         """Its answer will not be used: what it grants, should it come, goes back. `page`: for who asked for it, as
         another thread may have ended the holding."""
-        page, link = page or holding.page, holding.link
-        if page is not None and link is not None:
-            link.channel.abandon(page.pending, undoing(holding.let_go, page.first))
+        page = page or holding.page
+        if page is not None:
+            page.link.channel.abandon(page.pending, undoing(holding.let_go, page.first))
+            if page.pending.reply is None:
+                holding.unheard.append(page)
+                self._take_back_unheard(holding)
         holding.page = None
+
+    def _take_back_unheard(self, holding: Holding) -> None:
+        """Give back what was granted in answers that were lost with their connection. The server refuses it where it
+        has not read the question either."""
+        link = holding.link
+        if link is None or link.channel.lost or not holding.id:
+            return
+        for page in [each for each in holding.unheard if each.link.channel.lost]:
+            link.channel.post(settle_page(holding.let_go, holding.id, range(page.first, page.first + page.count)))
+            holding.unheard.remove(page)
 
     def lend(self, holding: Holding, lender: Any) -> Any:
         """Note something that lends a slot's memory. Raises `LeaseExpiredError` where none is lent any more."""
@@ -244,10 +261,9 @@ class Occupancy:
 
     def let_go(self, holding: Holding) -> None:
         """Tell the server that nobody touches any of it, without waiting for its answer."""
+        self._expect_no_page(holding)
         link, positions = holding.link, holding.left()
         if link is not None and not link.channel.lost:
-            if holding.page is not None and not holding.page.pending.settled:
-                self.give_page_up(holding)
             known = len(positions) if holding.id else 0  # an optimistic one has no id, and the server nothing to free
             for first in range(0, known, BATCH_KEYS_MAX):
                 link.channel.post(settle_page(holding.let_go, holding.id, positions[first : first + BATCH_KEYS_MAX]))
@@ -266,12 +282,17 @@ class Occupancy:
         idle = [each for each in holdings if id(each) in self._holdings and each not in busy]
         ids = []
         for holding in idle:
+            self._expect_no_page(holding)
             holding.left()  # notes the id
-            if holding.page is not None and not holding.page.pending.settled:
-                self.give_page_up(holding)
             if holding.id:
                 ids.append(holding.id)
         return ids, busy
+
+    def _expect_no_page(self, holding: Holding) -> None:
+        """What is granted from now on goes back; what was granted before, `left` knows. In this order: an answer that
+        came between the two would be nobody's."""
+        if holding.page is not None and not holding.page.pending.settled:
+            self.give_page_up(holding)
 
     def _wait_for_others(self, holdings: Sequence[Holding], deadline: float) -> None:
         ended: SimpleQueue[None] = SimpleQueue()
@@ -305,7 +326,7 @@ class Occupancy:
         has them then: they keep the locks of both."""
         with self._lock:
             self._declared = link
-            declared = [each for each in list(self._holdings.values()) if each.link is link and each.id]
+            declared = [each for each in self._held_of(link.epoch) if each.id]
             for holding in declared:
                 holding.life_locks += (life_lock,)
             return [holding.id for holding in declared]
@@ -316,11 +337,19 @@ class Occupancy:
         with self._lock:
             link.left = True
             new = () if successor.life_lock is None else (successor.life_lock,)
-            for holding in [each for each in list(self._holdings.values()) if each.link is link]:
+            moved = self._held_of(link.epoch)
+            for holding in moved:
                 if successor.epoch == link.epoch:
                     holding.link, holding.life_locks = successor, new
                 else:
                     holding.life_locks = tuple(each for each in holding.life_locks if each not in new)
+        for holding in moved:
+            self._take_back_unheard(holding)
+
+    def _held_of(self, epoch: int) -> list[Holding]:
+        """The holdings that the server of this epoch knows, or knew. Whichever link they go over: one that was opened,
+        and not taken into use as the thread that made it was interrupted, may have some of them."""
+        return [each for each in list(self._holdings.values()) if each.link is not None and each.link.epoch == epoch]
 
     def expire(self, lease_id: int) -> None:
         """The server says that the time of this lease is up."""

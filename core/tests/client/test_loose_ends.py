@@ -1,0 +1,445 @@
+"""What comes between two steps that rely on each other: a late answer, a refused page, a thread, an interrupt."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.channel import Channel
+from lmcache_core.client.client import Client
+from lmcache_core.client.leases import ReadLease, WriteLease
+from lmcache_core.client.links import Links
+from lmcache_core.client.occupancy import Holding, Occupancy
+from lmcache_core.client.results import Status
+from lmcache_core.errors import CacheError, DisconnectedError
+from lmcache_core.limits import BATCH_KEYS_MAX, LEASES_PER_SESSION_MAX, NAMESPACES_PER_SESSION_MAX, STORE_PAGE_KEYS
+from lmcache_core.native import native
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+NBYTES = 4096
+SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
+WAIT_S = 60.0  # a safety net
+NONE = {"promise": 0, "read": 0, "write": 0}
+
+
+def keys_of(count: int, first: int = 0) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+def until(condition: Callable[[], Any], what: str) -> None:
+    ended = threading.Event()
+    for _ in range(int(WAIT_S / 0.001)):
+        if condition():
+            return
+        ended.wait(0.001)
+    raise AssertionError(f"waited in vain for {what}")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def make(size_bytes: int = 8 << 20, **settings: Any) -> Server:
+        named = make_settings(
+            name=f"e{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+            l1={"size_bytes": size_bytes}, drain_s=0.1, **settings,
+        )  # fmt: skip
+        servers.append(Server(named, load_plugins()).start())
+        assert servers[-1].populator.wait(60)
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def server(start: Callable[..., Server]) -> Server:
+    return start()
+
+
+@pytest.fixture
+def watcher(server: Server) -> Iterator[Client]:
+    with server.connect(maps_pool=False) as watcher:
+        yield watcher
+
+
+def asking(server: Server) -> Client:
+    """A client that asks for every hit, and waits for as long as it takes."""
+    client: Client = server.connect(use_index=False)
+    object.__setattr__(client._links._target, "call_timeout_s", WAIT_S)
+    return client
+
+
+def fill(client: Client, count: int = 4) -> list[bytes]:
+    keys = keys_of(count)
+    assert client.store(keys, [b"o" * NBYTES] * count, namespace=SPACE).stored == count
+    return keys
+
+
+@contextmanager
+def hanging(server: Server, impatient: Client | None = None) -> Iterator[Callable[[], None]]:
+    """Its loop does not turn until the block ends, or what this gives is called. `impatient` does not wait for it."""
+    hangs, over = threading.Event(), threading.Event()
+    channel = None if impatient is None else impatient._links._link.channel  # type: ignore[union-attr]
+
+    def hang() -> None:
+        hangs.set()
+        over.wait(WAIT_S)
+
+    server.loop.call(hang)
+    assert hangs.wait(WAIT_S)
+    if channel is not None:
+        channel.timeout_s = 0.1
+    try:
+        yield over.set
+    finally:
+        over.set()
+        if channel is not None:
+            channel.timeout_s = WAIT_S
+
+
+def held(watcher: Client) -> dict[str, int]:
+    return dict(watcher.status()["l1"]["leases_by_kind"])
+
+
+def comes_to(watcher: Client, kinds: dict[str, int], *clients: Client) -> bool:
+    """Whether the server is left with these leases, once it has heard all that the clients have to say."""
+    for client in clients:
+
+        def heard(client: Client = client) -> bool:
+            with suppress(DisconnectedError):
+                client.noop()
+                return not client._links._link.channel._owed  # type: ignore[union-attr]
+            return False
+
+        until(heard, "a server that goes on")
+        client.noop()  # what a late answer granted was undone before this
+        client.noop()
+    return held(watcher) == kinds
+
+
+def hang_up(client: Client) -> None:
+    channel = client._links._link.channel  # type: ignore[union-attr]
+    channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    until(channel.found_lost, "the end of the connection")
+
+
+@contextmanager
+def interrupted_at(function: Callable[..., Any], text: str) -> Iterator[None]:
+    """An interrupt before the line of `function` that has this text."""
+    lines, first = inspect.getsourcelines(function)
+    line, raised = next(first + at for at, each in enumerate(lines) if text in each), []
+
+    def local(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_lineno == line:
+            sys.settrace(None)
+            raised.append(line)
+            raise KeyboardInterrupt
+        return local
+
+    with suppress(KeyboardInterrupt):
+        sys.settrace(lambda frame, event, arg: local if frame.f_code is function.__code__ else None)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+    assert raised
+
+
+# --- answers that come late -----------------------------------------------------------------------------------
+
+
+def test_a_handle_that_was_told_of_no_promise_leaves_none(server: Server, watcher: Client) -> None:
+    with asking(server) as client:
+        keys = fill(client)
+        with hanging(server, client):
+            handle = client.lookup_nowait(keys, namespace=SPACE, hold=True, wait_s=0.0)
+            until(lambda: handle.done, "its time")
+            assert handle.result is not None
+            assert (handle.result.statuses[0], handle.result.promises) == (Status.UNREACHABLE, ())
+        assert comes_to(watcher, NONE, client)
+
+
+def test_a_promise_that_comes_as_the_call_gives_up_is_told_and_kept_or_neither(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up = Channel._give_up
+    with asking(server) as client:
+        keys = fill(client)
+        with hanging(server, client) as goes_on:
+
+            def late(self: Channel, pending: Any, why: str) -> None:
+                goes_on()
+                until(lambda: (self.listen(), pending.settled)[1], "the answer")  # another thread reads for everybody
+                give_up(self, pending, why)
+
+            monkeypatch.setattr(Channel, "_give_up", late)
+            found = client.lookup(keys, namespace=SPACE, hold=True)
+        monkeypatch.undo()
+        assert comes_to(watcher, {**NONE, "promise": len(found.promises)}, client)
+
+
+def test_a_promise_that_was_dropped_before_the_reconnect_is_freed_by_it(server: Server, watcher: Client) -> None:
+    with asking(server) as client:
+        keys = fill(client)
+        handles = [client.lookup_nowait(keys, namespace=SPACE, hold=True)]
+        until(lambda: handles[0].done, "the answer")
+        assert held(watcher)["promise"] == 1
+        hang_up(client)
+        handles.clear()
+        gc.collect()
+        assert comes_to(watcher, NONE, client)
+
+
+@pytest.mark.parametrize("way", [Client.end_session, None], ids=["end_session", "close"])
+def test_a_grant_that_comes_while_its_lease_is_let_go_of_is_given_back(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, way: Callable[[Client], None] | None
+) -> None:
+    left = Holding.left
+    with asking(server) as client:
+        keys = fill(client)
+        with hanging(server) as goes_on:
+            lease = ReadLease(client._links, SPACE)
+            with interrupted_at(Channel.wait, "self._serve("):
+                lease.ask(keys)
+            page = lease._holding.page
+            assert page is not None
+
+            def slow(self: Holding) -> list[int]:
+                found = left(self)
+                if self is lease._holding:
+                    goes_on()
+                    assert self.link is not None
+                    channel = self.link.channel
+                    until(lambda: (channel.listen(), page.pending.asked.reply)[1], "the answer")
+                return found
+
+            monkeypatch.setattr(Holding, "left", slow)
+            lease.close() if way is None else way(client)
+        monkeypatch.undo()
+        assert comes_to(watcher, NONE, client)
+
+
+# --- leases of more than one page -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [ReadLease.finish, WriteLease.abort, WriteLease.commit], ids=lambda way: way.__name__)
+def test_settling_pages_that_meets_a_hang_leaves_none_of_them_held(
+    start: Callable[..., Server], way: Callable[[Any], Any]
+) -> None:
+    server = start(size_bytes=32 << 20)
+    with asking(server) as client, server.connect(maps_pool=False) as watcher:
+        keys = keys_of(2 * BATCH_KEYS_MAX + 5)
+        if way is ReadLease.finish:
+            fill(client, len(keys))
+            lease: Any = client.prepare_retrieve(keys, namespace=SPACE)
+        else:
+            lease = client.prepare_store(keys, namespace=SPACE)
+        assert len(lease.granted) == len(keys)
+        with hanging(server, client), suppress(CacheError):
+            way(lease)
+        lease.close()
+        assert comes_to(watcher, NONE, client)
+
+
+def test_a_page_that_was_refused_commits_no_slot_of_another_key(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session was at its limit of leases for one page, and not for the next."""
+    server, page = start(size_bytes=64 << 20), STORE_PAGE_KEYS
+    with asking(server) as client, asking(server) as other:
+        keys = fill(other, page) + keys_of(4 * page, page)
+        many = [client.prepare_store(keys_of(1, 1 << 20 | at), namespace=SPACE) for at in range(LEASES_PER_SESSION_MAX)]
+        ask, asked = WriteLease.ask, []
+
+        def asking_on(self: WriteLease, keys: Sequence[bytes]) -> None:
+            asked.append(keys)
+            if len(asked) == 3:
+                for each in many:
+                    each.close()
+            ask(self, keys)
+
+        monkeypatch.setattr(WriteLease, "ask", asking_on)
+        lease = client.prepare_store(keys, namespace=SPACE)
+        assert len(asked) == 5
+        assert set(lease.statuses[page : 2 * page]) == {Status.QUOTA}
+        with suppress(CacheError):
+            for position in (chosen := [at for at in lease.granted if at < 3 * page]):
+                lease.view(position)[:] = b"w" * NBYTES
+            lease.commit(chosen, checksums=False)
+        lease.close()
+        stored = [key for key, status in zip(keys, lease.statuses, strict=True) if status is Status.STORED]
+        into = [bytearray(NBYTES) for _ in keys]
+        found = other.retrieve(keys, into, namespace=SPACE, prefix=False)
+        for key, status, there in zip(keys, found.statuses, into, strict=True):
+            if status is Status.HIT:
+                assert there == (b"w" if key in stored else b"o") * NBYTES
+
+
+def test_a_page_whose_answer_was_lost_with_the_connection_is_given_back(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is declared to the next session, and with it what the server granted last."""
+    wait = Channel.wait
+    with asking(server) as client:
+        lease = WriteLease(client._links, SPACE)
+        lease.ask(keys_of(5))
+        with hanging(server) as goes_on:
+
+            def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
+                monkeypatch.undo()
+                self.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+                goes_on()
+                return wait(self, pending, timeout_s)
+
+            monkeypatch.setattr(Channel, "wait", lost)
+            lease.ask(keys_of(5, 5))
+        assert lease.statuses == [Status.GRANTED] * 5 + [Status.UNREACHABLE] * 5
+        client.noop()
+        until(lambda: client.lease_status(lease.id).open_positions == 5, "what was granted last")
+        lease.abort()
+        assert comes_to(watcher, NONE, client)
+
+
+def test_a_retrieve_whose_lease_expires_between_pages_says_so_by_value(
+    start: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(size_bytes=16 << 20, lease={"read_ttl_s": 0.05})
+    with asking(server) as client:
+        keys = fill(client, BATCH_KEYS_MAX + 1)
+        slots = ReadLease.slots
+
+        def slow(self: ReadLease, first: int) -> Any:
+            until(lambda: (client.noop(), self.expired)[1], "its time")  # a long copy
+            return slots(self, first)
+
+        monkeypatch.setattr(ReadLease, "slots", slow)
+        found = client.retrieve(keys, [bytearray(NBYTES)] * len(keys), namespace=SPACE)
+        assert (found.hits, found.statuses[-1]) == (BATCH_KEYS_MAX, Status.EXPIRED)
+
+
+# --- another thread -------------------------------------------------------------------------------------------
+
+
+def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asking(server) as client:
+        keys = fill(client, BATCH_KEYS_MAX)
+        link = client._links._link
+        assert link is not None
+        with hanging(server):
+            handles = []
+            while not link.channel._owed:
+                handles.append(client.lookup_nowait(keys, namespace=SPACE, hold=True))
+        send, others = link.channel.connection.send, []
+
+        def meanwhile(frame: bytes, deadline: float) -> bool:
+            sent = send(frame, deadline)
+            if sent and not others and link.channel._owed and frame is link.channel._owed[0]:
+                others.append(threading.Thread(target=client.noop))
+                others[0].start()
+                others[0].join(0.05)  # it may wait for us
+            return sent
+
+        monkeypatch.setattr(link.channel.connection, "send", meanwhile)
+        until(lambda: all(handle.done for handle in handles), "the answers")
+        others[0].join()
+        told = [promise for handle in handles for promise in handle.result.promises]  # type: ignore[union-attr]
+        assert len(told) == len(handles)
+        client.noop()
+        assert held(watcher)["promise"] == len(told)
+
+
+@pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
+def test_an_optimistic_lease_that_another_threads_reconnect_overtakes_is_one_all_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, overtaken = Occupancy.asking, []
+    with server.connect() as client:
+        keys = fill(client)
+        hang_up(client)
+
+        def slow(self: Occupancy, *arguments: Any) -> None:
+            if not overtaken:
+                overtaken.append(threading.Thread(target=client.noop))
+                overtaken[0].start()
+                overtaken[0].join()
+            ask(self, *arguments)
+
+        monkeypatch.setattr(Occupancy, "asking", slow)
+        with client.prepare_retrieve(keys, namespace=SPACE, optimistic=True) as lease:
+            assert bytes(lease.view(0)) == b"o" * NBYTES
+        assert set(lease.statuses) == {Status.HIT}
+
+
+# --- interrupts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", ["self._link = link", "previous.life_lock = None", "self.occupancy.hand_over"])
+def test_an_interrupt_as_the_next_link_is_taken_into_use_gives_nobodys_slots_away(server: Server, line: str) -> None:
+    with asking(server) as client:
+        lease = client.prepare_store(keys_of(1), namespace=SPACE)
+        view = lease.view(0)  # another thread writes there all the while
+        hang_up(client)
+        with interrupted_at(Links._install, line):
+            client.noop()
+        client.noop()
+        assert client.lease_status(lease.id).state == "open"
+        view[:] = b"w" * NBYTES
+        del view
+        assert lease.commit() == [Status.STORED]
+
+
+def test_an_interrupt_before_the_session_is_ended_leaves_leases_that_can_be_ended(
+    server: Server, watcher: Client
+) -> None:
+    with asking(server) as client:
+        lease = client.prepare_retrieve(fill(client), namespace=SPACE)
+        with interrupted_at(Links.end_session, "self.current(patient=True)"):
+            client.end_session()
+        lease.close()
+        assert comes_to(watcher, NONE, client)
+
+
+@pytest.mark.parametrize("line", ["link.say_goodbye", "if link is None"])
+def test_a_client_whose_close_is_interrupted_can_be_closed(server: Server, watcher: Client, line: str) -> None:
+    client = asking(server)
+    lease = client.prepare_retrieve(fill(client), namespace=SPACE)
+    with interrupted_at(Links.close, line):
+        client.close()
+    client.close()
+    until(lambda: watcher.status()["sessions_connected"] == 1, "the end of its session")
+    until(lambda: held(watcher) == NONE, "the end of its lease")
+    assert lease.statuses[0] is Status.ABORTED
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------
+
+
+def test_registrations_of_lookups_that_nobody_waited_for_are_forgotten_by_age(server: Server) -> None:
+    with asking(server) as client:
+        client.noop()
+        link = client._links._link
+        assert link is not None
+        for number in range(NAMESPACES_PER_SESSION_MAX + 50):
+            link.start_binding(Namespace(f"model-{number}", SPACE.layout))
+            if number % 64 == 0:
+                client.noop()
+        assert len(link._binding) <= NAMESPACES_PER_SESSION_MAX
