@@ -58,6 +58,7 @@ POLICIES = (
     {"store_policy": "default", "prefetch_policy": "default", "dirty": "drop"},
     {"store_policy": "default", "prefetch_policy": "retain", "dirty": "keep"},
     {"store_policy": "skip_l1", "prefetch_policy": "default", "dirty": "drop"},
+    {"store_policy": "default", "prefetch_policy": "default", "dirty": "wait"},
 )
 CASES = [
     pytest.param(f"{operation} {fault} s=30", policies, id=f"{operation}-{fault}-{number}")

@@ -52,6 +52,8 @@ class MemoryL1:
         self.temporary: set[tuple[int, bytes]] = set()
         self.loading: dict[tuple[int, bytes], int] = {}
         self.quarantined: set[int] = set()
+        self.shielded: dict[tuple[int, bytes, int], None] = {}  # namespace, key, generation
+        self.let_go: list[int] = []  # how many of them at a time
         self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
         self.loading_as: dict[int, int] = {}  # load lease → generation
@@ -82,6 +84,7 @@ class MemoryL1:
 
     def evict(self, key: bytes, namespace: int = NAMESPACE) -> None:
         slot = self.ready.pop((namespace, key))
+        self.shielded.pop((namespace, key, self.generations[namespace, key]), None)
         self.temporary.discard((namespace, key))
         if any(slot in positions.values() for positions in self.holds.values()):
             self.gone_while_held.add(slot)
@@ -100,6 +103,23 @@ class MemoryL1:
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
         return sum(1 for _ in itertools.takewhile(lambda named: self.slot_of(namespace, named) is None, wanted))
+
+    def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        self.shielded.update(
+            {(namespace, *named): None for named in wanted if self.slot_of(namespace, named) is not None}
+        )
+
+    def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        for named in wanted:
+            self.shielded.pop((namespace, *named), None)
+
+    def unshield_some(self, objects_max: int) -> int:
+        oldest = list(itertools.islice(self.shielded, objects_max))
+        for each in oldest:
+            del self.shielded[each]
+        if oldest:
+            self.let_go.append(len(oldest))
+        return len(oldest)
 
     def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
         lease, self.next_lease = self.next_lease, self.next_lease + 1

@@ -356,7 +356,7 @@ def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its
     loop.tiering.clear(doubles.namespace)
     loop.l1.loading.clear()
     loop.tiering.on_committed([loop.l1.put(doubles.key(1), doubles.content(2))])
-    loop.turn()
+    loop.until(lambda: calls("store"))
     ((stores, store),) = calls("store")
     stores.run(store)
     loads.deliver(load)

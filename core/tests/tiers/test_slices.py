@@ -12,7 +12,6 @@ from lmcache_core.limits import BREAKER_FAILURES, HOUSEKEEPING_S
 from lmcache_core.policies.contracts import StorePlan
 from lmcache_core.tiers.l1 import Committed
 from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
-from lmcache_core.tiers.store import StoreController
 
 SAFETY_S = 60.0
 GONE = 20_000  # objects that have left the L1 before their turn: planned, pinned, found to be gone
@@ -78,29 +77,28 @@ def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Any) 
     assert len(adapter.objects) == 300
 
 
-def test_what_is_kept_for_a_tier_is_let_go_when_it_stops_answering(
-    doubles: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released: list[int] = []
-    release = StoreController._release
-
-    def counting(self: StoreController, batch: Any) -> None:
-        released.append(len(batch))
-        release(self, batch)
-
-    monkeypatch.setattr(StoreController, "_release", counting)
+@pytest.mark.parametrize("dirty", ["drop", "keep", "wait"])
+def test_what_is_shielded_for_a_tier_is_let_go_when_it_stops_answering(doubles: Any, dirty: str) -> None:
     adapter = doubles.adapter()
-    loop = doubles.loop(doubles.l1(2000), doubles.tier("mem", adapter), config={"dirty": "keep"})
+    loop = doubles.loop(doubles.l1(2000), doubles.tier("mem", adapter), config={"dirty": dirty})
     loop.idle()
     adapter.errors["store"] = TierError("gone", retryable=False)
     # Each failed call takes a batch of 64 with it; what waits behind the last of them is what this is about.
     loop.store(doubles.contents(BREAKER_FAILURES * 64 + 1000))
     loop.until(lambda: loop.tiering.status()["tiers"][0]["writes"]["breaker"] == "open")
-    loop.until(lambda: loop.l1.held == 0)
-    assert max(released) <= 256, "in pieces"
+    loop.until(lambda: not loop.l1.shielded)
+    assert loop.l1.let_go
+    assert max(loop.l1.let_go) <= 256, "in pieces"
+    loop.store(doubles.contents(100, first=5000))
+    assert not loop.l1.shielded, "it could stay for ever"
     del adapter.errors["store"]
     loop.jump(5.0)
     loop.until(lambda: len(adapter.objects) >= 500)
+    loop.store(doubles.contents(100, first=6000))
+    assert len(loop.l1.shielded) == 100
+    loop.idle()
+    assert loop.l1.held == 0
+    assert not loop.l1.shielded
 
 
 def test_the_backlog_of_a_lane_is_the_same_before_and_after_its_threads_wake_up() -> None:
@@ -118,18 +116,27 @@ def test_the_backlog_of_a_lane_is_the_same_before_and_after_its_threads_wake_up(
     lane.close()
 
 
-def test_what_is_kept_is_held_from_its_commit_on_and_let_go_once_it_is_stored(doubles: Any) -> None:
-    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()), config={"dirty": "keep"})
+@pytest.mark.parametrize("dirty", ["drop", "keep", "wait"])
+def test_what_is_committed_is_shielded_from_then_on_and_no_longer_once_it_is_stored(doubles: Any, dirty: str) -> None:
+    near, far = doubles.adapter(), doubles.adapter()
+    tiers = doubles.tier("near", near), doubles.tier("far", far)
+    loop = doubles.loop(doubles.l1(), *tiers, config={"dirty": dirty})
     loop.idle()
+    far.hang("store")
     loop.store(doubles.contents(10))
-    assert loop.l1.held == 10, "the next message may ask for their room, before any step"
+    assert len(loop.l1.shielded) == 10, "the next message may ask for their room, before any step"
+    loop.until(lambda: len(near.objects) == 10)
+    assert len(loop.l1.shielded) == 10, "one tier is still to get them"
+    far.release("store")
     loop.idle()
-    assert loop.tiering.status()["stores"]["counts"] == {"stored": 10}
+    assert loop.tiering.status()["stores"]["counts"] == {"stored": 20}
+    assert not loop.l1.shielded
     assert loop.l1.held == 0
 
 
+@pytest.mark.parametrize("dirty", ["drop", "keep"])
 @pytest.mark.parametrize("end", ["clear", "close", "nobody wants it", "the policy fails"])
-def test_what_is_kept_and_then_not_stored_is_let_go(doubles: Any, end: str) -> None:
+def test_what_is_not_stored_after_all_is_shielded_no_longer(doubles: Any, end: str, dirty: str) -> None:
     class Unwilling(doubles.policy):  # type: ignore[misc]
         def plan(self, batch: Any, tiers: Any) -> Any:
             if end == "the policy fails":
@@ -137,14 +144,15 @@ def test_what_is_kept_and_then_not_stored_is_let_go(doubles: Any, end: str) -> N
             return StorePlan({}) if end == "nobody wants it" else super().plan(batch, tiers)
 
     tier = doubles.tier("mem", doubles.adapter())
-    loop = doubles.loop(doubles.l1(100), tier, config={"dirty": "keep"}, store_policy=Unwilling())
+    loop = doubles.loop(doubles.l1(100), tier, config={"dirty": dirty}, store_policy=Unwilling())
     loop.idle()
     loop.store(doubles.contents(80))
-    assert loop.l1.held == 80
+    assert len(loop.l1.shielded) == 80
     if end == "clear":
         loop.tiering.clear(doubles.namespace)
     elif end == "close":
         loop.tiering.close()
     else:
         loop.until(lambda: loop.tiering.drained)
+    assert not loop.l1.shielded
     assert loop.l1.held == 0

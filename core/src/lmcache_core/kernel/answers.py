@@ -76,6 +76,7 @@ class Grants:
     offsets: array[int]
     checksums: array[int] | None = None  # of a read, where they were asked for, or are to be checked; else 0
     generation: int = 0  # of what a write was granted: all of one page
+    first: int = 0  # position of the page's first key in its lease
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ class KernelConfig:
     quarantine_fraction_per_uid_max: float = limits.QUARANTINE_FRACTION_PER_UID_MAX
     pinned_fraction_max: float = limits.PINNED_FRACTION_MAX
     settled_leases_remembered: int = limits.SETTLED_LEASES_REMEMBERED
+    keeps_dirty: bool = False  # what tiers do not have yet goes for no store, rather than last
     lost_keys_remembered: int = 32_768  # why a key is gone: some 5 MB at most
 
     def __post_init__(self) -> None:

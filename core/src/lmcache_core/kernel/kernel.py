@@ -45,6 +45,7 @@ class Kernel:
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
+        self._residents.shield.yields = not config.keeps_dirty
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)
         self._sessions = SessionBook()
         self._quarantine = Quarantine(
@@ -129,6 +130,17 @@ class Kernel:
         self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
         return self._writing.prepare(session, namespace, layout_id, keys, now, lease_id, loading, ttl_s)
+
+    def grant_more(
+        self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
+    ) -> None:
+        """Try again for what was answered FULL in a page that nobody was told of yet; `grants` says the new answers.
+
+        Raises `LeaseExpiredError` once the lease is no more: the page has what it had.
+        """
+        self._expire_due(now, session_id)
+        self.adoption.touch(namespace, keys)
+        self._writing.grant_more(self._sessions.attached(session_id), namespace, layout_id, keys, grants, now)
 
     def commit_store(
         self,
@@ -228,6 +240,32 @@ class Kernel:
         where it is gone, also where its key has a successor. It is no use of them."""
         self._expire_due(now)
         return self._reading.hold_incarnations(self._sessions.get(SERVER_SESSION), namespace, wanted, now)
+
+    def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        """These incarnations are on their way to tiers: they go last, or (`keeps_dirty`) not at all, until `unshield`.
+        One that is gone is no error."""
+        found = self._residents.standing_as(namespace, wanted)
+        self._residents.shield.cover([item for item in found if item is not None])
+
+    def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        """Nothing more will be done for these: they are as all others again."""
+        if self.shielded:
+            found = self._residents.standing_as(namespace, wanted)
+            self._residents.shield.uncover([item for item in found if item is not None])
+
+    def unshield_some(self, objects_max: int) -> int:
+        """As `unshield`, for the oldest; how many."""
+        return self._residents.shield.uncover_some(objects_max)
+
+    @property
+    def shielded(self) -> int:
+        """Objects on their way to tiers."""
+        return len(self._residents.shield)
+
+    @property
+    def unshielded(self) -> int:
+        """How many have ceased to be so: while it stays the same, a store that was refused is refused again."""
+        return self._residents.shield.uncovered
 
     def drop_incarnations(self, namespace: int, wanted: Sequence[Named], now: float, reason: Reason) -> None:
         """As `drop`, for these very incarnations: a successor under the same key stays."""

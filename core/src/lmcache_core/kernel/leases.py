@@ -167,6 +167,24 @@ class LeaseBook:
             lease.answers += bytes((_NOT_HELD,)) * len(entries)
             self._settled_bytes += len(entries) if lease.id in self._settled else 0
 
+    def take_over(self, lease: Lease, lease_id: int, positions: Sequence[int]) -> None:
+        """What the lease of that id, which nobody was told of, holds, this one holds at `positions`, where it held
+        nothing so far. One that is settled opens again."""
+        other = self._open.get(lease_id)
+        if other is None:
+            return  # nothing was granted
+        held = [(at, item) for at, item in zip(positions, other.entries, strict=True) if item is not None]
+        other.answers = bytearray((_NOT_HELD,)) * len(other.answers)
+        other.pending = 0
+        self.close(other)
+        if not lease.pending:
+            if self._settled.pop(lease.id, None) is not None:
+                self._settled_bytes -= len(lease.answers)
+            lease.entries = [None] * len(lease.answers)
+            self.open(lease)
+        for at, item in held:
+            lease.hold_at(at, item)
+
     def close(self, lease: Lease) -> None:
         """All is settled: remember the answers for a while."""
         del self._open[lease.id]

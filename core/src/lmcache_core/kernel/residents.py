@@ -14,11 +14,12 @@ from lmcache_core.errors import InvariantError
 from lmcache_core.kernel.allocator import Allocator
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.clearing import Clearing
-from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 from lmcache_core.kernel.effects import Effect, Evicted, PolicyFailed, Removed, SlabAssigned, SlotsMarked
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.objects import Incarnation, Named, ObjectTable
 from lmcache_core.kernel.reasons import Loss, MissReasons
+from lmcache_core.kernel.shield import Shield
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from lmcache_core.kernel.adoption import Untouched
 
 READY = State.READY
+VICTIMS_LOOKS_MAX = 4  # what tiers do not have yet is uncovered so often for one question
 
 
 class Residents:
@@ -38,6 +40,7 @@ class Residents:
         self.unverified = False  # something was adopted that readers are to check
         self.table = ObjectTable()
         self.reasons = MissReasons(remembered_max)
+        self.shield = Shield(self)  # what tiers do not have yet
         self.clearings: deque[Clearing] = deque()  # what clears took out of the table and steps have yet to free
         self.effects: list[Effect] = []
         self.objects_by_state = [0] * len(State)
@@ -197,6 +200,7 @@ class Residents:
     ) -> None:
         """As `remove`, for objects that the table has lost already, at `at_s` by `session_id`."""
         self.policy.remove(objects)
+        self.shield.forget(objects)
         loose = [item for item in objects if not item.holds]
         if loose:
             self.move(loose, READY, Event.REMOVE)
@@ -206,9 +210,21 @@ class Residents:
         self.effects.append(Removed(list(objects), reason))
 
     def victims(self, nbytes: int, *, needed: bool = True) -> list[Incarnation]:
-        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err. `needed` False:
-        for headroom."""
-        named = self.policy.victims(nbytes) if needed else self.policy.surplus(nbytes)
+        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err. What tiers do not
+        have yet comes last. `needed` False: for headroom, which none of that goes for."""
+        found = self._may_go(self.policy.victims(nbytes) if needed else self.policy.surplus(nbytes))
+        shield = self.shield
+        if needed and shield.yields and len(shield):
+            looks_left = VICTIMS_LOOKS_MAX  # what it uncovers may be covered by somebody's quota, and not be named
+            while (missing := nbytes - sum(item.nbytes for item in found)) > 0 and looks_left:
+                if not shield.uncover_for(missing):
+                    break
+                looks_left -= 1
+                found = self._may_go(self.policy.victims(nbytes))
+        return found
+
+    @staticmethod
+    def _may_go(named: Sequence[Entry]) -> list[Incarnation]:
         return [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
 
     def evict(self, victims: Sequence[Incarnation]) -> None:

@@ -116,7 +116,23 @@ class Writing:
             nbytes = len(created) * size_class.slot_bytes
             residents.granted(created, live, nbytes, session.row)
         lease = self._page(session, namespace, live, now, ttl_s, lease, entries, len(created))
-        return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, generation=self._generation)
+        first = len(lease.answers) - len(keys)
+        return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, None, self._generation, first)
+
+    def grant_more(
+        self, session: Session, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
+    ) -> None:
+        """Slots for those keys of a page that were answered FULL, in their own positions; `grants` says the new
+        answers. Raises `LeaseExpiredError`: the page has what it had."""
+        lease = self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
+        assert lease is not None
+        again = [at for at, status in enumerate(grants.statuses) if status == Grant.FULL]
+        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, False, None)
+        for at, status, offset in zip(again, more.statuses, more.offsets, strict=True):
+            grants.statuses[at], grants.offsets[at] = status, offset
+        self._leases.take_over(lease, more.lease_id, [grants.first + at for at in again])
+        self._leases.renew(lease, now)
+        grants.deadline = lease.deadline
 
     def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
         if not lease_id:

@@ -59,6 +59,7 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
         promise_ttl_s=settings.lease.promise_ttl_s,
         watermark=settings.l1.watermark,
         evict_ratio=settings.l1.evict_ratio,
+        keeps_dirty=settings.dirty != "drop",
         quarantine_fraction_max=settings.quarantine.fraction_max,
         quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
     )

@@ -9,14 +9,16 @@ from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
+from lmcache_core.server.store_waits import StoreWaits
 
 
 class Clears:
     """Who waits for which clear. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, l1: L1) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits) -> None:
         self._kernel = kernel
         self._l1 = l1
+        self._store_waits = store_waits
         self._waiting: deque[tuple[Clearing, Session, int]] = deque()  # in the order in which they will be done
 
     def clear(self, session: Session, request: m.Clear) -> m.Message | None:
@@ -25,6 +27,7 @@ class Clears:
         A fence that cannot be kept on the tiers is an error at once; the L1 is cleared all the same.
         """
         now = self._l1.clock.now
+        self._store_waits.clear(request.namespace)
         clearing = self._kernel.begin_clear(now, request.namespace, session_id=session.id)
         if self._l1.tiering is not None:
             self._l1.tiering.clear(request.namespace, tiers=request.tiers)

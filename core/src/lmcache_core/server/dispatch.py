@@ -27,7 +27,6 @@ from lmcache_core.protocol.codec import (
     decode_request,
     encode,
     error_reply,
-    pack_u64,
     pool_info_to_wire,
     rid_of,
     split_keys,
@@ -36,6 +35,7 @@ from lmcache_core.protocol.codec import (
 )
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Peer, Session
+from lmcache_core.server.store_waits import granted
 
 if TYPE_CHECKING:
     from lmcache_core.server.clears import Clears
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
     from lmcache_core.server.sessions import Sessions
+    from lmcache_core.server.store_waits import StoreWaits
     from lmcache_core.server.tier_changes import TierChanges
     from lmcache_core.settings.model import Settings
 
@@ -61,6 +62,7 @@ class Dispatch:
         lookups: Lookups,
         namespaces: Namespaces,
         clears: Clears,
+        store_waits: StoreWaits,
         explains: Explains,
         tier_changes: TierChanges,
         settings: Settings,
@@ -72,6 +74,7 @@ class Dispatch:
         self._lookups = lookups
         self._namespaces = namespaces
         self._clears = clears
+        self._store_waits = store_waits
         self._settings = settings
         self._status = status
         self.counters: Counter[str] = Counter()
@@ -230,12 +233,14 @@ class Dispatch:
 
     # --- the two phases -----------------------------------------------------------------------------------
 
-    def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message:
+    def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message | None:
         layout_id = self._layout_of(session, request.namespace)
         now, keys = self._l1.clock.now, split_keys(request.keys)
         self._l1.before_store(layout_id, len(keys))
         grants = self._kernel.prepare_store(session.id, request.namespace, layout_id, keys, now, lease_id=request.lease)
-        return self._granted(request.rid, grants, now)
+        if self._store_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
+            return None
+        return granted(request.rid, grants, now)
 
     def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)
@@ -251,19 +256,7 @@ class Dispatch:
             layout_id=layout_id,
             verify=request.verify,
         )
-        return self._granted(request.rid, grants, now)
-
-    @staticmethod
-    def _granted(rid: int, grants: Any, now: float) -> m.Message:
-        return m.Granted(
-            rid,
-            grants.lease_id,
-            grants.deadline - now,
-            bytes(grants.statuses),
-            bytes(grants.reasons),
-            pack_u64(grants.offsets),
-            b"" if grants.checksums is None else pack_u64(grants.checksums),
-        )
+        return granted(request.rid, grants, now)
 
     def _settle(self, settle: Callable[..., bytearray]) -> Callable[[Session, m.Settle], m.Message]:
         def handle(session: Session, request: m.Settle) -> m.Message:

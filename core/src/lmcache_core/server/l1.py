@@ -237,6 +237,15 @@ class L1:
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
         return self.kernel.leading_gone(namespace, wanted)
 
+    def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        self.kernel.shield(namespace, wanted)
+
+    def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        self.kernel.unshield(namespace, wanted)
+
+    def unshield_some(self, objects_max: int) -> int:
+        return self.kernel.unshield_some(objects_max)
+
     def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
         lease, held = self.kernel.hold_incarnations(namespace, wanted, self.clock.now)
         return Pinned(lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum) for o in held])

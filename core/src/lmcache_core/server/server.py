@@ -45,6 +45,7 @@ from lmcache_core.server.service_manager import ServiceManager
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
 from lmcache_core.server.status import describe
+from lmcache_core.server.store_waits import StoreWaits
 from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
 from lmcache_core.trust import words_for_stranger
@@ -99,7 +100,9 @@ class Server:
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
             self.namespaces = Namespaces(self.kernel, self.l1)
             self.sessions = Sessions(self.kernel, self.segment, self.loop, self._session_ended)
-            self.clears = Clears(self.kernel, self.l1)
+            store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
+            self.store_waits = StoreWaits(self.kernel, self.l1, store_wait_s)
+            self.clears = Clears(self.kernel, self.l1, self.store_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
                 self.kernel,
@@ -108,6 +111,7 @@ class Server:
                 self.lookups,
                 self.namespaces,
                 self.clears,
+                self.store_waits,
                 Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
                 tier_changes,
                 settings,
@@ -240,6 +244,7 @@ class Server:
         if tiering is not None:
             tiering.step()
             self.lookups.after_step()
+            more |= self.store_waits.step()
         due = kernel.next_deadline()
         if due is not None and due <= now:
             kernel.expire(now)
@@ -256,8 +261,8 @@ class Server:
         if more:
             return now
         next_s = self._housekeeping_at_s
-        reply = self.lookups.next_reply_s
-        for each in (due, check, reply, make, None if tiering is None else tiering.next_deadline()):
+        reply, room = self.lookups.next_reply_s, self.store_waits.next_at_s
+        for each in (due, check, reply, room, make, None if tiering is None else tiering.next_deadline()):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
@@ -311,6 +316,7 @@ class Server:
             self._end_by(
                 ("telling the service manager", self.service_manager.stopping),
                 ("refusing new stores", self.kernel.begin_drain),
+                ("answering the stores that wait", self.store_waits.end),
                 ("telling the plugins", self.registry.hook.lmcache_stopping),
                 ("draining the tiers", self._drain_tiers),
             )
@@ -336,11 +342,14 @@ class Server:
         self.sessions.connected(peer, self.clock.now)
 
     def _peer_ended(self, peer: Any) -> None:
+        if peer.session is not None:
+            self.store_waits.session_gone(peer.session)
         self.sessions.lost(peer, self.clock.now)
         self.l1.apply()
 
     def _session_ended(self, session: Session) -> None:
         self.lookups.session_ended(session)
+        self.store_waits.session_gone(session)
         self.namespaces.session_ended(session)
 
     def _garbage(self) -> None:

@@ -56,6 +56,9 @@ def describe(server: Server) -> dict[str, Any]:
         "sessions_dropped": server.sessions.dropped,
         "lookups_waiting": server.lookups.under_way,
         "lookups_throttled": server.lookups.throttled,
+        "stores_waiting": len(server.store_waits),
+        "stores_waited": server.store_waits.waited,
+        "stores_waited_in_vain": server.store_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }

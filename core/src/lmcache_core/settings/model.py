@@ -239,8 +239,13 @@ class Settings(BaseSettings):
     store_in_flight_bytes_max: Size = Field(
         default=limits.STORE_IN_FLIGHT_BYTES_MAX, gt=0, description="bytes on their way to the tiers at once"
     )
-    dirty: Literal["drop", "keep"] = Field(
-        default="drop", description="what is evicted before it was stored: drop counts it as lost, keep holds it"
+    dirty: Literal["drop", "keep", "wait"] = Field(
+        default="drop",
+        description="what tiers do not have yet: drop has it leave a full pool after all else, and counts it as lost; "
+        "keep refuses a store instead; wait has the store wait",
+    )
+    store_wait_s: Annotated[Seconds, Field(le=limits.STORE_WAIT_S_MAX)] = Field(
+        default=limits.STORE_WAIT_S, description="how long a store waits for tiers to make room, where dirty is wait"
     )
     prefetch_policy: Component = Field(
         default=Component(type="default"), description="which tier loads what the L1 lacks"

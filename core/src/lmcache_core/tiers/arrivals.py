@@ -8,17 +8,17 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from lmcache_core.tiers.l1 import L1, Committed, Pinned
+from lmcache_core.tiers.l1 import L1, Committed, Named
 
 PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
 NAMESPACE = attrgetter("namespace")
 
 
 class Arrival(NamedTuple):
-    """Committed objects of one namespace. `kept` holds them in the L1 meanwhile."""
+    """Committed objects of one namespace. `shielded`: they leave the L1 last meanwhile."""
 
     objects: Sequence[Committed]
-    kept: Pinned | None
+    shielded: bool
 
     @property
     def namespace(self) -> int:
@@ -28,15 +28,15 @@ class Arrival(NamedTuple):
     def keys(self) -> list[bytes]:
         return [item.key for item in self.objects]
 
-    def held(self) -> list[int]:
-        """Positions that are held."""
-        return [] if self.kept is None else [at for at, slot in enumerate(self.kept.slots) if slot is not None]
+    @property
+    def names(self) -> list[Named]:
+        return [item.named for item in self.objects]
 
 
 class Dirty:
     """One object after its plan, which its tiers are still to get."""
 
-    __slots__ = ("drop", "epoch", "failed", "held", "object", "targets_left")
+    __slots__ = ("drop", "epoch", "failed", "object", "reached", "shielded", "targets_left")
 
     def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
         self.object = committed
@@ -44,7 +44,8 @@ class Dirty:
         self.targets_left = 0
         self.drop = drop
         self.failed = False
-        self.held: tuple[int, int] | None = None  # lease and position, where it is kept in the L1 until stored
+        self.reached = False  # some tier has it, or a clear made an end of it
+        self.shielded = False
 
 
 class Arrivals:
@@ -55,18 +56,19 @@ class Arrivals:
         self._queue: deque[Arrival] = deque()
         self.objects = 0
 
-    def add(self, objects: Sequence[Committed], *, keeps: bool) -> None:
-        """`keeps`: hold them in the L1 from now on."""
+    def add(self, objects: Sequence[Committed], *, shields: bool) -> None:
+        """`shields`: they leave the L1 last from now on."""
         for namespace, group in groupby(objects, key=NAMESPACE):
             batch = list(group)
             for at in range(0, len(batch), PLAN_KEYS):
-                part = batch[at : at + PLAN_KEYS]
-                kept = self._l1.pin_for_store(namespace, [item.named for item in part]) if keeps else None
-                self._queue.append(Arrival(part, kept))
-                self.objects += len(part)
+                arrival = Arrival(batch[at : at + PLAN_KEYS], shields)
+                if shields:
+                    self._l1.shield(namespace, arrival.names)
+                self._queue.append(arrival)
+                self.objects += len(arrival.objects)
 
     def take(self) -> Arrival:
-        """The oldest. Whoever takes it settles what it holds."""
+        """The oldest. Whoever takes it sees to it that its shield ends."""
         arrival = self._queue.popleft()
         self.objects -= len(arrival.objects)
         return arrival
@@ -74,7 +76,7 @@ class Arrivals:
     def take_if_gone(self) -> Arrival | None:
         """The oldest, if the L1 has nothing of it any more."""
         oldest = self._queue[0]
-        gone = self._l1.leading_gone(oldest.namespace, [item.named for item in oldest.objects])
+        gone = self._l1.leading_gone(oldest.namespace, oldest.names)
         return self.take() if gone == len(oldest.objects) else None
 
     def take_all(self, namespace: int | None) -> Iterator[Arrival]:
@@ -86,9 +88,9 @@ class Arrivals:
                 self._queue.rotate(-1)
 
     def let_go(self, arrival: Arrival) -> None:
-        """Hold nothing of one that was taken."""
-        if arrival.kept is not None:
-            self._l1.finish(arrival.kept.lease, arrival.held())
+        """Shield nothing of one that was taken."""
+        if arrival.shielded:
+            self._l1.unshield(arrival.namespace, arrival.names)
 
     def __bool__(self) -> bool:
         return bool(self._queue)

@@ -92,6 +92,18 @@ class L1(Protocol):
         """How many of these incarnations come before the first that is there. Looks no further than that."""
         ...
 
+    def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        """These incarnations are on their way to tiers: they leave the L1 last, or not for others at all."""
+        ...
+
+    def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
+        """Every tier has these that will. One that was not shielded, or is gone, is no error."""
+        ...
+
+    def unshield_some(self, objects_max: int) -> int:
+        """As `unshield`, for those that were shielded first; how many."""
+        ...
+
     def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
         """Hold these very incarnations so that a lane can read them. Positions without a slot hold nothing."""
         ...

@@ -1,16 +1,16 @@
 """The store controller: what is committed to the L1 goes to the tiers that the policy names, behind everyone's back.
 
 An object waits for each of its tiers in that tier's queue, as a few words of metadata; its bytes stay in the L1
-and are pinned only while a lane reads them (or from its commit on, where `keep` says so). What leaves the L1
-before its turn is lost for the tiers, and counted. A tier whose breaker is open keeps its queue and stores it
-once it is back.
+and are pinned only while a lane reads them. From its commit on it leaves the L1 last, or, where `keep` says so, not
+for others at all. What leaves the L1 before its turn is lost for the tiers, and counted. A tier whose breaker is open
+keeps its queue and stores it once it is back.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, islice, takewhile
 from typing import Any
 
@@ -56,18 +56,18 @@ class StoreController:
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
         self._blocked: set[str] = set()  # tiers that wait for something that a completion will end
-        self._let_go: dict[str, Iterator[Dirty]] = {}  # tiers that do not answer: what is not kept for them any more
+        self._lets_go = False  # there may be more that is to be shielded no longer
+        self._unstored_objects = self._unstored_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[Committed]) -> None:
-        """Queue what became visible in the L1. What is to be kept is held from now on: the next message may need its
-        room. Not while a tier does not answer: it could stay for ever."""
+        """Queue what became visible in the L1. It is shielded from now on: the next message may need its room. Not
+        while a tier does not answer: it could stay for ever."""
         if not self.policy.wants_reuse:
             objects = [item for item in objects if not item.reused]
-        keeps = self._keep and all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
-        self._arrived.add(objects, keeps=keeps)
+        self._arrived.add(objects, shields=self._all_answer)
         while self._arrived.objects > DIRTY_OBJECTS_MAX:
             self._lose_unplanned(self._arrived.take(), TierReason.THROTTLED)
 
@@ -77,17 +77,22 @@ class StoreController:
 
     def plan_some(self) -> bool:
         """Plan one batch of what has arrived. False: there is none, or no tier takes more."""
+        # A tier that does not answer may be gone for long, and the L1 must not fill up with what waits for it.
+        self._lets_go = not self._all_answer and self._l1.unshield_some(_LET_GO_AT_ONCE) > 0
+        if self._lets_go:
+            return True
         if not self._arrived:
             return False
         if not self._plans:
             return self._forget_unplanned()
         arrival = self._arrived.take()
-        left = set(arrival.held())
+        planned: set[int] = set()
         try:
-            self._plan(arrival, left)
+            self._plan(arrival, planned)
         finally:
-            if arrival.kept is not None and left:
-                self._l1.finish(arrival.kept.lease, sorted(left))
+            if arrival.shielded and len(planned) < len(arrival.objects):
+                left = [name for position, name in enumerate(arrival.names) if position not in planned]
+                self._l1.unshield(arrival.namespace, left)
         return True
 
     def submit_some(self) -> bool:
@@ -107,7 +112,9 @@ class StoreController:
     def has_work(self) -> bool:
         """Whether there is something to do now, without a completion before it."""
         plans = bool(self._arrived) and self._plans
-        return plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
+        return (
+            self._lets_go or plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
+        )
 
     @property
     def next_at(self) -> float | None:
@@ -163,6 +170,7 @@ class StoreController:
             "arrived": self._arrived.objects,
             "dirty": {name: len(queue) for name, queue in self._queues.items()},
             "in_flight_bytes": self._in_flight_bytes,
+            "reached_no_tier": {"objects": self._unstored_objects, "bytes": self._unstored_bytes},
             "counts": dict(self.counts),
         }
 
@@ -194,13 +202,15 @@ class StoreController:
         """No tier gets these. They count for each: nobody knows what the policy would have made of them."""
         self._arrived.let_go(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
+        if any(not tier.draining for tier in self._tiers.values()):
+            self._reached_none(arrival.objects)
         for tier in self._tiers.values():
             if not tier.draining:
                 self.counts[f"lost_{reason}"] += len(names)
                 tier.losses.note(names, reason)
 
-    def _plan(self, arrival: Arrival, held: set[int]) -> None:
-        """Takes the positions that it goes on holding out of `held`."""
+    def _plan(self, arrival: Arrival, planned_for: set[int]) -> None:
+        """Puts the positions that go on to some tier into `planned_for`."""
         batch = arrival.objects
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
@@ -208,11 +218,11 @@ class StoreController:
             plan = self.policy.plan(candidates, views)
         except Exception:  # a policy may be someone else's code
             self.counts["policy_failed"] += len(batch)
+            self._reached_none(batch)
             logger.exception("the store policy failed: %d objects are not stored", len(batch))
             return
         dropped = set(plan.drop)
         planned: dict[int, Dirty] = {}
-        keeps = all(self._answers(view.name) for view in views)  # one may have ceased to since they arrived
         epoch = self._epochs.of(arrival.namespace)
         names = tier_keys(arrival.keys, arrival.namespace, epoch)  # on any tier
         for view in views:
@@ -225,9 +235,8 @@ class StoreController:
                 dirty = planned.get(position)
                 if dirty is None:
                     dirty = planned[position] = Dirty(batch[position], epoch, position in dropped)
-                    if arrival.kept is not None and keeps and position in held:
-                        held.remove(position)
-                        dirty.held = (arrival.kept.lease, position)
+                    dirty.shielded = arrival.shielded
+                    planned_for.add(position)
                 dirty.targets_left += 1
                 waiting.append(dirty)
             self._enqueue(view.name, waiting)
@@ -242,27 +251,26 @@ class StoreController:
         if over > 0:
             self._lost(name, [queue.popleft() for _ in range(over)], TierReason.THROTTLED)
 
-    def _release(self, batch: Sequence[Dirty]) -> None:
-        held: dict[int, list[int]] = {}
-        for dirty in batch:
-            if dirty.held is not None:
-                lease, position = dirty.held
-                dirty.held = None
-                held.setdefault(lease, []).append(position)
-        for lease, positions in held.items():
-            self._l1.finish(lease, positions)
+    def _unshield(self, batch: Sequence[Dirty]) -> None:
+        for namespace, group in groupby((dirty.object for dirty in batch if dirty.shielded), key=NAMESPACE):
+            self._l1.unshield(namespace, [item.named for item in group])
 
     # --- batches ------------------------------------------------------------------------------------------
     def _answers(self, name: str) -> bool:
         tier = self._tiers.get(name)
         return tier is not None and tier.writes.state is not BreakerState.OPEN
 
+    @property
+    def _all_answer(self) -> bool:
+        """Whether every tier that is stored to does. Only then something is shielded."""
+        return all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
+
     def _submit_batch(self, name: str, tier: Tier) -> bool:
         """Hand one batch to the tier's lanes. False: nothing to do, or something has to end first."""
         queue = self._queues.get(name)
         if not queue:
             return False
-        if self._forget_gone(name, queue) or (self._keep and self._lets_go(name, queue)):
+        if self._forget_gone(name, queue):
             return True
         if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
@@ -290,18 +298,6 @@ class StoreController:
         if gone:
             self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
         return gone > 0
-
-    def _lets_go(self, name: str, queue: deque[Dirty]) -> bool:
-        """Whether there was something to let go: a tier that does not answer may be gone for long, and the L1 must
-        not fill up with what waits for it."""
-        if self._answers(name):
-            self._let_go.pop(name, None)
-            return False
-        if name not in self._let_go:
-            self._let_go[name] = iter(list(queue))
-        some = list(islice(self._let_go[name], _LET_GO_AT_ONCE))
-        self._release(some)
-        return bool(some)
 
     def _take(self, queue: deque[Dirty], tier: Tier, stored_bytes: int) -> list[Dirty]:
         """The next objects of one namespace that make a batch; each takes `stored_bytes` on the tier at most."""
@@ -358,6 +354,7 @@ class StoreController:
             for dirty, outcome in zip(going, outcomes, strict=True):
                 if outcome.result is Result.DONE:
                     dirty.targets_left -= 1
+                    dirty.reached = True
                     finished.append(dirty)
                 elif outcome.retryable and self._tiers.get(name, tier) is not tier:
                     self._enqueue(name, [dirty])  # the tier was replaced before it began: the new one gets it
@@ -383,15 +380,21 @@ class StoreController:
         for dirty in batch:
             dirty.targets_left -= 1
             dirty.failed = True
+            dirty.reached |= reason is TierReason.CLEARED  # as was wished
         self._settle(batch)
 
     def _settle(self, batch: Sequence[Dirty] | deque[Dirty]) -> None:
-        """Those without a tier left to go to: let go, and out of the L1 if the policy said so."""
+        """Those without a tier left to go to: as all others, and out of the L1 if the policy said so."""
         done = [dirty for dirty in batch if dirty.targets_left == 0]
-        if self._keep:
-            self._release(done)
+        self._unshield(done)
+        self._reached_none([dirty.object for dirty in done if not dirty.reached])
         # What did not reach every tier stays in the L1: dropping it would lose it.
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
+
+    def _reached_none(self, objects: Sequence[Committed]) -> None:
+        """What was committed, and is on no tier."""
+        self._unstored_objects += len(objects)
+        self._unstored_bytes += sum(item.nbytes for item in objects)
 
     def _drop(self, objects: Sequence[Committed]) -> None:
         for namespace, group in groupby(objects, key=NAMESPACE):

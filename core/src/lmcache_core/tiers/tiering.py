@@ -47,8 +47,9 @@ _PIECES = 3  # kinds of work that take turns: ends of calls, plans, batches hand
 
 @dataclass(frozen=True)
 class TieringConfig:
-    """`dirty`: what happens to an object that is evicted from the L1 before it was stored: "drop" counts it as
-    lost, "keep" holds it in the L1 until it is stored (new stores then answer FULL while the tiers are behind).
+    """`dirty`: what becomes of an object that the L1 needs the room of before every tier has it: "drop" lets it go
+    after all others, and counts it as lost; "keep" and "wait" hold it in the L1 until it is stored (a new store then
+    answers FULL while the tiers are behind, or waits a while for them).
     `epochs_path`: where the namespaces' epochs are kept; None: they are forgotten with the process.
     """
 
@@ -58,8 +59,8 @@ class TieringConfig:
     epochs_path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.dirty not in ("drop", "keep"):
-            raise SettingsError(f"dirty = {self.dirty!r} is not known: use 'drop' or 'keep'")
+        if self.dirty not in ("drop", "keep", "wait"):
+            raise SettingsError(f"dirty = {self.dirty!r} is not known: use 'drop', 'keep' or 'wait'")
 
 
 class Tiering:
@@ -93,7 +94,7 @@ class Tiering:
             store_policy,
             self._epochs,
             in_flight_bytes_max=config.store_in_flight_bytes_max,
-            keep=config.dirty == "keep",
+            keep=config.dirty != "drop",
         )
         self._lookups = LookupController(
             l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max

@@ -1,0 +1,139 @@
+"""Stores that wait for room: with `dirty = "wait"` the answer to a store that finds the pool full is held back while
+tiers are still taking what fills it, for `store_wait_s` at most. The loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass
+
+from lmcache_core.errors import CacheError
+from lmcache_core.kernel.answers import Grant, Grants
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX, STORES_WAITING_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import pack_u64
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Session
+
+
+@dataclass(eq=False)
+class _Wait:
+    """One page of a store: granted in part, or not at all, and nobody was told."""
+
+    session: Session
+    rid: int
+    namespace: int
+    layout_id: int
+    keys: list[bytes]
+    grants: Grants
+    reply_at_s: float
+
+
+class StoreWaits:
+    """First come, first served: the room that comes is the oldest's. Lives on the loop's thread."""
+
+    def __init__(self, kernel: Kernel, l1: L1, wait_s: float) -> None:
+        """`wait_s` 0: no store waits."""
+        self._kernel = kernel
+        self._l1 = l1
+        self._wait_s = wait_s
+        self._waits: dict[_Wait, None] = {}
+        self._by_session: Counter[Session] = Counter()
+        self._unshielded = 0  # what the kernel said when it was last tried …
+        self._retry_at_s = 0.0  # … and when it is tried again although that has not changed: readers end, too
+        self.waited = 0  # since the start
+        self.waited_in_vain = 0  # of these, answered FULL all the same
+
+    def __len__(self) -> int:
+        """Stores that wait."""
+        return len(self._waits)
+
+    def holds(
+        self, session: Session, rid: int, namespace: int, layout_id: int, keys: list[bytes], grants: Grants
+    ) -> bool:
+        """Whether the answer to this page is held back: it is full, and room is to come."""
+        if not self._wait_s or Grant.FULL not in grants.statuses or not self._kernel.shielded:
+            return False
+        if len(self._waits) >= STORES_WAITING_MAX or self._by_session[session] >= STORES_PER_SESSION_MAX:
+            return False
+        now = self._l1.clock.now
+        if not self._waits:
+            self._unshielded, self._retry_at_s = self._kernel.unshielded, now + HOUSEKEEPING_S
+        self._waits[_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s)] = None
+        self._by_session[session] += 1
+        self.waited += 1
+        return True
+
+    def step(self) -> bool:
+        """Give the oldest what room there is, and answer who has waited for long enough. A bounded piece of work, for
+        one page; whether there is more."""
+        now, kernel = self._l1.clock.now, self._kernel
+        while self._waits and (oldest := next(iter(self._waits))).reply_at_s <= now:
+            self._answer(oldest)
+        if not self._waits or (kernel.unshielded == self._unshielded and now < self._retry_at_s):
+            return False
+        self._unshielded, self._retry_at_s = kernel.unshielded, now + HOUSEKEEPING_S
+        oldest = next(iter(self._waits))
+        try:
+            kernel.grant_more(oldest.session.id, oldest.namespace, oldest.layout_id, oldest.keys, oldest.grants, now)
+        except CacheError:  # its lease has expired: it has what it had
+            self._answer(oldest)
+            return bool(self._waits)
+        if Grant.FULL in oldest.grants.statuses and kernel.shielded:
+            return False
+        self._answer(oldest)
+        self._retry_at_s = now  # the next one: there may be room left
+        return bool(self._waits)
+
+    @property
+    def next_at_s(self) -> float | None:
+        """When `step` has something to do even if nothing else happens."""
+        if not self._waits:
+            return None
+        return min(self._retry_at_s, next(iter(self._waits)).reply_at_s)  # they all wait for as long
+
+    def session_gone(self, session: Session) -> None:
+        """Its stores are withdrawn: nobody was told of what they were granted, so nobody writes there."""
+        if self._by_session[session]:
+            for wait in [wait for wait in self._waits if wait.session is session]:
+                self._forget(wait)
+                granted = [at for at, status in enumerate(wait.grants.statuses, wait.grants.first) if not status]
+                with contextlib.suppress(CacheError):  # its leases have ended with it
+                    self._kernel.abort_store(session.id, wait.grants.lease_id, self._l1.clock.now, granted)
+        del self._by_session[session]
+
+    def clear(self, namespace: int | None) -> None:
+        """What was offered before a clear gets no room after it."""
+        for wait in [wait for wait in self._waits if namespace in (None, wait.namespace)]:
+            if wait in self._waits:  # else its session has gone, which came to light since
+                self._answer(wait)
+
+    def end(self) -> None:
+        """Nothing new is granted any more."""
+        self.clear(None)
+
+    def _answer(self, wait: _Wait) -> None:
+        self._forget(wait)
+        self.waited_in_vain += Grant.FULL in wait.grants.statuses
+        self._l1.apply()  # slots are marked before anyone hears of them
+        wait.session.send(granted(wait.rid, wait.grants, self._l1.clock.now))
+
+    def _forget(self, wait: _Wait) -> None:
+        del self._waits[wait]
+        self._by_session[wait.session] -= 1
+        if not self._by_session[wait.session]:  # sessions come and go
+            del self._by_session[wait.session]
+
+
+def granted(rid: int, grants: Grants, now: float) -> m.Granted:
+    """The answer to a prepare."""
+    return m.Granted(
+        rid,
+        grants.lease_id,
+        max(0.0, grants.deadline - now),
+        bytes(grants.statuses),
+        bytes(grants.reasons),
+        pack_u64(grants.offsets),
+        b"" if grants.checksums is None else pack_u64(grants.checksums),
+    )

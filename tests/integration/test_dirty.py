@@ -1,0 +1,294 @@
+"""What becomes of objects whose room is needed before a tier has them: dropped last, kept, or waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+pytest.importorskip("lmcache_mock")
+
+NAMESPACE = Namespace("model", Layout("uint8", (16384,)))
+NBYTES = NAMESPACE.layout.nbytes
+SLOTS = 256  # of the pool of 4 MiB
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(b"dirty %d" % number).digest()
+
+
+def payload(number: int) -> bytes:
+    return hashlib.sha256(b"bytes %d" % number).digest() * (NBYTES // 32)
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.003)
+
+
+class World:
+    """A server of 256 slots with one tier, whose adapter does as it is told."""
+
+    def __init__(self, server: Server, client: Client) -> None:
+        self.server = server
+        self.client = client
+
+    @property
+    def adapter(self) -> Any:
+        assert self.server.tiering is not None
+        return self.server.tiering._tiers["bad"].adapter
+
+    def store(self, first: int, count: int, client: Client | None = None) -> list[Status]:
+        numbers = range(first, first + count)
+        payloads = [payload(number) for number in numbers]
+        return list((client or self.client).store([key(n) for n in numbers], payloads, namespace=NAMESPACE).statuses)
+
+    def in_l1(self, first: int, count: int) -> int:
+        """How many of these the pool has."""
+        keys = [key(number) for number in range(first, first + count)]
+        return self.client.lookup(keys, namespace=NAMESPACE, prefix=False, tiers=[]).hits
+
+    def stores(self) -> dict[str, Any]:
+        told: dict[str, Any] = self.client.status()["tiers"]["stores"]
+        return told
+
+    def quiet(self) -> bool:
+        told = self.stores()
+        return not told["arrived"] and not any(told["dirty"].values()) and not told["in_flight_bytes"]
+
+    def hangs(self) -> None:
+        """From here on the tier takes nothing, until `goes_on`."""
+        self.adapter.set_faults("store hang")
+
+    def goes_on(self) -> None:
+        self.adapter.set_faults()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> World:
+            settings.setdefault("l2", {"bad": {"type": "mock", "deadline_s": 60.0}})
+            registry = load_plugins()
+            made = make_settings(
+                registry=registry,
+                name=f"t{uuid4().hex[:10]}",
+                l1={"size_bytes": SLOTS * NBYTES, "backing": "memfd", "watermark": 1.0},
+                runtime_dir=str(tmp_path / "run"),
+                state_dir=str(tmp_path / "state"),
+                drain_s=0.2,
+                **settings,
+            )
+            server = Server(made, registry)
+            assert server.populator.wait(60)
+            stack.enter_context(server)
+            return World(server, stack.enter_context(server.connect()))
+
+        yield make
+
+
+def test_what_the_tier_has_leaves_a_full_pool_before_what_it_does_not_have(start: Callable[..., World]) -> None:
+    at = start(dirty="drop")
+    at.store(0, 100)
+    until(at.quiet, "the first hundred to be stored")
+    at.hangs()
+    at.store(100, 100)
+    # The clean ones are the most recently used now: by use alone the others would go.
+    assert at.in_l1(0, 100) == 100
+    buffers = [bytearray(NBYTES) for _ in range(100)]
+    at.client.retrieve([key(n) for n in range(100)], buffers, namespace=NAMESPACE)
+    assert at.store(200, 156) == [Status.STORED] * 156
+    assert at.in_l1(100, 256) == 256, "whatever no tier has"
+    assert at.in_l1(0, 100) == 0
+    assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
+    at.goes_on()
+
+
+def test_where_nothing_is_clean_the_oldest_goes_and_is_counted(start: Callable[..., World]) -> None:
+    at = start(dirty="drop", store_in_flight_bytes_max=32 * NBYTES)
+    at.hangs()
+    for first in range(0, 400, 50):
+        assert at.store(first, 50) == [Status.STORED] * 50
+    in_flight = at.stores()["in_flight_bytes"] // NBYTES
+    assert in_flight, "what a lane reads stays"
+    kept = at.in_l1(0, 400)
+    assert kept == SLOTS
+    assert at.in_l1(400 - (SLOTS - in_flight), SLOTS - in_flight) == SLOTS - in_flight, "the newest"
+    at.goes_on()
+    until(at.quiet, "what is left to be stored")
+    lost = 400 - SLOTS
+    assert at.stores()["counts"]["lost_evicted"] == lost
+    assert at.stores()["reached_no_tier"] == {"objects": lost, "bytes": lost * NBYTES}
+
+
+def test_keep_refuses_a_store_rather_than_lose_one(start: Callable[..., World]) -> None:
+    at = start(dirty="keep")
+    at.hangs()
+    at.store(0, SLOTS)
+    assert at.store(SLOTS, 10) == [Status.FULL] * 10
+    at.goes_on()
+    until(at.quiet, "the stores")
+    assert at.store(SLOTS, 10) == [Status.STORED] * 10
+    assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
+
+
+def waiting(at: World) -> int:
+    count: int = at.client.status()["stores_waiting"]
+    return count
+
+
+def test_a_store_waits_for_the_room_that_its_tiers_make_and_holds_up_nobody(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS)
+    answers: list[list[Status]] = []
+    with at.server.connect() as other:
+        writer = threading.Thread(target=lambda: answers.append(at.store(SLOTS, 20, other)))
+        writer.start()
+        until(lambda: waiting(at) == 1, "the store to wait")
+        # The loop serves everybody else meanwhile.
+        assert at.in_l1(0, SLOTS) == SLOTS
+        assert answers == []
+        at.goes_on()
+        writer.join(60)
+        assert answers == [[Status.STORED] * 20]
+    until(at.quiet, "the stores")
+    assert waiting(at) == 0
+    assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
+    assert at.client.status()["stores_waited"] == 1
+    assert at.client.status()["stores_waited_in_vain"] == 0
+
+
+def test_a_store_that_waited_in_vain_is_answered_full_and_has_what_there_was(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=0.2)
+    at.hangs()
+    at.store(0, SLOTS - 5)
+    before = time.monotonic()
+    assert at.store(SLOTS, 20) == [Status.STORED] * 5 + [Status.FULL] * 15
+    assert time.monotonic() - before >= 0.2, "no wait ends early"
+    assert at.client.status()["stores_waited_in_vain"] == 1
+    assert at.in_l1(SLOTS, 5) == 5
+    at.goes_on()
+
+
+def test_nobody_waits_where_no_room_is_to_come(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    keys = [key(number) for number in range(SLOTS)]
+    with at.client.prepare_store(keys, namespace=NAMESPACE) as lease:
+        assert at.store(SLOTS, 20) == [Status.FULL] * 20
+        assert at.client.status()["stores_waited"] == 0
+        lease.abort()
+
+
+def test_the_room_that_comes_is_the_oldest_stores(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS)
+    ended: list[int] = []
+    with ExitStack() as stack:
+        writers = []
+        for number in range(4):
+            client = stack.enter_context(at.server.connect())
+
+            def write(number: int = number, client: Client = client) -> None:
+                assert at.store(SLOTS + 100 * number, 60, client) == [Status.STORED] * 60
+                ended.append(number)
+
+            writers.append(threading.Thread(target=write))
+            writers[-1].start()
+            until(lambda number=number: waiting(at) == number + 1, "the store to wait")
+        at.goes_on()
+        for writer in writers:
+            writer.join(60)
+    assert sorted(ended) == [0, 1, 2, 3]
+    until(at.quiet, "the stores")
+    assert at.stores()["reached_no_tier"]["objects"] == 0
+    assert waiting(at) == 0
+
+
+WRITER = """
+import sys
+from lmcache_core.client.client import Client
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
+keys = [number.to_bytes(32, "big") for number in range(20)]
+with Client.connect(sys.argv[1], runtime_dir=sys.argv[2]) as client:
+    client.store(keys, [bytes(16384)] * 20, namespace=Namespace("model", Layout("uint8", (16384,))))
+"""
+
+
+def test_the_store_of_a_client_that_goes_is_withdrawn(start: Callable[..., World], tmp_path: Path) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS - 5)
+    other = subprocess.Popen([sys.executable, "-c", WRITER, at.server.settings.name, str(tmp_path / "run")])
+    until(lambda: waiting(at) == 1, "the store to wait")
+    assert at.client.status()["l1"]["objects_by_state"]["writing"] == 5
+    other.kill()
+    other.wait()
+    until(lambda: waiting(at) == 0, "the withdrawal")
+    assert at.client.status()["stores_waited_in_vain"] == 0, "nobody was answered"
+    until(lambda: at.client.status()["l1"]["objects_by_state"]["writing"] == 0, "its slots")
+    assert at.in_l1(SLOTS, 20) == 0
+    at.goes_on()
+    until(at.quiet, "the stores")
+    assert at.store(SLOTS, 20) == [Status.STORED] * 20
+    assert at.client.status()["counters"]["loop_faults"] == 0
+
+
+def test_what_was_offered_before_a_clear_is_given_no_room_after_it(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS - 5)
+    answers: list[list[Status]] = []
+    with at.server.connect() as other:
+        writer = threading.Thread(target=lambda: answers.append(at.store(SLOTS, 20, other)))
+        writer.start()
+        until(lambda: waiting(at) == 1, "the store to wait")
+        at.client.clear(NAMESPACE)
+        writer.join(60)
+    assert answers
+    assert Status.STORED not in answers[0]
+    assert at.in_l1(SLOTS, 20) == 0
+    at.goes_on()
+
+
+def test_a_server_that_ends_answers_the_stores_that_wait(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS)
+    answers: list[list[Status]] = []
+    with at.server.connect() as other:
+        writer = threading.Thread(target=lambda: answers.append(at.store(SLOTS, 20, other)))
+        writer.start()
+        until(lambda: waiting(at) == 1, "the store to wait")
+        at.server.stop()
+        writer.join(60)
+    assert answers
+    assert Status.STORED not in answers[0]
+
+
+def test_a_longer_wait_than_a_client_has_patience_for_is_refused() -> None:
+    with pytest.raises(Exception, match="store_wait_s"):
+        make_settings(name="t", dirty="wait", store_wait_s=6.0)
