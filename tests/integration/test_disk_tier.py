@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
 
 Node = Any  # the fixture of tests/conftest.py
 KEYS = 20
@@ -264,3 +267,32 @@ def test_a_server_with_another_key_misses_and_leaves_the_objects_to_who_has_thei
     assert first.popen.wait(60) == 0
     read_by("another", 0)
     read_by("ours", 4)
+
+
+def test_what_fits_on_a_small_tier_once_it_is_compressed_evicts_nothing(
+    node: Node, tmp_path: Path, disk: list[str]
+) -> None:
+    pytest.importorskip("lmcache_compress")
+    objects, nbytes, capacity = 60, 1 << 20, 8 << 20
+    namespace = Namespace("m", Layout("uint8", (nbytes,)))
+    node.serve(*disk, "--l2.disk.capacity_bytes", str(capacity), "--l2.disk.serde", "zstd", size="80MiB")
+    client = node.client()
+    rng = random.Random(0)
+    contents = {
+        node.key(i): (rng.randbytes(90_000 + 100 * i) + bytes(nbytes))[:nbytes] for i in range(objects)
+    }  # 5.7 MB encoded, of the 6.7 MB below the watermark
+    for first in range(0, objects, 20):
+        keys = list(contents)[first : first + 20]
+        client.store(keys, [contents[key] for key in keys], namespace=namespace)
+    until(lambda: stored_objects(client) == objects, "the stores")
+    (tier,) = client.status()["tiers"]["tiers"]
+    assert tier["deletes"]["evicted"] == 0
+    assert tier["bytes_reserved"] == 0
+    on_disk = [path.stat().st_size for path in (tmp_path / "disk" / "objects").glob("*/*")]
+    assert len(on_disk) == objects
+    assert sum(on_disk) - 16 * objects == tier["bytes_used"] < 0.8 * capacity  # each file has a trailer
+    client.clear(namespace)
+    into = [bytearray(nbytes) for _ in range(objects)]
+    client.lookup(list(contents), namespace=namespace, wait_s=30.0)
+    assert client.retrieve(list(contents), into, namespace=namespace).hits == objects
+    assert all(bytes(got) == content for got, content in zip(into, contents.values(), strict=True))

@@ -69,6 +69,7 @@ class Accounting:
         self.policy = policy
         self.bytes_used = 0
         self.bytes_reserved = 0  # stores under way
+        self.bytes_guessed = 0  # of that, for objects that may turn out smaller: nothing leaves for their sake
         self.bytes_leaving = 0  # deletes under way
         self.objects = 0
         self.scanning = False
@@ -210,6 +211,14 @@ class Accounting:
             return True
         return self.bytes_used + self.bytes_reserved + nbytes <= self.capacity_bytes
 
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What can be stored without an eviction; None: anything."""
+        if self.capacity_bytes is None:
+            return None
+        taken = self.bytes_used + self.bytes_reserved - self.bytes_leaving
+        return max(0, int(self._watermark * self.capacity_bytes) - taken)
+
     def victims(self, wanted_bytes: int = 0, namespace: int = 0) -> list[TierEntry]:
         """What should leave now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more of a
         namespace on the way in. They count as leaving from now on; `remove` or `stays` follows for each."""
@@ -223,7 +232,8 @@ class Accounting:
 
     def _victims(self, wanted_bytes: int) -> list[TierEntry]:
         assert self.capacity_bytes is not None
-        expected = self.bytes_used + self.bytes_reserved + wanted_bytes - self.bytes_leaving
+        certain = self.bytes_used + self.bytes_reserved - self.bytes_guessed
+        expected = certain + wanted_bytes - self.bytes_leaving
         # Who does not lead makes room only when there is none: two servers that both kept headroom on one medium
         # would evict the same share twice.
         over = expected - int((self._watermark if self.leads else 1.0) * self.capacity_bytes)

@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 class Dirty:
     """One object after its plan, which its tiers are still to get."""
 
-    __slots__ = ("drop", "epoch", "failed", "object", "reached", "shielded", "targets_left")
+    __slots__ = ("drop", "epoch", "failed", "nbytes_on_tier", "object", "reached", "shielded", "targets_left")
 
     def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
         self.object = committed
@@ -46,6 +46,7 @@ class Dirty:
         self.failed = False
         self.reached = False  # some tier has it, or a clear made an end of it
         self.shielded = False
+        self.nbytes_on_tier = 0  # as the last lane that encoded it in vain has found; 0: none has
 
 
 class Arrivals:

@@ -13,7 +13,7 @@ from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.order import Watch
 from lmcache_core.tiers.reclaim import Reclaim
-from lmcache_core.tiers.transfer import Loaded
+from lmcache_core.tiers.transfer import Loaded, NoRoom
 
 
 class Books:
@@ -74,6 +74,9 @@ class Books:
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome.result is Result.DONE:
                 there.append((key, outcome.nbytes))
+                continue
+            if isinstance(outcome, NoRoom):
+                self._counts["store_encoded_again"] += 1
                 continue
             self._counts[f"store_{outcome.result}"] += 1
             if outcome.result is Result.FAILED:

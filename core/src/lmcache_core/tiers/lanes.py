@@ -79,6 +79,17 @@ class Call:
         return (self.priority, self.sequence) < (other.priority, other.sequence)
 
 
+class Note:
+    """What a call says while it still runs, posted as its end will be: `on_end` runs on the loop's thread, before that
+    of the call."""
+
+    __slots__ = ("on_end", "result")
+
+    def __init__(self, on_end: Callable[[Note], None], result: Any) -> None:
+        self.on_end = on_end
+        self.result = result
+
+
 class Lane:
     """A bounded priority queue and the daemon threads that empty it.
 

@@ -90,13 +90,13 @@ class Reclaim:
 
     def make_room(self, nbytes: int, namespace: int) -> TierReason | None:
         """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
-        if self._clock.now >= self._paused_until:
-            self._evict(self._accounting.victims(nbytes, namespace))
         counts = self._accounting
+        if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
+            return TierReason.FULL  # and nothing leaves in vain
+        if not counts.fits(nbytes) and self._clock.now >= self._paused_until:
+            self._evict(counts.victims(nbytes, namespace))
         if counts.fits(nbytes):
             return None
-        if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
-            return TierReason.FULL
         waits = counts.bytes_leaving or counts.bytes_reserved or counts.scanning or self._clock.now < self._paused_until
         return TierReason.THROTTLED if waits else TierReason.FULL
 

@@ -19,6 +19,7 @@ def tier_status(tier: Tier) -> dict[str, Any]:
         "last_error": tier.last_error,
         "last_error_age_s": tier.last_error_age_s,
         "bytes_used": counts.bytes_used,
+        "bytes_reserved": counts.bytes_reserved,
         "bytes_leaving": counts.bytes_leaving,
         "objects": counts.objects,
         "capacity_bytes": counts.capacity_bytes,

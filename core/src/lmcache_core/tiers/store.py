@@ -16,6 +16,7 @@ from typing import Any
 
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePolicy
+from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty
 from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
@@ -23,7 +24,7 @@ from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key, tier_keys
 from lmcache_core.tiers.l1 import L1, Committed, TierReason
 from lmcache_core.tiers.tier import Tier
-from lmcache_core.tiers.transfer import Transfer
+from lmcache_core.tiers.transfer import NoRoom, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,8 @@ class StoreController:
         if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
         try:
-            nbytes = tier.stored_bytes(self._l1.layout(queue[0].object.layout_id))
+            layout = self._l1.layout(queue[0].object.layout_id)
+            nbytes, known = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
         except Exception:  # a serde may be someone else's code, and may not know this layout
             logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
             self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
@@ -287,7 +289,11 @@ class StoreController:
             return True
         if room is not None or not tier.stores_allowed():
             return False
-        return self._store(name, tier, self._take(queue, tier, nbytes))
+        batch = [queue.popleft()]
+        reserved = [nbytes]
+        if known:
+            self._take_more(queue, tier, layout, batch, reserved)
+        return self._store(name, tier, batch, reserved)
 
     def _forget_gone(self, name: str, queue: deque[Dirty]) -> bool:
         """Whether the head of the queue had left the L1 before its turn. A few at once and whatever the tier does: a
@@ -299,19 +305,23 @@ class StoreController:
             self._lost(name, [queue.popleft() for _ in range(gone)], TierReason.EVICTED)
         return gone > 0
 
-    def _take(self, queue: deque[Dirty], tier: Tier, stored_bytes: int) -> list[Dirty]:
-        """The next objects of one namespace that make a batch; each takes `stored_bytes` on the tier at most."""
-        first = queue[0].object
-        fits = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.nbytes)))
-        while fits > 1 and not tier.accounting.fits(fits * stored_bytes):
-            fits //= 2
-        batch = [queue.popleft()]
+    def _take_more(
+        self, queue: deque[Dirty], tier: Tier, layout: Layout, batch: list[Dirty], reserved: list[int]
+    ) -> None:
+        """The next objects of one namespace, up to what makes a batch and fits on the tier."""
+        first = batch[0].object
         of_kind = (first.namespace, first.layout_id)
-        while queue and len(batch) < fits and (queue[0].object.namespace, queue[0].object.layout_id) == of_kind:
+        most = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.nbytes)))
+        total = reserved[0]
+        while queue and len(batch) < most and (queue[0].object.namespace, queue[0].object.layout_id) == of_kind:
+            nbytes, _ = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
+            total += nbytes
+            if not tier.accounting.fits(total):
+                break
             batch.append(queue.popleft())
-        return batch
+            reserved.append(nbytes)
 
-    def _store(self, name: str, tier: Tier, batch: list[Dirty]) -> bool:
+    def _store(self, name: str, tier: Tier, batch: list[Dirty], reserved: list[int]) -> bool:
         first = batch[0].object
         pinned = self._l1.pin_for_store(first.namespace, [dirty.object.named for dirty in batch])
         slots = [slot for slot in pinned.slots if slot is not None]
@@ -320,6 +330,7 @@ class StoreController:
         if len(slots) < len(batch):
             positions = [position for position, slot in enumerate(pinned.slots) if slot is not None]
             going = [batch[position] for position in positions]
+            reserved = [reserved[position] for position in positions]
             self._lost(name, [dirty for dirty, slot in zip(batch, pinned.slots, strict=True) if slot is None],
                        TierReason.EVICTED)  # fmt: skip
             if not going:
@@ -332,7 +343,7 @@ class StoreController:
             for dirty, slot in zip(going, slots, strict=True)
         ]
         total = sum(dirty.object.nbytes for dirty in going)
-        refused = tier.store(transfers, self._at_end(name, tier, pinned.lease, positions, going, total))
+        refused = tier.store(transfers, reserved, self._at_end(name, tier, pinned.lease, positions, going, total))
         if refused is not None:
             tier.writes.not_used()
             self._l1.finish(pinned.lease, positions)
@@ -351,16 +362,22 @@ class StoreController:
             if self._tiers.get(name) is tier and name in self._in_flight:
                 self._in_flight[name] -= 1
             finished: list[Dirty] = []
+            again: list[Dirty] = []
             for dirty, outcome in zip(going, outcomes, strict=True):
                 if outcome.result is Result.DONE:
                     dirty.targets_left -= 1
                     dirty.reached = True
                     finished.append(dirty)
+                elif isinstance(outcome, NoRoom) and name in self._tiers:
+                    dirty.nbytes_on_tier = outcome.nbytes  # with so much reserved it will fit
+                    again.append(dirty)
                 elif outcome.retryable and self._tiers.get(name, tier) is not tier:
                     self._enqueue(name, [dirty])  # the tier was replaced before it began: the new one gets it
                 else:
                     full = outcome.result is Result.FULL
                     self._lost(name, [dirty], TierReason.FULL if full else TierReason.TIER_ERROR, outcome.error)
+            if again:
+                self._queues.setdefault(name, deque()).extendleft(reversed(again))
             if finished:
                 self.counts["stored"] += len(finished)
             self._settle(finished)

@@ -30,13 +30,14 @@ from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Priority
+from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.order import Access, KeyOrder, Watch
 from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
 from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.retry import ask_batch
+from lmcache_core.tiers.sizes import Sizes
 from lmcache_core.tiers.status import tier_status
 from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
 from lmcache_core.tiers.trouble import Trouble
@@ -86,9 +87,11 @@ class Tier:
         self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
         self._stored_bytes: dict[int, int] = {}
+        self._sizes = Sizes()
 
-    def start(self, post: Callable[[Call], None], epochs: Epochs, clock: Clock) -> None:
+    def start(self, post: Callable[[Call | Note], None], epochs: Epochs, clock: Clock) -> None:
         """Called once, by Tiering."""
+        self._post = post
         self._clock = clock
         self.losses = Losses(clock)
         connections = max(1, self.config.connections)
@@ -149,6 +152,22 @@ class Tier:
             self.kind(layout)
             size = self._stored_bytes[layout.fingerprint] = HEADER_BYTES + self.chain.encoded_bytes_max(layout)
         return size
+
+    def bytes_to_reserve(self, layout: Layout, known: int = 0) -> tuple[int, bool]:
+        """For one object of this layout, and whether that is more than a guess. `known`: what it takes, where it has
+        been encoded before. Raises what the serdes raise.
+
+        Where nothing is known, what is there without an eviction: the object is encoded, and then its size is known.
+        """
+        most = self.stored_bytes(layout)
+        if self.chain.is_identity:
+            return most, True
+        if known:
+            return known, True
+        capacity, seen = self.accounting.capacity_bytes, self._sizes.expected(layout.fingerprint)
+        if capacity is None or (seen is not None and seen <= capacity):
+            return (most if seen is None else seen), True
+        return min(most, max(1, self.accounting.headroom_bytes or 0)), False
 
     def ask(
         self,
@@ -238,18 +257,39 @@ class Tier:
         call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
         return self._submit_ordered(self._loads, call, keys, Access.LOAD, changed) or call
 
-    def store(self, batch: Sequence[Transfer], on_end: Callable[[Sequence[Outcome]], None]) -> TierReason | None:
+    def store(
+        self, batch: Sequence[Transfer], reserved: Sequence[int], on_end: Callable[[Sequence[Outcome]], None]
+    ) -> TierReason | None:
         """Store objects of one kind; `on_end(outcomes)` follows once nobody reads their views any more. The caller
-        has asked `stores_allowed` and found room. A reason given back means that nothing was begun."""
+        has asked `stores_allowed`, and found room for `reserved`, bytes for each object; those that turn out to be too
+        large for it are `NoRoom`. A reason given back means that nothing was begun."""
         deadline = self._clock.now + self.config.deadline_s
         keys = [transfer.tier_key for transfer in batch]
-        each_bytes = self.stored_bytes(batch[0].kind.layout)
-        reserved, namespace = each_bytes * len(batch), batch[0].namespace
+        fingerprint, namespace = batch[0].kind.layout.fingerprint, batch[0].namespace
+        held = guessed = 0
+
+        def hold(nbytes: int, of_that_guessed: int = 0) -> None:
+            nonlocal held, guessed
+            self.accounting.reserve(namespace, nbytes - held)
+            self.accounting.bytes_guessed += of_that_guessed - guessed
+            held, guessed = nbytes, of_that_guessed
+
+        def noted(note: Note) -> None:
+            sizes, room, not_encoded = note.result
+            for nbytes in sizes:
+                self._sizes.learn(fingerprint, nbytes)
+            hold(room, not_encoded)
+
+        def work() -> list[Outcome]:
+            if self.chain.is_identity:
+                return self._carrier.store(batch, deadline)
+            return self._carrier.store(batch, deadline, reserved, lambda *known: self._post(Note(noted, known)))
 
         def ended(call: Call) -> None:
-            self.accounting.reserve(namespace, -reserved)
-            failed = Outcome(Result.FAILED, each_bytes, error=repr(call.error))
-            outcomes: Sequence[Outcome] = call.result or [failed] * len(batch)
+            hold(0)
+            outcomes: Sequence[Outcome] = call.result or [
+                Outcome(Result.FAILED, nbytes, error=repr(call.error)) for nbytes in reserved
+            ]
             if not self._returned_late(call, self.writes):
                 self._judge(self.writes, "store", outcomes)
             self._books.stored(keys, outcomes)
@@ -258,13 +298,13 @@ class Tier:
         def late(call: Call) -> None:
             self._late(call, self.writes, "store")
             if call.state is CallState.EXPIRED:  # otherwise the lane still reads: wait for its end
-                self.accounting.reserve(namespace, -reserved)
+                hold(0)
                 on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
 
-        call = Call(lambda: self._carrier.store(batch, deadline), deadline, WRITE_BACK, ended, late)
+        call = Call(work, deadline, WRITE_BACK, ended, late)
         refused = self._submit_ordered(self._stores, call, keys, Access.STORE)
         if refused is None:
-            self.accounting.reserve(namespace, reserved)
+            hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
         return refused
 
     @property

@@ -34,7 +34,7 @@ from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job, Lookup
 from lmcache_core.tiers.l1 import L1, Committed
-from lmcache_core.tiers.lanes import Call
+from lmcache_core.tiers.lanes import Call, Note
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.tier import Tier
@@ -79,7 +79,7 @@ class Tiering:
     ) -> None:
         self._wake = wake
         self._clock = clock
-        self._ended: deque[Call] = deque()  # appended to by lane threads
+        self._ended: deque[Call | Note] = deque()  # appended to by lane threads
         self._turn = 0  # which kind of work comes next
         self._touched = True  # something has changed since the last step
         self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
@@ -310,6 +310,6 @@ class Tiering:
             logger.exception("a fault in the tiers; the server goes on")
             return False
 
-    def _post(self, call: Call) -> None:
+    def _post(self, call: Call | Note) -> None:
         self._ended.append(call)
         self._wake()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from typing import NamedTuple
 
@@ -46,6 +46,12 @@ class Transfer(NamedTuple):
         return serde_key(self.kind, self.key, self.namespace, self.epoch)
 
 
+class NoRoom(Outcome):
+    """Encoded, to `nbytes`, and not stored: that is more than was reserved. The medium was not asked."""
+
+    __slots__ = ()
+
+
 class Loaded(NamedTuple):
     """What became of one load. `reason` None: the object is in its view, whole and checked."""
 
@@ -68,13 +74,38 @@ class Carrier:
         self._stop = stop
         self._of_thread = threading.local()
 
-    def store(self, batch: Sequence[Transfer], deadline: float) -> list[Outcome]:
-        """Encode, sum, and store each object. `Outcome.nbytes` is its size on the medium."""
+    def store(
+        self,
+        batch: Sequence[Transfer],
+        deadline: float,
+        reserved: Sequence[int] | None = None,
+        encoded: Callable[[Sequence[int], int, int], None] | None = None,
+    ) -> list[Outcome]:
+        """Encode, sum, and store each object. `Outcome.nbytes` is its size on the medium.
+
+        `reserved`: bytes of room for each, as far as could be told; all of them together are never exceeded, and what
+        does not fit is `NoRoom`. `encoded(sizes, room, guessed)` is called before each call of the adapter, with the
+        sizes that have become known, all the room that the batch holds from now on, and how much of that is for what
+        is not encoded yet.
+        """
         scratch = self._scratch()
         outcomes: list[Outcome] = []
+        room, used = sum(reserved or ()), 0
         for part in self._parts(batch):
             scratch.reset()
-            items: list[StoreItem | str] = [self._packed(transfer, scratch) for transfer in part]
+            items: list[StoreItem | Outcome] = [self._packed(transfer, scratch) for transfer in part]
+            if reserved is not None:
+                sizes = [item.nbytes for item in items if isinstance(item, StoreItem)]
+                for at, item in enumerate(items):
+                    if not isinstance(item, StoreItem):
+                        continue
+                    if used + item.nbytes <= room:
+                        used += item.nbytes
+                    else:
+                        items[at] = NoRoom(Result.THROTTLED, item.nbytes)
+                room = min(room, used + sum(reserved[len(outcomes) + len(part) :]))
+                if encoded is not None:
+                    encoded(sizes, room, room - used)
             good = [item for item in items if isinstance(item, StoreItem)]
             stored = iter(call_batch(self._adapter.store, good, deadline, self._stop) if good else [])
             for item in items:
@@ -82,7 +113,7 @@ class Carrier:
                     outcome = next(stored)
                     outcomes.append(Outcome(outcome.result, item.nbytes, outcome.error, outcome.retryable))
                 else:
-                    outcomes.append(Outcome(Result.FAILED, error=item))
+                    outcomes.append(item)
         return outcomes
 
     def load(self, batch: Sequence[Transfer], deadline: float) -> list[Loaded]:
@@ -104,16 +135,16 @@ class Carrier:
         return loaded
 
     # --- one object ---------------------------------------------------------------------------------------
-    def _packed(self, transfer: Transfer, scratch: Scratch) -> StoreItem | str:
+    def _packed(self, transfer: Transfer, scratch: Scratch) -> StoreItem | Outcome:
         """The item to store, or why there is none."""
         page = scratch.take(HEADER_BYTES)
         layout = transfer.kind.layout
         try:
             encoded = self._chain.encode(transfer.view.toreadonly(), layout, transfer.serde_key, scratch)
         except CacheError as error:
-            return f"encoding failed: {error}"
-        except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
-            return f"encoding failed: {type(error).__name__}: {error}"
+            return Outcome(Result.FAILED, error=f"encoding failed: {error}")
+        except BaseException as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
+            return Outcome(Result.FAILED, error=f"encoding failed: {type(error).__name__}: {error}")
         payload = [memoryview(part) for part in encoded.buffers]
         # What the writer summed while it copied need not be summed again; encoded bytes have a sum of their own.
         checksum = transfer.checksum if self._chain.is_identity else None
@@ -167,7 +198,7 @@ class Carrier:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error), mismatched=True)
         except DamagedObjectError as error:
             return Loaded(TierReason.DAMAGED, outcome.nbytes, str(error))
-        except Exception as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
+        except BaseException as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
             return Loaded(TierReason.DAMAGED, outcome.nbytes, f"decoding failed: {type(error).__name__}: {error}")
         return Loaded(
             None,
