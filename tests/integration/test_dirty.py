@@ -292,3 +292,54 @@ def test_a_server_that_ends_answers_the_stores_that_wait(start: Callable[..., Wo
 def test_a_longer_wait_than_a_client_has_patience_for_is_refused() -> None:
     with pytest.raises(Exception, match="store_wait_s"):
         make_settings(name="t", dirty="wait", store_wait_s=6.0)
+
+
+# --- what comes back --------------------------------------------------------------------------------------------
+
+
+def read(at: World, first: int, count: int) -> None:
+    """Look up and read; every byte is checked."""
+    keys = [key(number) for number in range(first, first + count)]
+    found = at.client.lookup(keys, namespace=NAMESPACE, hold=True, wait_s=30.0)
+    into = [bytearray(NBYTES) for _ in keys]
+    assert at.client.retrieve(keys, into, namespace=NAMESPACE, promises=found.promises).hits == count
+    assert into == [payload(number) for number in range(first, first + count)]
+
+
+def loaded(at: World) -> int:
+    """Objects that have come from the tier."""
+    count: int = at.client.status()["counters"].get("loaded", 0)
+    return count
+
+
+def test_a_hot_prefix_is_answered_by_the_index_once_it_was_loaded_twice(start: Callable[..., World]) -> None:
+    at = start()
+    at.store(0, 20)
+    until(at.quiet, "the stores")
+    at.client.clear(NAMESPACE)
+    keys = [key(number) for number in range(100, 100 + SLOTS)]
+    with at.client.prepare_store(keys, namespace=NAMESPACE) as lease:
+        lease.abort(list(range(20)))
+        for expected in (20, 40):
+            at.store(1000 + expected, 20)
+            until(at.quiet, "a pool without room, of what can go")
+            read(at, 0, 20)
+            assert loaded(at) == expected
+            assert at.in_l1(0, 20) == (20 if expected == 40 else 0), "the first time for one reader"
+        read(at, 0, 20)
+        assert loaded(at) == 40, "the third time nobody asks the tier"
+        lease.abort()
+
+
+def test_what_is_loaded_while_there_is_room_stays_and_goes_before_what_no_tier_has(start: Callable[..., World]) -> None:
+    at = start()
+    at.store(0, 20)
+    until(at.quiet, "the stores")
+    at.client.clear(NAMESPACE)
+    read(at, 0, 20)
+    assert at.in_l1(0, 20) == 20
+    at.hangs()
+    assert at.store(100, SLOTS) == [Status.STORED] * SLOTS
+    assert at.in_l1(0, 20) == 0
+    assert at.in_l1(100, SLOTS) == SLOTS
+    at.goes_on()

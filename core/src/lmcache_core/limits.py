@@ -101,6 +101,7 @@ TIER_WARNING_PAUSE_S = 30.0  # a tier in trouble logs no more often than this; `
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
 ACCOUNTING_STEP_ENTRIES = 128  # scanned entries taken over in one turn of the loop
 PREFETCH_IN_FLIGHT_MAX = 8
+PREFETCHES_REMEMBERED = 1 << 16  # keys that were loaded from tiers lately: some 7 MB at most
 DRAIN_S = 30.0
 CHUNK_TOKENS = 256
 L1_WATERMARK = 0.8

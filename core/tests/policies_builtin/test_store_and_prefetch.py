@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lmcache_core.limits import PREFETCHES_REMEMBERED
 from lmcache_core.policies.contracts import StoreCandidate, TierView
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import DefaultStore, SkipL1Store
@@ -37,3 +38,21 @@ def test_each_key_comes_from_the_first_tier_in_order_that_has_it(where: list[tup
     for policy, retain in ((DefaultPrefetch(None), False), (RetainPrefetch(None), True)):
         plan = policy.plan(keys, found, TIERS)
         assert (list(plan.sources), plan.retain) == (expected, retain)
+
+
+def test_what_was_loaded_before_stays_and_what_there_is_room_for() -> None:
+    policy = DefaultPrefetch(None)
+    keys = [bytes([i]) * 32 for i in range(4)]
+    assert list(policy.retains(keys[:2], 0)) == [False, False]
+    assert list(policy.retains(keys, 0)) == [True, True, False, False]
+    assert list(DefaultPrefetch(None).retains(keys, 3)) == [True, True, True, False]
+    assert list(DefaultPrefetch(None).retains([], 3)) == []
+
+
+def test_what_is_remembered_of_loads_is_bounded_and_the_last_half_of_it_is_there() -> None:
+    policy = DefaultPrefetch(None)
+    keys = [number.to_bytes(32, "big") for number in range(2 * PREFETCHES_REMEMBERED)]
+    policy.retains(keys, 0)
+    assert len(policy._young) + len(policy._old) <= PREFETCHES_REMEMBERED
+    assert all(policy.retains(keys[-PREFETCHES_REMEMBERED // 2 :], 0))
+    assert not any(policy.retains(keys[:1000], 0))

@@ -53,6 +53,7 @@ class MemoryL1:
         self.loading: dict[tuple[int, bytes], int] = {}
         self.quarantined: set[int] = set()
         self.shielded: dict[tuple[int, bytes, int], None] = {}  # namespace, key, generation
+        self.room = 0  # below a watermark, which this L1 does not have
         self.let_go: list[int] = []  # how many of them at a time
         self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}
@@ -145,6 +146,9 @@ class MemoryL1:
         for named in wanted:
             if self.slot_of(namespace, named) is not None:
                 self.evict(named[0], namespace)
+
+    def room_for(self, layout_id: int) -> int:
+        return self.room
 
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         lease, self.next_lease = self.next_lease, self.next_lease + 1

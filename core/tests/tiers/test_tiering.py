@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.policies.prefetch import RetainPrefetch
+from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.format import tier_key
@@ -45,6 +45,46 @@ def test_a_default_prefetch_is_temporary_and_a_retaining_one_stays(doubles: Any)
     loop.tiering._lookups.policy = RetainPrefetch()
     loop.fetch([second])
     assert loop.l1.temporary == {(doubles.namespace, first)}
+
+
+def test_what_is_loaded_a_second_time_stays(doubles: Any) -> None:
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
+    contents = doubles.contents(3)
+    loop.store(contents)
+    loop.idle()
+    _evict_all(loop)
+    hot, *cold = contents
+    assert loop.l1.room == 0, "so that the first load is for one reader"
+    loop.fetch([hot])
+    assert loop.l1.temporary == {(doubles.namespace, hot)}
+    loop.l1.evict(hot)  # as its reader does
+    loop.fetch([hot, *cold])
+    assert loop.l1.temporary == {(doubles.namespace, key) for key in cold}
+
+
+def test_what_is_loaded_while_there_is_room_stays_as_far_as_that_goes(doubles: Any) -> None:
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
+    contents = doubles.contents(5)
+    loop.store(contents)
+    loop.idle()
+    _evict_all(loop)
+    loop.l1.room = 3
+    loop.fetch(list(contents))
+    assert loop.l1.temporary == {(doubles.namespace, key) for key in list(contents)[3:]}
+
+
+def test_a_policy_that_fails_to_say_what_stays_costs_no_load(doubles: Any) -> None:
+    class Failing(DefaultPrefetch):
+        def retains(self, keys: Any, room: int) -> Any:
+            raise RuntimeError("of its own")
+
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()), prefetch_policy=Failing())
+    contents = doubles.contents(2)
+    loop.store(contents)
+    loop.idle()
+    _evict_all(loop)
+    assert loop.fetch(list(contents)).hits == 2
+    assert loop.l1.temporary == {(doubles.namespace, key) for key in contents}
 
 
 def test_a_prefix_ends_at_the_first_key_that_is_nowhere(doubles: Any) -> None:

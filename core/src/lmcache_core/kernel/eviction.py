@@ -72,7 +72,7 @@ class Trimmer:
     def __init__(self, residents: Residents, watermark: float, evict_ratio: float) -> None:
         pool_bytes = residents.allocator.pool_bytes
         self._residents = residents
-        self._above_bytes = int(watermark * pool_bytes)
+        self.above_bytes = int(watermark * pool_bytes)
         self._cut_bytes = int(evict_ratio * pool_bytes)
         self._goal_bytes: int | None = None
 
@@ -83,7 +83,7 @@ class Trimmer:
             return 0
         used = residents.allocator.used_bytes
         if self._goal_bytes is None:
-            if used <= self._above_bytes:
+            if used <= self.above_bytes:
                 return 0
             self._goal_bytes = max(0, used - self._cut_bytes)
         over = used - self._goal_bytes

@@ -466,6 +466,10 @@ class Kernel:
         """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""
         return self._writing.may_evict(layout_id, keys)
 
+    def room_for(self, layout_id: int) -> int:
+        """How many more objects of a layout fit below the watermark without an eviction. Costs next to nothing."""
+        return self._writing.room_for(layout_id, self._trimmer.above_bytes)
+
     def _expire_due(self, now: float, session_id: int = SERVER_SESSION) -> None:
         """What every call begins with. `session_id`: who is to be named for what this call pushes out."""
         reasons = self._residents.reasons

@@ -70,6 +70,16 @@ class Writing:
         missing = keys - size_class.slots_free
         return missing > 0 and missing * size_class.slot_bytes > allocator.units_free * allocator.unit_bytes
 
+    def room_for(self, layout_id: int, watermark_bytes: int) -> int:
+        size_class = self._layouts.get(layout_id)
+        if size_class is None:
+            return 0
+        allocator, slot_bytes = self._residents.allocator, size_class.slot_bytes
+        a_unit = allocator.unit_bytes // slot_bytes
+        in_units = allocator.units_free * a_unit if a_unit else allocator.units_free // size_class.units_least
+        below = max(0, watermark_bytes - allocator.used_bytes) // slot_bytes
+        return min(below, size_class.slots_free + in_units)
+
     # --- prepare --------------------------------------------------------------------------------------------
 
     def prepare(

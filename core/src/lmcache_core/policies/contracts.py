@@ -70,3 +70,13 @@ class PrefetchPolicy(ABC):
         self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
     ) -> PrefetchPlan:
         """`found[tier][i]`: that tier has key i. Tiers that did not answer in time are missing from `found`."""
+
+    def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
+        """For each of these keys, whether it stays in the L1 after its first reader all the same.
+
+        Called with those that are about to be loaded, in order, where the plan does not `retain`. `room`: so many of
+        them fit into the L1 without an eviction, now or soon. What stays is evicted like everything else. By default
+        nothing stays.
+        """
+        del room
+        return [False] * len(keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lmcache_core.limits import PREFETCHES_REMEMBERED
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy, TierView
 
 
@@ -18,15 +19,29 @@ def first_with(count: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[
 
 
 class DefaultPrefetch(PrefetchPolicy):
-    """From the first tier that has it; out of the L1 again with its reader."""
+    """From the first tier that has it. What is loaded a second time stays in the L1 until it is evicted, and so does
+    what there is room for; all else leaves it with its reader."""
 
     def __init__(self, settings: object = None) -> None:
         del settings  # there is nothing to set
+        self._young: set[bytes] = set()  # of the keys that were loaded lately; the older half is forgotten at once
+        self._old: set[bytes] = set()
 
     def plan(
         self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
     ) -> PrefetchPlan:
         return PrefetchPlan(first_with(len(keys), found, tiers))
+
+    def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
+        return [self._seen(key) or at < room for at, key in enumerate(keys)]
+
+    def _seen(self, key: bytes) -> bool:
+        """Whether this key was loaded before; from now on it was."""
+        known = key in self._young or key in self._old
+        self._young.add(key)
+        if len(self._young) >= PREFETCHES_REMEMBERED // 2:
+            self._old, self._young = self._young, set()
+        return known
 
 
 class RetainPrefetch(PrefetchPolicy):

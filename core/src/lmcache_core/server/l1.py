@@ -256,6 +256,9 @@ class L1:
     def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
         self.kernel.drop_incarnations(namespace, wanted, self.clock.now, Reason.DROPPED)
 
+    def room_for(self, layout_id: int) -> int:
+        return self.kernel.room_for(layout_id)
+
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         ttl_s = max(0.0, deadline - self.clock.now)
         self.before_store(layout_id, len(keys))

@@ -172,6 +172,15 @@ class PrefetchPolicyContract(Contract):
 
         check()
 
+    def test_what_stays_is_said_for_each_key(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        for count in (0, 1, 5):
+            keys = [material.key(number) for number in range(count)]
+            for room in (0, 2, 1000):
+                stays = list(make_policy().retains(keys, room))
+                assert len(stays) == count, "one answer for each key"
+                assert all(isinstance(stay, bool) for stay in stays)
+                assert stays == list(make_policy().retains(keys, room)), "a fresh policy answers the same"
+
     def _check(
         self, plan: PrefetchPlan, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
     ) -> None:

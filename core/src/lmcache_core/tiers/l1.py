@@ -117,6 +117,10 @@ class L1(Protocol):
         error, and its successor stays."""
         ...
 
+    def room_for(self, layout_id: int) -> int:
+        """How many more objects of this layout fit without an eviction, now or soon."""
+        ...
+
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         """Reserve slots, in state LOADING, for objects of this layout. Granted in part, never all or nothing."""
         ...

@@ -8,7 +8,7 @@ lane has stopped writing to it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 
 from lmcache_core.clock import Clock
@@ -70,9 +70,10 @@ class LoadTable:
 
     # --- begin --------------------------------------------------------------------------------------------
     def begin(
-        self, job: Job, sources: dict[int, Sequence[str]], retain: bool, priority: Priority
+        self, job: Job, sources: dict[int, Sequence[str]], retained: Container[int], priority: Priority
     ) -> Callable[[], None]:
-        """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first.
+        """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first; `retained`:
+        positions that stay in the L1 after their reader.
 
         Returns what starts the new ones: the caller first learns, through `settle`, what the L1 refused, and
         may `detach` positions that are not worth loading any more.
@@ -86,7 +87,7 @@ class LoadTable:
             else:
                 load.waiters.append((job, position))
                 load.shared = True
-                load.retain |= retain
+                load.retain |= position in retained
         # The lease and the lanes share one deadline, so that both call a load late at the same moment.
         allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
                          if name in self._tiers), default=0.0)  # fmt: skip
@@ -95,7 +96,7 @@ class LoadTable:
         begun: list[Load] = []
         walk = iter(fresh)
         while page := list(islice(walk, BATCH_KEYS_MAX)):
-            begun += self._grant(job, page, sources, retain, deadline, refused)
+            begun += self._grant(job, page, sources, retained, deadline, refused)
         for position, reason in refused:
             self._settle(job, position, reason, 0)
         return lambda: self._start(begun, request.layout_id, deadline, priority)
@@ -112,7 +113,7 @@ class LoadTable:
         job: Job,
         page: Sequence[int],
         sources: dict[int, Sequence[str]],
-        retain: bool,
+        retained: Container[int],
         deadline: float,
         refused: list[tuple[int, TierReason | None]],
     ) -> list[Load]:
@@ -125,7 +126,7 @@ class LoadTable:
         begun: list[Load] = []
         for index, (position, grant) in enumerate(zip(page, loading.grants, strict=True)):
             if grant is LoadGrant.GRANTED:
-                load = Load(request.keys[position], request.namespace, epoch, sources[position], retain)
+                load = Load(request.keys[position], request.namespace, epoch, sources[position], position in retained)
                 load.waiters.append((job, position))
                 load.lease, load.position, load.nbytes = loading.lease, index, nbytes
                 load.generation = loading.generation

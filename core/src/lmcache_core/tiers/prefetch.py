@@ -223,10 +223,21 @@ class LookupController:
             return
         job.status = JobStatus.LOADING
         work.pending = wanted
+        retained = set(chosen.positions) if plan.retain else self._retained(work.policy, request, chosen.positions)
         start = self.loads.begin(
-            job, {position: sources[position] for position in chosen.positions}, plan.retain, work.priority
+            job, {position: sources[position] for position in chosen.positions}, retained, work.priority
         )
         start()
+
+    def _retained(self, policy: PrefetchPolicy, request: Lookup, positions: Sequence[int]) -> set[int]:
+        """Those of the positions that stay in the L1 although the plan does not say so."""
+        try:
+            stays = policy.retains([request.keys[at] for at in positions], self._l1.room_for(request.layout_id))
+            return {at for at, stay in zip(positions, stays, strict=True) if stay}
+        except Exception:  # a policy may be someone else's code
+            self.counts["policy_failed"] += 1
+            logger.exception("the prefetch policy failed: nothing that is loaded stays")
+            return set()
 
     # --- loading ------------------------------------------------------------------------------------------
     def _settled(self, job: Job, position: int, reason: TierReason | None, own: int) -> None:
