@@ -7,12 +7,12 @@ lane has stopped writing to it.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import islice
 
 from lmcache_core.clock import Clock
-from lmcache_core.errors import CacheError
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job
@@ -20,6 +20,8 @@ from lmcache_core.tiers.l1 import L1, LoadGrant, TierReason
 from lmcache_core.tiers.lanes import Call, Priority
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Loaded, Transfer
+
+logger = logging.getLogger(__name__)
 
 _SPREAD = 4  # a job's loads are cut into about so many calls, so that lanes share them
 _SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
@@ -156,7 +158,10 @@ class LoadTable:
         if tier is not None:
             try:
                 kind = tier.kind(self._l1.layout(layout_id))
-            except CacheError:  # such objects cannot have been stored there
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # such objects cannot have been stored there: the chain does not even describe itself
+                logger.exception("tier %s cannot hold objects of layout %d", name, layout_id)
                 self._elsewhere(part, [TierReason.TIER_ERROR] * len(part), layout_id, deadline, priority)
                 return
             batch = [Transfer(load.key, load.namespace, load.epoch, kind, load.transfer_view) for load in part]

@@ -200,7 +200,9 @@ class LookupController:
             plan = work.policy.plan([request.keys[position] for position in request.missing], work.found, views)
             if len(plan.sources) != len(request.missing):
                 raise UsageError(f"the plan has {len(plan.sources)} sources for {len(request.missing)} keys")
-        except Exception:  # a policy may be someone else's code
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a policy may be someone else's code
             self.counts["policy_failed"] += 1
             logger.exception("the prefetch policy failed: nothing is loaded")
             plan = PrefetchPlan([None] * len(request.missing))
@@ -234,7 +236,9 @@ class LookupController:
         try:
             stays = policy.retains([request.keys[at] for at in positions], self._l1.room_for(request.layout_id))
             return {at for at, stay in zip(positions, stays, strict=True) if stay}
-        except Exception:  # a policy may be someone else's code
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a policy may be someone else's code
             self.counts["policy_failed"] += 1
             logger.exception("the prefetch policy failed: nothing that is loaded stays")
             return set()

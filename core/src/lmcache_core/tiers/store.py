@@ -217,7 +217,9 @@ class StoreController:
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
         try:
             plan = self.policy.plan(candidates, views)
-        except Exception:  # a policy may be someone else's code
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a policy may be someone else's code
             self.counts["policy_failed"] += len(batch)
             self._reached_none(batch)
             logger.exception("the store policy failed: %d objects are not stored", len(batch))
@@ -278,7 +280,9 @@ class StoreController:
         try:
             layout = self._l1.layout(queue[0].object.layout_id)
             nbytes, known = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
-        except Exception:  # a serde may be someone else's code, and may not know this layout
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a serde may be someone else's code, in Rust, and may not know this layout
             logger.exception("tier %s cannot hold objects of layout %d", name, queue[0].object.layout_id)
             self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
             return True

@@ -302,10 +302,12 @@ class Tiering:
 
     def _guarded(self, method: Callable[..., Any], *arguments: Any) -> bool:
         """Whether it did something. Policies and serdes of others run on this thread: a bug of theirs must not end
-        the server."""
+        the server, nor a panic of Rust, which is no `Exception`."""
         try:
             return bool(method(*arguments))
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             self._faults += 1
             logger.exception("a fault in the tiers; the server goes on")
             return False

@@ -1,0 +1,108 @@
+"""A library in Rust panics with a `BaseException`: it fails in words, lanes and loop go on, and no call is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lmcache_core.serde.contract import Serde
+
+
+class Panic(BaseException):
+    """As pyo3's is: no `Exception`."""
+
+
+class Panicking(Serde):
+    """Does nothing to the bytes, and panics in one of its methods while it is told to."""
+
+    name = "panicking"
+
+    def __init__(self) -> None:
+        self.panics_in = ""
+
+    def _enter(self, method: str) -> None:
+        if method == self.panics_in:
+            raise Panic("index out of bounds")
+
+    def parameters(self) -> dict[str, Any]:
+        self._enter("parameters")
+        return {}
+
+    def encoded_bytes_max(self, nbytes: int, layout: Any) -> int:
+        self._enter("encoded_bytes_max")
+        return nbytes
+
+    def encode(self, src: memoryview, layout: Any, key: bytes) -> list[memoryview]:
+        self._enter("encode")
+        return [src]
+
+    def decode(self, src: memoryview, into: memoryview, layout: Any, key: bytes) -> None:
+        self._enter("decode")
+        into[:] = src
+
+
+def made(doubles: Any) -> tuple[Any, Panicking, Any, dict[bytes, bytes]]:
+    adapter, serde = doubles.adapter(), Panicking()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, serdes=[serde]))
+    loop.idle()
+    return adapter, serde, loop, doubles.contents(4)
+
+
+def works(doubles: Any, loop: Any) -> None:
+    """Another object goes there and comes back."""
+    loop.store(doubles.contents(1, first=100))
+    loop.idle()
+    loop.l1.evict(doubles.key(100))
+    assert loop.fetch([doubles.key(100)]).hits == 1
+    assert loop.l1.get(doubles.key(100)) == doubles.content(100)
+    assert loop.l1.held == 0
+    assert not loop.l1.shielded
+
+
+@pytest.mark.parametrize("method", ["encode", "encoded_bytes_max", "parameters"])
+def test_a_serde_that_panics_at_a_store_loses_these_objects_and_nothing_else(doubles: Any, method: str) -> None:
+    _, serde, loop, contents = made(doubles)
+    serde.panics_in = method
+    loop.store(contents)
+    loop.idle()
+    told = loop.tiering.status()["stores"]
+    assert told["counts"] == {"lost_tier_error": 4}
+    assert told["reached_no_tier"]["objects"] == 4
+    serde.panics_in = ""
+    loop.jump(60.0)
+    works(doubles, loop)
+
+
+@pytest.mark.parametrize("method", ["decode", "encoded_bytes_max"])
+def test_a_serde_that_panics_at_a_load_makes_it_a_miss(doubles: Any, method: str) -> None:
+    _, serde, loop, contents = made(doubles)
+    loop.store(contents)
+    loop.idle()
+    for key in contents:
+        loop.l1.evict(key)
+    serde.panics_in = method
+    job = loop.fetch(list(contents))
+    assert job.hits == 0
+    assert loop.l1.held == 0
+    serde.panics_in = ""
+    loop.jump(60.0)
+    works(doubles, loop)
+
+
+@pytest.mark.parametrize("method", ["store", "exists", "load", "delete", "scan"])
+def test_an_adapter_that_panics_costs_its_call_and_nothing_else(doubles: Any, method: str) -> None:
+    adapter, _, loop, contents = made(doubles)
+    adapter.errors[method] = Panic("index out of bounds")
+    loop.store(contents)
+    loop.until(lambda: loop.tiering.drained)
+    for key in contents:
+        loop.l1.evict(key)
+    job = loop.fetch(list(contents))
+    assert job.ended
+    loop.tiering.clear(None, tiers=True)
+    del adapter.errors[method]
+    loop.jump(60.0)
+    works(doubles, loop)
+    running = [lane["running"] for lane in loop.tiering.status()["tiers"][0]["lanes"].values()]
+    assert running == [0] * len(running)
