@@ -381,7 +381,7 @@ def test_a_call_that_failed_keeps_no_buffer_and_no_client(server: Server, how: s
             channel, buffer = client._links.current().channel, Buffer(NBYTES)
             gone.append(weakref.ref(buffer))  # type: ignore[arg-type]
             if how == "cut":
-                channel._quiet_since_s = time.monotonic() + WAIT_S  # it is not looked at before it is used
+                channel._called_at_s = time.monotonic() + WAIT_S  # it is not looked at before it is used
                 channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
             else:
                 channel.close("hung up")

@@ -16,6 +16,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
     from lmcache_core.trust import Trust
 
 _POLL_S = 1.0  # how long one blocking receive lasts before the deadline is looked at again
-_WHOLE, _WAIT, _DO_NOT_WAIT = (0,), (0,), (int(socket.MSG_DONTWAIT),)  # arguments of `recv_into`
+_DONTWAIT = int(socket.MSG_DONTWAIT)
+_WAIT, _DO_NOT_WAIT = (0,), (_DONTWAIT,)  # flags of a receive
 _BACKLOG_POLL_S = 0.001  # nothing tells when a full backlog has room again
 _FULL_POLL_S = 0.005  # nor when ZMQ's queue of 1,024 frames has, without taking the receiver's wake-up
 
@@ -59,9 +62,8 @@ class Connection(ABC):
         """The next frame, or None at the deadline, and now and then before it. Raises `DisconnectedError`. The same
         frame again, until `received` is called: a reader that is interrupted on the way loses nothing."""
 
-    @abstractmethod
-    def received(self) -> None:
-        """The last frame has been dealt with."""
+    received: Callable[[], None]
+    """The last frame has been dealt with."""
 
     @abstractmethod
     def ended(self) -> bool:
@@ -93,8 +95,9 @@ class LifelineConnection(Connection):
         self._connected = False
         self._fd = -1
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))
-        self._buffers = (self._buffer,)
+        self._receive_now = partial(sock.recv_into, self._buffer, 0)
         self._lengths: deque[int] = deque()  # of the frame in the buffer, until `received`
+        self.received = self._lengths.clear
         self._welcomed = False
         sock.setblocking(False)
         if path is None:
@@ -145,7 +148,7 @@ class LifelineConnection(Connection):
     def send(self, frame: bytes, deadline: float) -> bool:
         while True:
             try:
-                self._sock.send(frame, socket.MSG_DONTWAIT)
+                self._sock.send(frame, _DONTWAIT)
                 return True
             except BlockingIOError:
                 if not _ready(self._sock.fileno(), select.POLLOUT, deadline - time.monotonic()):
@@ -163,19 +166,17 @@ class LifelineConnection(Connection):
             try:
                 if self._welcomed:
                     # All of it in C: an interrupt comes before or after it, never between a frame and its length.
-                    lengths.extend(map(self._sock.recv_into, self._buffers, _WHOLE, flags))
+                    lengths.extend(map(self._receive_now, flags))
                 else:
                     lengths.append(self._receive_with_fd(flags[0]))
             except BlockingIOError:
                 return None
             except OSError as error:
                 raise DisconnectedError(f"the server went away: {error.strerror}") from error
-        if lengths[0] == 0:
+        nbytes = lengths[0]
+        if not nbytes:
             raise DisconnectedError("the server closed the connection")
-        return self._buffer[: lengths[0]]
-
-    def received(self) -> None:
-        self._lengths.clear()
+        return self._buffer[:nbytes]
 
     def _receive_with_fd(self, flags: int) -> int:
         """The first frame may carry the pool's descriptor; no later one does."""
@@ -244,6 +245,7 @@ class ZmqConnection(Connection):
         self._read_event = recv_monitor_message
         self._lock = threading.Lock()
         self._frames: deque[bytes] = deque()  # the frame received, until `received`
+        self.received = self._frames.clear
         self._polling = False
         try:
             with contextlib.ExitStack() as undo:
@@ -332,9 +334,6 @@ class ZmqConnection(Connection):
                         self._close_wake_fd()
             if self._wake_fd >= 0 and any(fd == self._wake_fd for fd, _ in ready):
                 os.eventfd_read(self._wake_fd)
-
-    def received(self) -> None:
-        self._frames.clear()
 
     def ended(self) -> bool:
         with self._lock:

@@ -117,10 +117,8 @@ class Lease(ABC):
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
         self._checksums.extend(unpack_u64(reply.checksums) if reply.checksums else _ZERO * count)
-        statuses = self.statuses
-        self._unsettled.update(
-            dict.fromkeys(at for at in range(first, first + count) if statuses[at] is Status.GRANTED)
-        )
+        statuses, granted = self.statuses, Status.GRANTED
+        self._unsettled.update(dict.fromkeys(at for at in range(first, first + count) if statuses[at] is granted))
         holding.page = self._asked = None
 
     def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Reply:

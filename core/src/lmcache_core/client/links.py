@@ -93,8 +93,9 @@ class Links:
 
         A link that is silent is one: what is asked over it ends at once, unless the server has been heard again.
         """
-        if self.occupancy.has_strays:
-            self.occupancy.tidy()
+        occupancy = self.occupancy
+        if occupancy.gone or occupancy.copying:  # every call comes here: a property costs 0.1 µs more
+            occupancy.tidy()
         link = self._link
         # A link that ended while nobody looked is noticed here, before something is asked over it in vain.
         if link is not None and not link.channel.found_lost():

@@ -155,8 +155,8 @@ class Occupancy:
         self._lock = threading.Lock()
         self._holdings: dict[int, Holding] = {}  # by their address
         self._ties: dict[int, _Tie] = {}  # to their leases
-        self._copying: dict[int, Holding] = {}  # by the thread that copies
-        self._gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
+        self.copying: dict[int, Holding] = {}  # by the thread that copies
+        self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
         self._closed = ""
         # Of threads in `end`. No `threading.Event`: its lock is taken in Python code, where an interrupt can leave it
@@ -167,11 +167,11 @@ class Occupancy:
 
     def open(self, lease: object, holding: Holding) -> None:
         """A lease is about to be asked for: from here on it is looked after."""
-        tie = _Tie(lease, self._gone.append)
+        tie = _Tie(lease, self.gone.append)
         tie.of = id(holding)
         self._ties[id(holding)] = tie
         if holding.copying is not None:
-            self._copying[holding.copying.thread] = holding
+            self.copying[holding.copying.thread] = holding
         self._holdings[id(holding)] = holding
         if self._closed:
             raise UsageError(self._closed)
@@ -218,7 +218,7 @@ class Occupancy:
 
     def lend(self, holding: Holding, lender: Any) -> Any:
         """Note something that lends a slot's memory. Raises `LeaseExpiredError` where none is lent any more."""
-        tie = _Tie(lender, self._gone.append)
+        tie = _Tie(lender, self.gone.append)
         tie.of = id(holding)
         lender.keeps = holding  # what shows the memory keeps the life lock, and the connection
         holding.borrowers.add(threading.get_ident())
@@ -233,29 +233,25 @@ class Occupancy:
         """Everything of it is settled, or its owner says that nobody touches it."""
         copying = holding.copying
         holding.forget()
-        if copying is not None and self._copying.get(copying.thread) is holding:
-            del self._copying[copying.thread]
+        if copying is not None and self.copying.get(copying.thread) is holding:
+            del self.copying[copying.thread]
         self._holdings.pop(id(holding), None)
         self._ties.pop(id(holding), None)
         for ender in list(self._enders):
             ender.put(None)
 
-    @property
-    def has_strays(self) -> bool:
-        """Whether `tidy` may have something to do. Costs next to nothing."""
-        return bool(self._gone) or threading.get_ident() in self._copying
-
     def tidy(self) -> None:
-        """Let go of what was left behind: by a lease that is no more, by a copy that was interrupted."""
-        for tie in list(self._gone):
+        """Let go of what was left behind: by a lease that is no more, by a copy that was interrupted. There is nothing
+        to do while both `gone` and `copying` are empty."""
+        for tie in list(self.gone):
             assert isinstance(tie, _Tie)
             holding, lease = self._holdings.get(tie.of), self._ties.get(tie.of)
             left = lease is None or lease() is None
             if holding is not None and (left or holding.barred) and not holding.occupied:
                 self.let_go(holding)
             with contextlib.suppress(ValueError):  # another thread was here, too
-                self._gone.remove(tie)
-        mine = self._copying.get(threading.get_ident())
+                self.gone.remove(tie)
+        mine = self.copying.get(threading.get_ident())
         if mine is not None and not mine.occupied:
             self.let_go(mine)
 

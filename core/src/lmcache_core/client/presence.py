@@ -11,6 +11,29 @@ import threading
 from types import FrameType
 
 
+def runs_here(frame: FrameType) -> bool:
+    """Whether the call with this frame is on this thread's stack."""
+    each: FrameType | None = sys._getframe()
+    while each is not None:
+        if each is frame:
+            return True
+        each = each.f_back
+    return False
+
+
+def runs_elsewhere(frame: FrameType) -> bool:
+    """Whether the call with this frame goes on in another thread. The interpreter says so when it is asked to clear
+    the frame, which it does not do to one that runs; `sys._current_frames()` would say it too, but holds a lock of the
+    interpreter's while it allocates, and in Python 3.11 a garbage collection in there ends in a deadlock."""
+    if runs_here(frame):
+        return False
+    try:
+        frame.clear()  # one that has ended, and that a traceback keeps, loses its variables
+    except RuntimeError:
+        return True
+    return False
+
+
 class Presence:
     """The call that made it, or one of its callers: `Presence(1)` is made in the caller's name, and so on."""
 
@@ -22,21 +45,8 @@ class Presence:
 
     @property
     def lasts(self) -> bool:
-        """Whether that call still goes on. Of another thread's the interpreter says so when it is asked to clear the
-        frame, which it does not do to one that runs; `sys._current_frames()` would say it too, but holds a lock of the
-        interpreter's while it allocates, and in Python 3.11 a garbage collection in there ends in a deadlock."""
-        if not self.is_ours:
-            try:
-                self._frame.clear()  # one that has ended, and that a traceback keeps, loses its variables
-            except RuntimeError:
-                return True
-            return False
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame is self._frame:
-                return True
-            frame = frame.f_back
-        return False
+        """Whether that call still goes on."""
+        return runs_here(self._frame) if self.is_ours else runs_elsewhere(self._frame)
 
     @property
     def is_ours(self) -> bool:
