@@ -110,6 +110,11 @@ def test_demo_whose_package_was_refused_says_why() -> None:
         arguments.run(arguments)
 
 
+@pytest.mark.parametrize("command", ["status", "explain", "tiers list", "tiers drain", "warm"])
+def test_every_command_that_asks_a_server_can_be_told_whose_it_is(run: Run, command: str) -> None:
+    assert "--server-uid UID" in run(*command.split(), "--help").stdout
+
+
 def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run) -> None:
     done = run("status", "--l1.size_bytes", "1")
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import socket
@@ -9,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.client.channel import Channel, Pending
-from lmcache_core.client.connection import Connection, LifelineConnection
+from lmcache_core.client.connection import Connection, LifelineConnection, ZmqConnection
 from lmcache_core.errors import DisconnectedError
 from lmcache_core.limits import FRAME_BYTES_MAX, OWED_FRAMES_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_request, encode
+from lmcache_core.trust import Trust
 
 WAIT_S = 60.0  # a safety net; what is awaited comes within milliseconds
 
@@ -463,3 +467,36 @@ def test_what_a_hung_server_is_owed_is_never_dropped_but_said_anew_over_the_next
     assert not channel.lost
     channel.post(m.Noop)
     assert channel.lost
+
+
+def descriptors() -> dict[str, str]:
+    """What this process has open, by number."""
+    found = {}
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the listing's own
+            found[each.name] = str(each.readlink())
+    return found
+
+
+def test_a_connection_that_is_left_to_the_parent_closes_the_descriptors_that_it_has_opened_itself(
+    tmp_path: Path,
+) -> None:
+    before = descriptors()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifeline = LifelineConnection(ours)
+    with theirs, (tmp_path / "pool").open("wb") as pool:
+        socket.send_fds(theirs, [encode(m.Noop(1))], [pool.fileno()])
+        assert lifeline.receive(time.monotonic() + WAIT_S) is not None  # nobody has taken the descriptor yet
+        lifeline.abandon()
+    assert descriptors() == before
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{tmp_path}/router")
+        connection = ZmqConnection(f"ipc://{tmp_path}/router", None, Trust.of_client(None))
+        wake_fd = str(connection._wake_fd)
+        child = os.fork()
+        if not child:
+            connection.abandon()
+            os._exit(int(wake_fd in descriptors()))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        connection.close()

@@ -23,7 +23,7 @@ from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.link_states import LinkEvent, LinkState
 from lmcache_core.client.occupancy import Occupancy
 from lmcache_core.client.results import Status
-from lmcache_core.errors import LeaseExpiredError, UsageError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
@@ -421,3 +421,51 @@ def test_closing_while_another_thread_copies_its_second_page_gives_no_slot_away(
         go_on.set()
         copier.join(WAIT_S)
     until(lambda: leases(watcher) == NONE, "the slot to come back")
+
+
+@pytest.mark.parametrize("way", ["dropped", "given up"])
+def test_a_lease_that_ends_after_the_next_server_was_told_of_it_is_settled_over_the_next_link(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Told of it by the attach that is under way: without another word it would stay until the client ends."""
+    with server.connect("writer") as client:
+        held = [client.prepare_store(KEYS[:2], namespace=SPACE)]
+        client._links.current().channel.close("lost")
+        attach = _STEPS[LinkState.ATTACHING]
+
+        def meanwhile(making: Handshake) -> LinkEvent | None:
+            event = attach(making)
+            if held and event is not None:  # the server has moved it to the new session
+                lease = held.pop()
+                if way == "given up":
+                    lease.give_up(DisconnectedError("lost"))
+                del lease
+                client._links.occupancy.tidy()
+            return event
+
+        with monkeypatch.context() as patch:
+            patch.setitem(_STEPS, LinkState.ATTACHING, meanwhile)
+            client.noop()
+        assert not held
+        until(lambda: leases(watcher) == NONE, "the slots to come back")
+        stored = watcher.store(KEYS[:4], [b"w" * NBYTES] * 4, namespace=SPACE)
+        assert stored.statuses == [Status.STORED] * 4
+
+
+@pytest.mark.parametrize("in_use", [0, 100])
+def test_a_lease_that_gives_views_one_after_another_keeps_nothing_of_those_that_are_gone(
+    server: Server, in_use: int
+) -> None:
+    with server.connect("reader") as client:
+        client.store(KEYS[:1], [b"a" * NBYTES], namespace=SPACE)
+        with client.prepare_retrieve(KEYS[:1], namespace=SPACE) as lease:
+            kept = [lease.view(0) for _ in range(in_use)]
+            for _ in range(2000):
+                assert lease.view(0)[0] == ord("a")
+            holding = lease._holding
+            assert len(holding.views) <= 4 * in_use + 200
+            assert len(holding.lent) <= 4 * in_use + 200
+            assert len(client._links.occupancy.gone) <= 200
+        for view in kept:
+            with pytest.raises(ValueError, match="released"):
+                view[0]

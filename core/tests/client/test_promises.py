@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
+import lmcache_core.client.lookups as lookups_room
 from lmcache_core.client.client import Client
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
@@ -104,7 +108,69 @@ def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(cli
     client.noop()
     assert interrupted
     assert client._links.current() is link
-    assert promises(client) <= interrupted // 20  # told in the last bytecodes, and lost by the caller
+    assert promises(client) == 0
+
+
+class AtChecks:
+    """Raises at the n-th place of a room at which the interpreter looks for interrupts: where a function begins, a
+    loop goes back, or a call into C has ended."""
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.raised = False
+        self._names: dict[CodeType, dict[int, str]] = {}
+        self._before = ""  # the instruction before this one, if it is of the same function, and nothing else ran since
+
+    def __enter__(self) -> AtChecks:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._before = ""
+        if not frame.f_code.co_filename.endswith(f"{os.sep}lookups.py"):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            code = frame.f_code
+            if code not in self._names:
+                self._names[code] = {each.offset: each.opname for each in dis.get_instructions(code)}
+            now, before = self._names[code][frame.f_lasti], self._before
+            self._before = now
+            if now == "RESUME" or before.startswith(("CALL", "JUMP_BACKWARD")):
+                self._left -= 1
+                if self._left == 0:
+                    self.raised = True
+                    raise KeyboardInterrupt
+        else:  # a return: of Python code, after which nobody looks
+            self._before = ""
+        return self._opcode
+
+
+def test_wherever_an_interrupt_comes_a_lookup_of_many_pages_is_told_of_all_its_promises_or_of_none(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups_room, "BATCH_KEYS_MAX", 2)  # so that there are several pages
+    at, told = 1, 0
+    while True:
+        held: tuple[int, ...] = ()
+        try:
+            with AtChecks(at) as checks:
+                held = client.lookup(KEYS, namespace=SPACE, hold=True).promises
+        except KeyboardInterrupt:
+            told += bool(held)
+        client.noop()
+        assert promises(client) == len(held), f"interrupted at check {at}"
+        client.free_lookup_locks(held)
+        if not checks.raised:
+            break
+        at += 1
+    assert at > 20
 
 
 @pytest.mark.parametrize("maps_pool", [True, False])

@@ -198,6 +198,28 @@ def test_a_worker_that_was_given_a_row_is_believed_once_it_has_locked_it(server:
         lock.close()
 
 
+def test_where_all_rows_are_taken_no_session_that_holds_a_promise_has_to_go(
+    server: Server, namespace: Namespace
+) -> None:
+    def seat_all() -> list[Session]:
+        callers = [Caller(f"uid {i % 8}") for i in range(WORKERS_MAX - 1)]  # one has stored
+        for caller in callers:
+            caller.can_pass_fd = True
+        return [hello(server, caller, wants_pool=True) for caller in callers]
+
+    keys = keys_of("a")
+    with server.connect() as worker:
+        assert worker.store(keys, [payload(namespace, 1)], namespace=namespace).stored == 1
+        seated = on_loop(server, seat_all)
+        holder, idle = seated[0], seated[1]  # the longest silent of all, and the next one
+        hold = lambda: server.kernel.lookup(holder.id, namespace.id, keys, server.clock.now, hold=True)  # noqa: E731
+        assert on_loop(server, hold).promise_id
+        with server.connect() as other:
+            assert other.store(keys_of("b"), [payload(namespace, 1)], namespace=namespace).stored == 1
+            assert holder.state is SessionState.SEATED
+            assert idle.state is SessionState.ENDED
+
+
 def test_over_zmq_a_hello_takes_no_row_and_nobody_is_believed_without_a_proof(server: Server) -> None:
     def rows() -> int:
         return sum(server.segment.tables.row_claimed(row) for row in range(WORKERS_MAX))

@@ -18,12 +18,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     parser.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
-    parser.add_argument(
-        "--server-uid", type=int, metavar="UID", help="who the server runs as, where that is neither we nor root"
-    )
+    add_server_uid_option(parser)
     parser.add_argument("--address", help="its ZMQ address instead, as ipc:///path or tcp://host:port")
     parser.add_argument("--server-public-key", type=Path, metavar="FILE", help="CURVE key of the server, for tcp")
     parser.add_argument("--client-secret-key", type=Path, metavar="FILE", help="our CURVE keys, for tcp")
+
+
+def add_server_uid_option(parser: argparse.ArgumentParser) -> None:
+    """Whom we may be connected to, besides ourselves and root."""
+    parser.add_argument(
+        "--server-uid", type=int, metavar="UID", help="who the server runs as, where that is neither we nor root"
+    )
 
 
 def connect(arguments: argparse.Namespace, command: str) -> Client:

@@ -9,15 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmcache_core.cli import connecting
 from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options, and one subcommand for each thing to do."""
-    name = os.environ.get("LMCACHE_CORE_NAME", "default")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
-    shared.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
+    connecting.add_options(shared)
     actions = parser.add_subparsers(
         title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
     )
@@ -47,11 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the server; 0. Raises what it answers as an error, and DisconnectedError where nobody answers."""
-    from lmcache_core.client.client import Client
-
-    with Client.connect(
-        arguments.name, runtime_dir=arguments.runtime_dir, client_name="lmcache-core tiers", maps_pool=False
-    ) as client:
+    with connecting.connect(arguments, "tiers") as client:
         if arguments.action == "list":
             _list(client.tiers_list(), as_json=arguments.json)
         elif arguments.action == "drain":

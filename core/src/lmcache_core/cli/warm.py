@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.cli.connecting import add_server_uid_option
 from lmcache_core.cli.walking import (
     EXIT_INTERRUPTED,
     Progress,
@@ -44,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="load at most so much (default: what the pool has room for, without evicting anything)",
     )
+    add_server_uid_option(parser)
     add_shared_options(parser)
 
 
@@ -58,7 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         walker = open_walker(arguments, settings, arguments.tier, stack)
         client = stack.enter_context(
             Client.connect(
-                settings.name, runtime_dir=settings.runtime_dir, client_name="lmcache-core warm", maps_pool=False
+                settings.name,
+                runtime_dir=settings.runtime_dir,
+                client_name="lmcache-core warm",
+                maps_pool=False,
+                server_uid=arguments.server_uid,
             )
         )
         interrupted = stack.enter_context(ending_between_objects())

@@ -201,6 +201,8 @@ class LifelineConnection(Connection):
         return bool(poller.poll(0))
 
     def abandon(self) -> None:
+        if self._fd >= 0:  # the welcome has come, and nobody has mapped the pool yet
+            os.close(self.take_fd())
         self._sock.close()
 
     def __del__(self) -> None:
@@ -355,6 +357,7 @@ class ZmqConnection(Connection):
     def abandon(self) -> None:
         # ZMQ's own threads did not come along: the socket can only be forgotten. pyzmq does so by process id.
         self._closed = True
+        self._close_wake_fd()
 
     def __del__(self) -> None:
         """As `close`, but for the lock: nobody else is here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -279,9 +278,7 @@ class WriteLease(Lease):
 
     def view(self, position: int) -> memoryview:
         """Writable bytes of the slot."""
-        view = memoryview(self._lent(position)).cast("B")
-        self._holding.views.append(weakref.ref(view))
-        return view
+        return self._holding.note_view(memoryview(self._lent(position)).cast("B"))
 
     def commit(self, positions: Sequence[int] | None = None, *, checksums: bool = True) -> list[Status]:
         """Publish these positions (None: all that are left). The caller has written every byte of them.
@@ -413,9 +410,7 @@ class ReadLease(Lease):
 
     def view(self, position: int) -> memoryview:
         """Read-only bytes of the slot."""
-        view = memoryview(self._lent(position)).cast("B").toreadonly()
-        self._holding.views.append(weakref.ref(view))
-        return view
+        return self._holding.note_view(memoryview(self._lent(position)).cast("B").toreadonly())
 
     @property
     def hits(self) -> int:

@@ -55,17 +55,46 @@ def result_of(reply: Reply, count: int) -> LookupResult:
     )
 
 
-def free_promise(reply: Reply) -> Callable[[int], m.Message] | None:
-    """What undoes an answer that nobody was told of."""
-    promise = reply.promise if isinstance(reply, m.Found) else 0
-    return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
+class Hearer:
+    """Who is to hear of promises. What was answered before they were `told` is undone when it is dropped.
+
+    `told` is set in one assignment for all pages, and whoever sets it returns at once. The interpreter looks for
+    interrupts where a function begins, a loop goes back and a call into C ends, so there is no such place between
+    that assignment and the caller's own: either the promises are freed, or the caller has them.
+    """
+
+    __slots__ = ("told",)
+
+    def __init__(self) -> None:
+        self.told = False
+
+    def undo(self, reply: Reply) -> Callable[[int], m.Message] | None:
+        """What takes an answer back."""
+        promise = reply.promise if isinstance(reply, m.Found) and not self.told else 0
+        return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
+
+
+class Answers:
+    """The answers to the pages of one lookup, whose promises are freed when this is dropped before they were told."""
+
+    def __init__(self) -> None:
+        self.hearer = Hearer()
+        self._pages: list[Pending] = []  # no hearer may keep these: they would never be dropped
+
+    def add(self, pending: Pending) -> None:
+        """One more page."""
+        self._pages.append(pending)
+
+    def drop(self) -> None:
+        """What was answered so far is of no use."""
+        self.hearer = Hearer()
+        self._pages = []
 
 
 def lookup_pages(
-    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
 ) -> LookupResult:
-    """Look up any number of keys, a frame at a time. A prefix ends with its first short page. `answers` keeps the
-    promises: its owner says, by `Pending.tell`, that the caller has them; dropped before that, they are freed."""
+    """Look up any number of keys, a frame at a time. A prefix ends with its first short page."""
     if options.window:
         return _lookup_window(link, keys, namespace, options, answers)
     pages: list[LookupResult] = []
@@ -78,7 +107,7 @@ def lookup_pages(
 
 
 def _lookup_window(
-    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
 ) -> LookupResult:
     """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
     keys with the next that every window is whole in one of them."""
@@ -90,7 +119,7 @@ def _lookup_window(
         page = _page(link, keys[first:end], namespace, options, answers)
         if first == 0 or page.hits >= window:
             break
-        answers.clear()  # of keys in no window
+        answers.drop()  # of keys in no window
         end = first + window - 1
     before, after = first, len(keys) - end
     return LookupResult(
@@ -104,13 +133,13 @@ def _lookup_window(
 
 
 def _page(
-    link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: list[Pending]
+    link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
 ) -> LookupResult:
-    make, undo = asking(namespace, join_keys(page), options), free_promise if options.hold else None
+    make, undo = asking(namespace, join_keys(page), options), answers.hearer.undo if options.hold else None
 
     def ask() -> Reply:
         pending = link.channel.start(make, undo, options.wait_s)
-        answers.append(pending)
+        answers.add(pending)
         return link.channel.wait(pending)
 
     return result_of(link.in_namespace(namespace, ask), len(page))
@@ -213,7 +242,7 @@ class Lookups:
         # The server answers in order: by the time it comes to the lookup, the namespace is registered.
         binding = link.start_binding(wanted.namespace)
         lookup = asking(wanted.namespace, wanted.blob, wanted.options)
-        undo = free_promise if wanted.options.hold else None
+        undo = Hearer().undo if wanted.options.hold else None  # `Pending.tell` is how its handle tells
         return _Asked(link, binding, link.channel.start(lookup, undo, wanted.options.wait_s, blocks=False))
 
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
@@ -262,13 +291,12 @@ class Lookups:
         return self._hits.find(keys, namespace, options.prefix)
 
     def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
-        answers: list[Pending] = []
+        answers = Answers()
         try:
             result = lookup_pages(self._links.current(), keys, namespace, options, answers)
         except CacheError as error:
             return unserved(len(keys), *self._links.refused(error))
-        for pending in answers:
-            pending.tell()
+        answers.hearer.told = True
         return result
 
     def now(self) -> float:

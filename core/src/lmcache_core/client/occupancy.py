@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from lmcache_core.protocol.codec import pack_positions
 if TYPE_CHECKING:
     from lmcache_core.client.link import Link
 
+_SWEEP_AT = 64  # views of one lease, before the first look at which of them are gone
 _LOOK_S = 0.01  # whoever waits for views to go looks so often: nothing runs when the last one does
 
 
@@ -71,8 +73,12 @@ class Holding:
         self.unheard: list[Page] = []  # given up with no answer: the lease may have them, at the server
         self.expired = False  # the server said so; it waits for our answer, which is the next settling call
         self.barred = ""  # why no slot is lent any more
-        self.views: list[weakref.ref[memoryview]] = []  # those that the lease gave; they keep us
-        self.lent: dict[int, weakref.ref[Any]] = {}  # what lends the memory of slots, by its address
+        # Those that the lease gave, and what lends the memory of slots; both by a number that is used once, so that
+        # one that is dead can be dropped while others come.
+        self.views: dict[int, weakref.ref[memoryview]] = {}
+        self.lent: dict[int, weakref.ref[Any]] = {}
+        self._numbers = count()
+        self._sweep_at = _SWEEP_AT
         self.borrowers: set[int] = set()  # threads that have asked for views
 
     @property
@@ -100,12 +106,28 @@ class Holding:
 
     def take_back(self) -> None:
         """Views raise `ValueError` from now on."""
-        for each in self.views:
+        for each in list(self.views.values()):
             view = each()
             if view is not None:
                 with contextlib.suppress(BufferError):  # a call is at work in it, or an array lies on it
                     view.release()
         self.views.clear()
+
+    def note_view(self, view: memoryview) -> memoryview:
+        """The lease gives this one."""
+        self.views[next(self._numbers)] = weakref.ref(view)
+        return view
+
+    def note_lender(self, tie: weakref.ref[Any]) -> None:
+        """This lends a slot's memory. Now and then those that are gone are forgotten: a lease may give any number of
+        views, one after another."""
+        self.lent[next(self._numbers)] = tie
+        if len(self.lent) >= self._sweep_at:
+            for noted in (self.lent, self.views):
+                for number, each in list(noted.items()):
+                    if each() is None:
+                        noted.pop(number, None)
+            self._sweep_at = 2 * len(self.lent) + _SWEEP_AT
 
     def left(self) -> list[int]:
         """The positions that the server takes to be ours, the unseen answer to the last question included."""
@@ -158,6 +180,7 @@ class Occupancy:
         self.copying: dict[int, Holding] = {}  # by the thread that copies
         self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
+        self._owed: list[Callable[[int], m.Message]] = []  # what ended since it was told
         self._closed = ""
         # Of threads in `end`. No `threading.Event`: its lock is taken in Python code, where an interrupt can leave it
         # taken for good. Putting into one of these is a single call into C, which waits for nothing.
@@ -218,11 +241,13 @@ class Occupancy:
 
     def lend(self, holding: Holding, lender: Any) -> Any:
         """Note something that lends a slot's memory. Raises `LeaseExpiredError` where none is lent any more."""
+        if len(self.gone) >= _SWEEP_AT:  # who only reads makes no call that would do it
+            self.tidy()
         tie = _Tie(lender, self.gone.append)
         tie.of = id(holding)
         lender.keeps = holding  # what shows the memory keeps the life lock, and the connection
         holding.borrowers.add(threading.get_ident())
-        holding.lent[id(lender)] = tie
+        holding.note_lender(tie)
         if holding.barred:  # looked at only now: whoever bars looks at what is lent after that
             raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
         return lender
@@ -258,12 +283,33 @@ class Occupancy:
     def let_go(self, holding: Holding) -> None:
         """Tell the server that nobody touches any of it, without waiting for its answer."""
         self._expect_no_page(holding)
-        link, positions = holding.link, holding.left()
-        if link is not None and not link.channel.lost:
-            known = len(positions) if holding.id else 0  # an optimistic one has no id, and the server nothing to free
-            for first in range(0, known, BATCH_KEYS_MAX):
-                link.channel.post(settle_page(holding.let_go, holding.id, positions[first : first + BATCH_KEYS_MAX]))
+        self.tell_end(holding)
         self.ended(holding)
+
+    def tell_end(self, holding: Holding) -> None:
+        """Tell the server that nobody touches what is left of it, without waiting for its answer."""
+        while (link := holding.link) is not None and not holding.over:
+            if not link.channel.lost:
+                for page in self._pages_left(holding):
+                    link.channel.post(page)
+                return
+            with self._lock:
+                if holding.link is link:  # otherwise there is a new one by now
+                    told = self._declared
+                    if told is not None and told.epoch == link.epoch and not told.left:  # it is taken to go on
+                        self._owed += self._pages_left(holding)
+                    self._holdings.pop(id(holding), None)  # within the lock, or it might be declared now
+                    return
+
+    @staticmethod
+    def _pages_left(holding: Holding) -> list[Callable[[int], m.Message]]:
+        """The messages that end what is left of it."""
+        positions = holding.left()
+        known = len(positions) if holding.id else 0  # an optimistic one has no id, and the server nothing to free
+        return [
+            settle_page(holding.let_go, holding.id, positions[first : first + BATCH_KEYS_MAX])
+            for first in range(0, known, BATCH_KEYS_MAX)
+        ]
 
     def end(self, timeout_s: float, why: str, *, closing: bool = False) -> tuple[list[int], list[Holding]]:
         """All of it is to end. Waits for copies under way, `timeout_s` at most, and not for what nobody but this thread
@@ -322,6 +368,7 @@ class Occupancy:
         has them then: they keep the locks of both."""
         with self._lock:
             self._declared = link
+            self._owed.clear()  # what is not declared now is settled by that
             declared = [each for each in self._held_of(link.epoch) if each.id]
             for holding in declared:
                 holding.life_locks += (life_lock,)
@@ -339,6 +386,10 @@ class Occupancy:
                     holding.link, holding.life_locks = successor, new
                 else:
                     holding.life_locks = tuple(each for each in holding.life_locks if each not in new)
+            owed = self._owed if successor.epoch == link.epoch else []
+            self._owed = []
+        for message in owed:
+            successor.channel.post(message)
         for holding in moved:
             self._take_back_unheard(holding)
 

@@ -260,14 +260,16 @@ class Sessions:
         self._end(session, SessionEvent.DROP, now)
 
     def _free_row(self, pid: int) -> tuple[int, int]:
-        """(row, nonce). Where all rows are taken, the longest silent session that has not attached loses its own."""
+        """(row, nonce). Where all rows are taken, the longest silent session that has not attached, and holds no
+        promise, is ended and leaves its own."""
         try:
             return self._segment.claim_row(pid)
         except LimitError:
             seated = [each for each in self._by_id.values() if each.state is SessionState.SEATED]
-            if not seated:
+            idle = [each for each in seated if not self._kernel.holds(each.id)]
+            if not idle:
                 raise
-            self._end_to_make_room(min(seated, key=lambda each: each.heard_at_s), self._loop.clock.now)
+            self._end_to_make_room(min(idle, key=lambda each: each.heard_at_s), self._loop.clock.now)
             return self._segment.claim_row(pid)
 
     def _seat(self, session: Session, row: int, nonce: int) -> None:
