@@ -195,7 +195,7 @@ def test_an_adopting_server_believes_nothing_that_does_not_fit(
     assert usage.used_bytes == usage.bytes_by_state["ready"]
 
     # It goes on as any pool does, to the last slot.
-    layout_id = l1.layout_id(LAYOUTS[2])
+    layout_id = l1.layout_id(LAYOUTS[2], frozenset)
     l1.add_layout(layout_id, LAYOUTS[2])
     for first in range(0, 1000, 100):
         keys = [(1 << 40 | number).to_bytes(32, "little") for number in range(first, first + 100)]

@@ -191,7 +191,7 @@ def other_layout(at: World) -> None:
     server, stored = at.server, threading.Event()
 
     def store() -> None:
-        layout_id, now = server.l1.layout_id(wide), server.clock.now
+        layout_id, now = server.l1.layout_id(wide, frozenset), server.clock.now
         granted = server.kernel.prepare_store(SERVER_SESSION, NS.id, layout_id, [key("k")], now)
         server.kernel.commit_store(SERVER_SESSION, granted.lease_id, now)
         stored.set()

@@ -240,6 +240,7 @@ class Untouched:
             slab = allocator.slab_at(offset)
             item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum, self._kind)
             slab.unmade -= 1
+            residents.objects_by_layout[layout_id] += 1
             if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
                 (gone if key is not None else lost).append(item)
                 continue
@@ -340,6 +341,7 @@ class FormerSlots:
             slab = residents.allocator.slab_at(offset)
             item = seated(slab, offset, State(state), b"", 0, 0, None)
             residents.count(item.state, 1, item.nbytes)
+            residents.objects_by_layout[item.layout_id] += 1
             residents.charge([item], +1)
             if item.state is State.DOOMED:
                 item.holds = 1

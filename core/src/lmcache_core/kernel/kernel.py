@@ -84,6 +84,15 @@ class Kernel:
         """Objects of `layout_id` have `nbytes` bytes. Repeating it is no error; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
 
+    def forget_layout(self, layout_id: int) -> None:
+        """The id may be registered anew, for objects of another size. The caller has seen that it is not in use: by
+        `uses_layout`, and by whoever may still ask for slots of it."""
+        self._writing.forget_layout(layout_id)
+
+    def uses_layout(self, layout_id: int) -> bool:
+        """Whether an object of it is in a slot: written, loaded, ready, or held by a lease after its end."""
+        return self._residents.objects_by_layout.get(layout_id, 0) > 0
+
     def layout_of(self, namespace: int) -> int | None:
         """The layout of the namespace's objects; None where it has none. No adopted object is made for it."""
         item = next(iter(self._residents.table.of(namespace)), None)

@@ -6,7 +6,7 @@ disagree. All methods take whole batches.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class Residents:
         self.effects: list[Effect] = []
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
+        self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
         self.evictions = 0
         self.made_way = 0  # evicted, or cleared before its step, because somebody needed the room
         self.policy_faults = 0
@@ -78,6 +79,9 @@ class Residents:
         self.count(before, -len(objects), -nbytes)
         if after is State.FREE:
             self.allocator.free(objects)
+            by_layout = self.objects_by_layout
+            for item in objects:
+                by_layout[item.layout_id] -= 1
         else:
             self.count(after, len(objects), nbytes)
 
@@ -115,6 +119,7 @@ class Residents:
     def granted(self, objects: Sequence[Incarnation], live: State, nbytes: int, row: int) -> None:
         """Objects that stand in the table and have their slots: the first step of each incarnation."""
         self.count(live, len(objects), nbytes)
+        self.objects_by_layout[objects[0].layout_id] += len(objects)  # one grant is of one layout
         self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
 
     def change_owner(self, objects: Sequence[Incarnation], state: State, row: int) -> None:

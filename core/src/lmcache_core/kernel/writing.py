@@ -62,6 +62,10 @@ class Writing:
             )
         self._layouts[layout_id] = self._residents.allocator.size_class(nbytes)
 
+    def forget_layout(self, layout_id: int) -> None:
+        self._layouts.pop(layout_id, None)
+        self._residents.objects_by_layout.pop(layout_id, None)
+
     def may_evict(self, layout_id: int, keys: int) -> bool:
         size_class = self._layouts.get(layout_id)
         if size_class is None:

@@ -382,6 +382,10 @@ class Segment:
         """Publish a layout under its id."""
         self.tables.add_layout(layout_id, fingerprint, nbytes)
 
+    def remove_layout(self, layout_id: int) -> None:
+        """Take a layout back. Nobody uses it, and no object of it is in the pool."""
+        self.tables.remove_layout(layout_id)
+
     @property
     def layouts(self) -> dict[int, LayoutRow]:
         """Every published layout by its id."""

@@ -130,7 +130,7 @@ class Tables:
     # --- layouts ----------------------------------------------------------------------------------------
 
     def add_layout(self, layout_id: int, fingerprint: int, nbytes: int) -> None:
-        """Publish a layout. The same id may be given again only with the same layout."""
+        """Publish a layout. The same id may be given again with the same layout, or once it was removed."""
         if not 0 <= layout_id < self._header.layout_rows:
             raise LimitError(f"layout id {layout_id} is over the pool's {self._header.layout_rows} layouts")
         row = LayoutRow(fingerprint, nbytes)
@@ -138,6 +138,10 @@ class Tables:
         if known is not None and known != row:
             raise UsageError(f"layout id {layout_id} is {known} and cannot become {row}")
         self._pack(_LAYOUT, self._layout_offset(layout_id), fingerprint, nbytes, 1)
+
+    def remove_layout(self, layout_id: int) -> None:
+        """Take a layout back: its id may be given to another one."""
+        self._pack(_LAYOUT, self._layout_offset(layout_id), 0, 0, 0)
 
     @property
     def layouts(self) -> dict[int, LayoutRow]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -83,9 +83,10 @@ class L1:
         self._untold: deque[Effect] = deque()
         self._policy_quiet_until_s = 0.0
 
-    def layout_id(self, layout: Layout) -> int:
+    def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]]) -> int:
         """The id of a layout, that which it had with a former server if objects of it were adopted; of a new one
-        an id that nothing else has had. Raises `LimitError` where there is none left."""
+        an id that nothing else has. `in_use`: says the ids that namespaces have. Where no id is left, layouts that
+        nobody uses are forgotten. Raises `LimitError` where each is in use."""
         for known, each in self.layouts.items():
             if each == layout:
                 return known
@@ -95,8 +96,32 @@ class L1:
                 return known
         taken = self.layouts.keys() | self.former_layouts.keys()
         if len(taken) >= LAYOUTS_MAX - 1:
-            raise LimitError(f"{LAYOUTS_MAX - 1} layouts are registered: restart the server to forget old ones")
+            self._forget_layouts(in_use)
+            taken = self.layouts.keys() | self.former_layouts.keys()
+        if len(taken) >= LAYOUTS_MAX - 1:
+            raise LimitError(
+                f"{LAYOUTS_MAX - 1} layouts are in use, by sessions or by objects in the pool: clear namespaces whose "
+                "objects nobody wants any more"
+            )
         return next(free for free in count(1) if free not in taken)
+
+    def _forget_layouts(self, in_use: Callable[[], Set[int]]) -> None:
+        """Forget every layout that nothing uses: no namespace, no lookup under way, and no object in a slot, which
+        is all that leases hold and stores to tiers read."""
+        if self.kernel.adoption.under_way:  # not all objects are known yet
+            return
+        self.apply()
+        used = in_use() if self.tiering is None else in_use() | self.tiering.layouts_in_use()
+        for layout_id in [*self.layouts, *self.former_layouts.keys() - self.layouts.keys()]:
+            if layout_id in used or self.kernel.uses_layout(layout_id):
+                continue
+            self.kernel.forget_layout(layout_id)
+            if self.index is not None:
+                self.index.remove_layout(layout_id)
+            self.segment.remove_layout(layout_id)
+            self.layouts.pop(layout_id, None)
+            self.former_layouts.pop(layout_id, None)
+            self.counters["layouts_forgotten"] += 1
 
     def add_layout(self, layout_id: int, layout: Layout) -> None:
         """Objects of this layout may come. Raises `UsageError` where the pool cannot have them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import NAMESPACES_PER_SESSION_MAX
 from lmcache_core.pool.layout import Layout
@@ -27,10 +28,11 @@ class Namespaces:
         self._kernel = kernel
         self._l1 = l1
         self._in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
+        self._by_layout: Counter[int] = Counter()  # namespaces in use
 
     def register(self, session: Session, namespace: int, layout: Layout) -> int:
         """Bind the session to a namespace; the layout's id. Raises `UsageError` where the namespace has another."""
-        layout_id = self._l1.layout_id(layout)
+        layout_id = self._layout_id(session, layout)
         known, sessions = self._in_use.get(namespace, (self._kernel.layout_of(namespace), 0))
         if known is not None and known != layout_id:
             raise UsageError(
@@ -42,6 +44,8 @@ class Namespaces:
         if namespace not in session.namespaces:
             self._in_use[namespace] = layout_id, sessions + 1
             session.namespaces[namespace] = layout_id
+            if not sessions:
+                self._by_layout[layout_id] += 1
             if len(session.namespaces) > NAMESPACES_PER_SESSION_MAX:
                 self._forget(session, next(iter(session.namespaces)))
         return layout_id
@@ -57,6 +61,22 @@ class Namespaces:
         layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
         if sessions:
             self._in_use[namespace] = layout_id, sessions
+            return
+        self._by_layout[layout_id] -= 1
+        if not self._by_layout[layout_id]:
+            del self._by_layout[layout_id]
+
+    def _layout_id(self, session: Session, layout: Layout) -> int:
+        """Where the pool has no room for one more layout, the session forgets the older half of its namespaces: their
+        layouts go, if nobody else uses them and no object has them."""
+        try:
+            return self._l1.layout_id(layout, self._by_layout.keys)
+        except LimitError:
+            if not session.namespaces:
+                raise
+            for namespace in list(session.namespaces)[: len(session.namespaces) // 2 + 1]:
+                self._forget(session, namespace)
+            return self._l1.layout_id(layout, self._by_layout.keys)
 
     def _described(self, layout_id: int) -> str:
         layout = self._l1.layouts.get(layout_id)

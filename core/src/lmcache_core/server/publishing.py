@@ -45,6 +45,10 @@ class Publisher:
         """Objects of this layout will be published."""
         self._nbytes_by_layout[layout_id] = nbytes
 
+    def remove_layout(self, layout_id: int) -> None:
+        """No objects of this layout are left, and its id may become another's."""
+        self._nbytes_by_layout.pop(layout_id, None)
+
     def publish(self, objects: Sequence[Incarnation]) -> None:
         """Let workers find these. Their slots are marked ready."""
         left_out = len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))

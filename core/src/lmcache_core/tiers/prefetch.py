@@ -115,6 +115,9 @@ class LookupController:
     def idle(self) -> bool:
         return not self._work and not self._finished
 
+    def layouts_in_use(self) -> set[int]:
+        return {job.request.layout_id for job in self._work}
+
     def cancel(self, job: Job) -> None:
         if not job.ended:
             self._give_up(job, TierReason.CANCELLED, JobStatus.CANCELLED)

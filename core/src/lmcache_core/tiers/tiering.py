@@ -131,6 +131,10 @@ class Tiering:
         """The tiers, in order."""
         return list(self._tiers)
 
+    def layouts_in_use(self) -> set[int]:
+        """Ids of the layouts that lookups under way may ask slots for."""
+        return self._lookups.layouts_in_use()
+
     def cancel(self, job: Job) -> None:
         """The request went away. What nobody else waits for is released; `on_done` is called, if it was not."""
         self._settled = True

@@ -160,7 +160,7 @@ def _fill(settings: Settings, objects: int) -> None:
     kernel = build_kernel(settings, load_plugins(), segment)
     kernel.add_memory(segment.header.data_bytes)
     l1 = L1(kernel, segment, Clock(), lambda effect: None)
-    layout_id = l1.layout_id(NAMESPACE.layout)
+    layout_id = l1.layout_id(NAMESPACE.layout, frozenset)
     l1.add_layout(layout_id, NAMESPACE.layout)
     kernel.open_session(1, 0)
     kernel.attach_session(1, 0)
