@@ -250,6 +250,51 @@ class Actor:
         if any(before != after for (_, before), (_, after) in zip(seen[::2], seen[1::2], strict=True)):
             raise Broken("bytes under a read lease have changed, and finish() said that they stood")
 
+    # --- slowly, and meanwhile ----------------------------------------------------------------------------
+
+    def store_slowly(self) -> None:
+        """Its copy stands still for a while."""
+        self.dawdle([0.4, 1.2])
+        self.store()
+
+    def read_slowly(self) -> None:
+        """What it has just stored, under a lease; its copy outlasts the lease's time."""
+        namespace, numbers = self.choose()
+        keys = [key(number) for number in numbers]
+        self.client.store(keys, self.contents(namespace, numbers), namespace=NAMESPACES[namespace])
+        held = self.client.lookup(keys, namespace=NAMESPACES[namespace], hold=True, prefix=False)
+        if held.promises:
+            self.shadow.told.update(held.promises)
+            self.dawdle([9.0, 11.0])
+            self.retrieve(held.promises, (namespace, numbers))
+
+    def dawdle(self, choices: Sequence[float]) -> None:
+        task = self.world.task
+        assert task is not None
+        task.dawdles_s = self.chance.choice(choices)
+
+    def pause_briefly(self) -> None:
+        self.pause([0.05, 0.2, 0.4])
+
+    def pause_long(self) -> None:
+        self.pause([8.2, 8.6, 9.2])
+
+    def pause(self, choices: Sequence[float]) -> None:
+        task = self.world.task
+        assert task is not None
+        task.wait(self.world.now + self.chance.choice(choices))
+
+    def turn_over(self) -> None:
+        """Store so much that each slot that is free, or may be made free, is given to somebody."""
+        for namespace in range(len(NAMESPACES)):
+            for first in range(0, KEYS, 6):
+                numbers = list(range(first, first + 6))
+                self.client.store(
+                    [key(number) for number in numbers],
+                    self.contents(namespace, numbers),
+                    namespace=NAMESPACES[namespace],
+                )
+
     # --- the rest -----------------------------------------------------------------------------------------
 
     def pin(self) -> None:
@@ -299,17 +344,37 @@ OPERATIONS: dict[str, Callable[[Actor], None]] = {
     "end_session": Actor.end_session,
     "close": Actor.close,
     "drop": Actor.drop,
+    "store_slowly": Actor.store_slowly,
+    "read_slowly": Actor.read_slowly,
+    "pause_briefly": Actor.pause_briefly,
+    "pause_long": Actor.pause_long,
+    "turn_over": Actor.turn_over,
 }
-WEIGHTS = [8, 6, 5, 4, 3, 5, 5, 1, 1, 1, 2, 1]
+WEIGHTS = [8, 6, 5, 4, 3, 5, 5, 1, 1, 1, 2, 1, 0, 0, 0, 0, 0]  # the last ones come in scenes only
+SCENES: list[list[tuple[int, int, str]]] = [
+    # What meets too seldom by itself: (client, thread, operation). They come first, and the plan goes on from there.
+    [(0, 0, "read_slowly"), (1, 0, "pause_long"), (1, 0, "turn_over")],
+    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "close"), (1, 0, "pause_briefly"), (1, 0, "turn_over")],
+    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "end_session"), (1, 0, "turn_over")],
+]
+SCENES_OF_A_HUNDRED = 24  # schedules that begin with one
 FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server"]
 FAULT_WEIGHTS = [3, 3, 4, 1, 3, 2]
+
+
+def scene_of(seed: int) -> list[Step]:
+    """What a schedule begins with, if anything."""
+    chance = random.Random(f"{seed}/scene")
+    if chance.randrange(100) >= SCENES_OF_A_HUNDRED:
+        return []
+    return [Step(kind, client, thread, chance.getrandbits(32)) for client, thread, kind in chance.choice(SCENES)]
 
 
 def plan_of(seed: int) -> list[Step]:
     """What is to happen in a schedule."""
     chance = random.Random(f"{seed}/plan")
     clients = chance.randint(2, 4)
-    steps = []
+    steps = scene_of(seed)
     for client in range(clients):
         for thread in range(chance.choice([1, 2, 2])):
             for _ in range(chance.randint(4, 12)):
@@ -343,6 +408,7 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
             for position, offset in chosen:
                 ctypes.memmove(base + offset, found[position][0], OBJECT_BYTES // 2)
             task.work()
+            _dawdle(task)
             checksums = copy_in(base, chosen, found, layout, **options)
             complete = True
         finally:
@@ -356,6 +422,7 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
         places = [shadow().begin_read(task, base + offset) for _, offset in chosen]
         try:
             task.work()
+            _dawdle(task)
             copy_out(base, chosen, found, layout, **options)
             task.breathe()
         finally:
@@ -363,6 +430,12 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
                 shadow().end_read(task, place)
 
     client_module.copy_in, retrieving_module.copy_out = slow_in, slow_out
+
+
+def _dawdle(task: Task) -> None:
+    if task.dawdles_s:
+        until, task.dawdles_s = task.world.now + task.dawdles_s, 0.0
+        task.wait(until)
 
 
 def watch_waits() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from lmcache_core.client import leases as client_leases
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
-from lmcache_core.client.occupancy import Holding
+from lmcache_core.client.occupancy import Holding, Occupancy
 from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.adoption import Adoption
@@ -118,8 +118,18 @@ def the_end_of_a_session_settles_nothing() -> None:
 
 
 def a_client_ends_while_its_threads_copy() -> None:
-    """It says goodbye for slots that it is inside of."""
-    Holding.occupied = property(lambda self: False)  # type: ignore[assignment]
+    """It says goodbye for slots that it is inside of. Who copies still looks after its own lease."""
+    end, occupied, ending = Occupancy.end, Holding.occupied.fget, []  # type: ignore[attr-defined]
+
+    def hasty(self: Occupancy, *arguments: Any, **options: Any) -> Any:
+        ending.append(self)
+        try:
+            return end(self, *arguments, **options)
+        finally:
+            ending.pop()
+
+    Occupancy.end = hasty  # type: ignore[method-assign]
+    Holding.occupied = property(lambda self: not ending and occupied(self))  # type: ignore[assignment]
     Holding.occupied_by_others = property(lambda self: False)  # type: ignore[assignment]
 
 

@@ -124,8 +124,12 @@ class ServerNode:
         self.turn(serve)
 
     def fires(self, fd: int) -> None:
-        """A pidfd that the server watches."""
-        if self.server is not None and (handler := self.server.loop._handlers.get(fd)) is not None:
+        """A pidfd that the server watches; or one of its predecessor's, whose number may be another's by now."""
+        if self.server is None or (handler := self.server.loop._handlers.get(fd)) is None:
+            return
+        ready = select.poll()
+        ready.register(fd, select.POLLIN)
+        if ready.poll(0):
             self.turn(lambda server: handler(select.EPOLLIN) if server.loop._handlers.get(fd) is handler else None)
 
     def turn(self, work: Callable[[Server], None] = lambda server: None) -> None:

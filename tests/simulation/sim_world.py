@@ -113,6 +113,7 @@ class Task:
         self.done = False
         self.busy_since = 0.0  # with its operation
         self.quick = ""  # what it is doing that must not wait for the server
+        self.dawdles_s = 0.0  # in the middle of its next copy
         self.go = _thread.allocate_lock()
         self.go.acquire()
         self._work = work

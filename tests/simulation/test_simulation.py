@@ -12,15 +12,13 @@ import pytest
 RUN = Path(__file__).with_name("run.py")
 PLANTED = re.findall(r"^def (\w+)\(\) -> None:", RUN.with_name("sim_faults.py").read_text(), re.MULTILINE)
 SCHEDULES = 600
-# Found too seldom to be asked for in every run; docs/internals/simulation.md has the figures.
-RARE = {"the_pins_of_a_slow_reader_expire", "a_client_ends_while_its_threads_copy"}
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(RUN), *arguments], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in PLANTED if fault not in RARE])
+@pytest.mark.parametrize("fault", PLANTED)
 def test_the_simulation_finds_planted_faults(fault: str) -> None:
     found = simulate("--schedules", str(SCHEDULES), "--no-shrink", "--plant", fault)
     assert found.returncode == 1, f"{fault} was not found: {found.stdout}"
