@@ -227,7 +227,7 @@ def test_a_grant_that_comes_while_its_lease_is_let_go_of_is_given_back(
                     goes_on()
                     assert self.link is not None
                     channel = self.link.channel
-                    until(lambda: (channel.listen(), page.pending.asked.reply)[1], "the answer")
+                    until(lambda: (channel.listen(), (page.pending.record or page.pending).reply)[1], "the answer")
                 return found
 
             monkeypatch.setattr(Holding, "left", slow)
