@@ -98,6 +98,7 @@ TIER_DOUBTS_MAX = (
 TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
 TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
 TIER_WARNING_PAUSE_S = 30.0  # a tier in trouble logs no more often than this; `status` counts all of it
+RECOUNT_PAUSE_S = 10.0  # between two scans that were asked for because accounts may be wrong
 SCAN_PAUSE_S = 0.005  # between two pages of the scan that rebuilds a tier's accounting
 ACCOUNTING_STEP_ENTRIES = 128  # scanned entries taken over in one turn of the loop
 PREFETCH_IN_FLIGHT_MAX = 8

@@ -96,15 +96,15 @@ class PrefetchPolicies:
 
 def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     """One configured tier. Its medium need not be there."""
-    adapter = registry.build(
-        Kind.L2_ADAPTER, settings.type, settings.adapter, adapter_context(name, settings.connections)
-    )
+    context = adapter_context(name, settings.connections)
+    adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.adapter, context)
     return Tier(
         name,
         adapter,
         tier_config(settings),
         serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
         eviction=None if settings.eviction is None else build_eviction(registry, settings.eviction),
+        context=context,
     )
 
 

@@ -69,7 +69,8 @@ class Books:
     def stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """A store has ended."""
         there: list[tuple[bytes, int]] = []
-        unknown: dict[bytes, int | None] = {}  # a store that failed may have been done all the same, or in part
+        # A store that failed may have been done all the same, also one that is FULL now that it was tried again.
+        unknown: dict[bytes, int | None] = {}
         full = False
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome.result is Result.DONE:
@@ -79,7 +80,7 @@ class Books:
                 self._counts["store_encoded_again"] += 1
                 continue
             self._counts[f"store_{outcome.result}"] += 1
-            if outcome.result is Result.FAILED:
+            if outcome.result in (Result.FAILED, Result.FULL):
                 unknown[key] = outcome.nbytes
             full |= outcome.result is Result.FULL
             if outcome.error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -92,12 +93,32 @@ def _one_after_the_other(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return [call() for call in calls]
 
 
+class Recount:
+    """How an adapter says that its medium is not what it was, and is to be counted again: somebody deleted its
+    directory, say. Safe from any thread, and cheap: a scan follows, in the background and not too often."""
+
+    def __init__(self) -> None:
+        self._wanted = threading.Event()
+
+    def ask(self) -> None:
+        """From the adapter."""
+        self._wanted.set()
+
+    def take(self) -> bool:
+        """From the tier: whether it was asked for since the last time."""
+        wanted = self._wanted.is_set()
+        if wanted:
+            self._wanted.clear()
+        return wanted
+
+
 @dataclass(frozen=True)
 class AdapterContext:
     """What the kernel side gives an adapter."""
 
     tier: str  # the tier's name in the settings, for messages
     connections: int = 4  # requests that may be under way at once
+    recount: Recount = field(default_factory=Recount)
     run_parallel: Callable[[Sequence[Callable[[], Any]]], list[Any]] = field(default=_one_after_the_other)
 
     def parallel(self, calls: Sequence[Callable[[], T]]) -> list[T]:

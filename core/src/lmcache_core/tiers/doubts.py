@@ -20,7 +20,7 @@ from lmcache_core.limits import (
     TIER_LOOKUP_S,
 )
 from lmcache_core.tiers.accounting import Accounting
-from lmcache_core.tiers.contract import L2Adapter
+from lmcache_core.tiers.contract import L2Adapter, Recount
 from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, CallState, Lane
 from lmcache_core.tiers.order import KeyOrder
@@ -35,7 +35,7 @@ class _Doubt(NamedTuple):
 
 
 class Doubts:
-    """Of one tier, `TIER_DOUBTS_MAX` at most: of more the oldest are let be, until the next scan."""
+    """Of one tier, `TIER_DOUBTS_MAX` at most: of more the oldest are let be, and the medium is scanned."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Doubts:
         order: KeyOrder,
         clock: Clock,
         stop: Event,
+        recount: Recount,
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
@@ -52,6 +53,7 @@ class Doubts:
         self._order = order
         self._clock = clock
         self._stop = stop
+        self._recount = recount
         self._keys: dict[bytes, _Doubt] = {}
         self._asked: dict[bytes, _Doubt] = {}  # those that the medium is being asked about
         self._next_at = 0.0
@@ -75,6 +77,7 @@ class Doubts:
             self._keys[key] = _Doubt(nbytes, reserved, namespace, damaged)
         while len(self._keys) > TIER_DOUBTS_MAX:
             self._end(self._keys.pop(next(iter(self._keys))))
+            self._recount.ask()
 
     @property
     def next_at(self) -> float | None:

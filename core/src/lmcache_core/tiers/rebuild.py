@@ -5,11 +5,18 @@ In the background, page by page, with pauses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
 from lmcache_core.clock import Clock
-from lmcache_core.limits import ACCOUNTING_STEP_ENTRIES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S, SCAN_PAUSE_S
+from lmcache_core.limits import (
+    ACCOUNTING_STEP_ENTRIES,
+    BREAKER_PAUSE_MAX_S,
+    BREAKER_PAUSE_S,
+    RECOUNT_PAUSE_S,
+    SCAN_PAUSE_S,
+)
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
 from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, Lane
@@ -64,6 +71,8 @@ class Rebuild:
         self._done_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
         self._gone: Iterator[int] = iter(())
+        self._again_at = math.inf  # when the medium is scanned once more, because somebody asked
+        self._asked_at = -math.inf  # when that was last begun
         self.forgotten = 0  # objects that others deleted
         self.state = RebuildState.SCANNING if adapter.capabilities.scan else RebuildState.OFF
         if self.state is RebuildState.SCANNING:
@@ -75,6 +84,16 @@ class Rebuild:
     def retime(self, deadline_s: float, rescan_s: float | None) -> None:
         """Other times from now on."""
         self._deadline_s, self._rescan_s = deadline_s, rescan_s
+
+    def again(self) -> None:
+        """Count once more: what is known may be wrong. After what is under way, and some time after the last."""
+        if self.state is not RebuildState.OFF:
+            self._again_at = max(self._clock.now, self._asked_at + RECOUNT_PAUSE_S)
+
+    @property
+    def _due_at(self) -> float:
+        """Of the next scan, where none is under way."""
+        return min(self._again_at, math.inf if self._rescan_s is None else self._done_at + self._rescan_s)
 
     def step(self) -> None:
         """Start the next page, or take over some of what was found."""
@@ -95,7 +114,9 @@ class Rebuild:
                         return
                     self.forgotten += lost
             case RebuildState.DONE:
-                if self._rescan_s is not None and self._clock.now >= self._done_at + self._rescan_s:
+                if self._clock.now >= self._due_at:
+                    if self._clock.now >= self._again_at:
+                        self._again_at, self._asked_at = math.inf, self._clock.now
                     self.state, self._cursor, self._next_at = RebuildState.RESCANNING, None, self._clock.now
                     self._accounting.rescan_begins()
                     self._ask()
@@ -108,8 +129,8 @@ class Rebuild:
                 return self._clock.now
             case RebuildState.SCANNING | RebuildState.RESCANNING:
                 return self._next_at if self._call is None else None
-            case RebuildState.DONE if self._rescan_s is not None:
-                return self._done_at + self._rescan_s
+            case RebuildState.DONE if self._due_at < math.inf:
+                return self._due_at
         return None
 
     def _ask(self) -> None:

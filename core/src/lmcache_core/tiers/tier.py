@@ -25,7 +25,7 @@ from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.books import Books
 from lmcache_core.tiers.breaker import Breaker, BreakerState
 from lmcache_core.tiers.config import TierConfig
-from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Outcome, Recount, Result
 from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
@@ -65,6 +65,7 @@ class Tier:
         *,
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
+        context: AdapterContext | None = None,
     ) -> None:
         if eviction is not None and config.capacity_bytes is not None and not adapter.capabilities.delete:
             raise SettingsError(
@@ -73,6 +74,7 @@ class Tier:
         self.name = name
         self.adapter = adapter
         self.medium = adapter.medium()
+        self._recount = Recount() if context is None else context.recount  # as the adapter was built with
         self.config = config
         self.chain = CodecChain(serdes)
         self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, eviction)
@@ -104,7 +106,7 @@ class Tier:
             self._loads = self._stores = self._lookups
         self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
         self.order = KeyOrder()
-        self.doubts = Doubts(self.adapter, self.accounting, self._lookups, self.order, clock, self._stop)
+        self.doubts = Doubts(self.adapter, self.accounting, self._lookups, self.order, clock, self._stop, self._recount)
         self.reclaim = Reclaim(
             self.adapter,
             self.accounting,
@@ -333,6 +335,8 @@ class Tier:
         """Report what is late, scan on, evict, probe."""
         now = self._clock.now
         self._expire(now)
+        if self._recount.take():
+            self.rebuild.again()
         self.rebuild.step()
         self.reclaim.step()
         self.doubts.step()

@@ -57,6 +57,7 @@ class FsAdapter(L2Adapter):
     def __init__(self, settings: FsSettings, context: AdapterContext) -> None:
         self._settings = settings
         self._tier = context.tier
+        self._recount = context.recount
         self._paths = Paths(settings.path)
         self._temporary = TemporaryFolder(self._paths.temporary)
         self._mode = WriteMode()
@@ -133,7 +134,8 @@ class FsAdapter(L2Adapter):
         try:
             return self._publish(item)
         except FileNotFoundError:
-            # Someone has deleted the directory, or a part of it, under us.
+            # Someone has deleted the directory, or a part of it, under us: what was there is there no more.
+            self._recount.ask()
             with self._making:
                 self._made = os.path.isdir(self._temporary.path)
             self._make_folders()
@@ -153,7 +155,10 @@ class FsAdapter(L2Adapter):
             self._temporary.discard(temporary)
             raise
         if self._settings.fsync:
-            sync_folder(self._paths.shard(item.key))
+            try:
+                sync_folder(self._paths.shard(item.key))
+            except OSError as error:  # whatever it says, FULL too: the object is there, and may not outlive a power cut
+                return Outcome(Result.FAILED, error=self._words("store", error), retryable=True)
         return Outcome(Result.DONE, item.nbytes)
 
     def _write(self, path: str, item: StoreItem) -> None:
@@ -252,6 +257,8 @@ class FsAdapter(L2Adapter):
                 self._made = True
 
     def _make_shard(self, key: bytes) -> None:
+        if not os.path.isdir(self._paths.objects):
+            self._recount.ask()  # someone has deleted all that was there
         make_folder(self._paths.shard(key), sync=self._settings.fsync)
 
     def _shards(self) -> list[str]:

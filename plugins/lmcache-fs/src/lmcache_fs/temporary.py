@@ -46,12 +46,17 @@ class TemporaryFolder:
 
     def name(self) -> str:
         """A path that nobody else uses."""
+        if self._left:
+            self._remove_left()
         return f"{self.path}/{next(self._numbers)}"
 
     def discard(self, path: str) -> None:
-        """Remove a file that was not published. One that cannot be removed now is tried again with each later one: it
+        """Remove a file that was not published. One that cannot be removed now is tried again with each later store: it
         takes room that no account knows of."""
         self._left.add(path)
+        self._remove_left()
+
+    def _remove_left(self) -> None:
         for each in sorted(self._left):
             try:
                 os.unlink(each)  # noqa: PTH108  # a name like all others here
