@@ -686,6 +686,29 @@ static PyObject *Table_set(Table *self, PyObject *const *args, Py_ssize_t nargs,
     Py_RETURN_NONE;
 }
 
+/* For a server, which stores on behalf of others: what the value is comes with it, and so many hits as if it had been
+ * read that often, so that a new key is not the coldest. */
+static PyObject *Table_put(Table *self, PyObject *args) {
+    PyObject *key_object, *object;
+    unsigned long long tag;
+    unsigned int hits;
+    Py_buffer value;
+    l0_key key;
+    l0_found found;
+    if (!PyArg_ParseTuple(args, "OOKI:put", &key_object, &object, &tag, &hits) || !buffer_of(object, 0, &value, NULL))
+        return NULL;
+    bool stored = put(self, key_object, &value, tag);
+    PyBuffer_Release(&value);
+    if (!stored || !key_of(self, key_object, &key))
+        return NULL;
+    l0_table *t = to_write(self);
+    if (t == NULL)
+        return NULL;
+    if (l0_find(t, key, &found) == L0_DONE)
+        atomic_store_explicit(&found.meta->hits, hits, memory_order_relaxed);
+    Py_RETURN_NONE;
+}
+
 /* 1: it was there; 0: it was not; -1: an error is set. */
 static int drop(Table *self, PyObject *key_object) {
     Change c = {.task = TASK_DELETE};
@@ -1362,16 +1385,16 @@ static PyObject *Table_set_many(Table *self, PyObject *const *args, Py_ssize_t n
 /* ---- the whole table ------------------------------------------------------------------------------------------- */
 
 static PyObject *Table_scan(Table *self, PyObject *args) {
-    unsigned long long from;
+    unsigned long long from, most = SURVEY_SLOTS;
     Py_ssize_t limit;
-    if (!PyArg_ParseTuple(args, "Kn:scan", &from, &limit))
+    if (!PyArg_ParseTuple(args, "Kn|K:scan", &from, &limit, &most))
         return NULL;
     PyObject *found = PyList_New(0);
     if (found == NULL)
         return NULL;
     l0_resident r;
     uint64_t slot = from, slots = self->t.g.slots;
-    for (uint64_t looked = 0; slot < slots && PyList_GET_SIZE(found) < limit && looked < SURVEY_SLOTS; looked++, slot++) {
+    for (uint64_t looked = 0; slot < slots && PyList_GET_SIZE(found) < limit && looked < most; looked++, slot++) {
         l0_table *t = to_read(self); /* again each time: rows are containers, and those set off the garbage collector */
         if (t != NULL && !l0_resident_at(t, slot, &r))
             continue;
@@ -1388,10 +1411,11 @@ static PyObject *Table_scan(Table *self, PyObject *args) {
     return Py_BuildValue("(KN)", (unsigned long long)(slot < slots ? slot : 0), found);
 }
 
-/* Walk all slots without the GIL, in pieces. */
-static bool walk(Table *self, l0_survey *s) {
-    for (uint64_t slot = 0; slot < self->t.g.slots; slot += SURVEY_SLOTS) {
-        uint64_t end = self->t.g.slots - slot < SURVEY_SLOTS ? self->t.g.slots : slot + SURVEY_SLOTS;
+/* Walk the slots [from, to) without the GIL, in pieces. */
+static bool walk(Table *self, uint64_t from, uint64_t to, l0_survey *s) {
+    to = to < self->t.g.slots ? to : self->t.g.slots;
+    for (uint64_t slot = from, end; slot < to; slot = end) {
+        end = to - slot < SURVEY_SLOTS ? to : slot + SURVEY_SLOTS;
         l0_table *t = s != NULL ? to_read(self) : to_write(self);
         if (t == NULL)
             return false;
@@ -1422,7 +1446,7 @@ static PyObject *Table_survey(Table *self, PyObject *ignored) {
     l0_survey *s = PyMem_Calloc(1, sizeof *s);
     if (s == NULL)
         return PyErr_NoMemory();
-    l0_table *t = walk(self, s) ? to_read(self) : NULL;
+    l0_table *t = walk(self, 0, UINT64_MAX, s) ? to_read(self) : NULL;
     if (t == NULL) {
         PyMem_Free(s);
         return NULL;
@@ -1438,9 +1462,11 @@ static PyObject *Table_survey(Table *self, PyObject *ignored) {
     return all;
 }
 
-static PyObject *Table_cool(Table *self, PyObject *ignored) {
-    (void)ignored;
-    return walk(self, NULL) ? Py_NewRef(Py_None) : NULL;
+static PyObject *Table_cool(Table *self, PyObject *args) {
+    unsigned long long from = 0, to = ULLONG_MAX;
+    if (!PyArg_ParseTuple(args, "|KK:cool", &from, &to))
+        return NULL;
+    return walk(self, from, to, NULL) ? Py_NewRef(Py_None) : NULL;
 }
 
 /* Gather the file's memory into huge pages, for everybody who has it mapped, without a moment in which it could not be
@@ -1581,9 +1607,12 @@ static PyMethodDef Table_methods[] = {
     {"insert", (PyCFunction)(void (*)(void))Table_insert, METH_FASTCALL | METH_KEYWORDS,
      "insert(key, value, ticket): store it if nobody set or deleted it since the ticket."},
     {"scan", (PyCFunction)Table_scan, METH_VARARGS,
-     "scan(cursor, limit): (next cursor or 0, [(key, value bytes, hits)])."},
+     "scan(cursor, limit, slots=65536): (next cursor or 0, [(key, value bytes, hits)]); looks at no more than so many slots."},
     {"survey", (PyCFunction)Table_survey, METH_NOARGS, "survey(): figures counted over all slots."},
-    {"cool", (PyCFunction)Table_cool, METH_NOARGS, "cool(): halve the counts of hits."},
+    {"cool", (PyCFunction)Table_cool, METH_VARARGS,
+     "cool(first=0, end=all of them): halve the counts of hits of these slots."},
+    {"put", (PyCFunction)Table_put, METH_VARARGS,
+     "put(key, value, tag, hits): store bytes as what the tag says, as if they had been counted so often."},
     {"collapse", (PyCFunction)Table_collapse, METH_NOARGS,
      "collapse(): gather the memory of a handle with huge_pages into huge pages; how many bytes were."},
     {"writers", (PyCFunction)Table_writers, METH_NOARGS, "writers(): pids of the living writers."},
@@ -1642,7 +1671,14 @@ static PyObject *module_initialise(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *module_tag_of(PyObject *module, PyObject *dtype) {
+    (void)module;
+    PyObject *about = describe(dtype);
+    return about != NULL ? Py_NewRef(PyTuple_GET_ITEM(about, 2)) : NULL;
+}
+
 static PyMethodDef module_methods[] = {
+    {"tag_of", module_tag_of, METH_O, "tag_of(dtype): the number that stands for a dtype beside a value's bytes."},
     {"plan", module_plan, METH_VARARGS,
      "plan(slots, value_bytes_max, key_bytes_max, versions, spares): (file bytes, slot bytes); None beyond the limits."},
     {"initialise", module_initialise, METH_VARARGS, "Write the header of a new, all-zero file."},

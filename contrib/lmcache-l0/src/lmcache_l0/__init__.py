@@ -6,13 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache_l0.cache import SharedCache
+    from lmcache_l0.served import ServedCache
     from lmcache_l0.tiered import TieredCache
 
 __version__ = "0.1.0"
 
-__all__ = ["SharedCache", "TieredCache", "__version__"]
+__all__ = ["ServedCache", "SharedCache", "TieredCache", "__version__"]
 
-_LAZY = {"SharedCache": "lmcache_l0.cache", "TieredCache": "lmcache_l0.tiered"}
+_LAZY = {
+    "ServedCache": "lmcache_l0.served",
+    "SharedCache": "lmcache_l0.cache",
+    "TieredCache": "lmcache_l0.tiered",
+}
 
 
 def __getattr__(name: str) -> Any:

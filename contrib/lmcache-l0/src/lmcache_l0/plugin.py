@@ -1,17 +1,33 @@
-"""What the package adds to lmcache-core: the commands `l0 stats` and `l0 top`, and the bench `l0`."""
+"""What the package adds to lmcache-core: the commands `l0 …`, the bench `l0`, and the companion `l0`, which keeps a
+server's own table."""
 
 from __future__ import annotations
 
 from argparse import _SubParsersAction
+from collections.abc import Sequence
 from typing import Any
 
-from lmcache_core import PluginInfo, hookimpl
+from lmcache_core import ComponentSpec, Kind, PluginInfo, hookimpl
 
 
 @hookimpl
 def lmcache_plugin_info() -> PluginInfo:
     """The generation of hooks that this was written for."""
     return PluginInfo(api=1, summary="a shared-memory table of small hot values (L0)")
+
+
+@hookimpl
+def lmcache_components() -> Sequence[ComponentSpec]:
+    """The table of a server's own."""
+    return [
+        ComponentSpec(
+            Kind.COMPANION,
+            "l0",
+            factory="lmcache_l0.engine:L0Engine",
+            settings="lmcache_l0.settings:L0Settings",
+            summary="a shared table above L1, into which the server promotes what is hot",
+        )
+    ]
 
 
 @hookimpl

@@ -403,6 +403,17 @@ class Client:
     ) -> None:
         self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
 
+    def companions(self) -> Mapping[str, Mapping[str, Any]] | None:
+        """What the server's companions have for workers, by name, as its hello said. None: no server has answered this
+        client yet. Makes no call."""
+        link = self._links.look()
+        return None if link is None else link.companions
+
+    def operate(self, companion: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Call an operation of a companion, as its package documents it. Raises `UsageError` where there is no such
+        companion or operation, and for anyone but the server's own user over the lifeline."""
+        return expect(self._ask(lambda rid: m.Operate(rid, companion, operation, arguments)), m.Operated).result
+
     def warm(
         self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str], wait_s: float
     ) -> int:

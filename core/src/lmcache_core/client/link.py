@@ -92,6 +92,7 @@ class Link:
         self.session = welcome.session
         self.row = welcome.row
         self.uid = welcome.uid  # of the server
+        self.companions = welcome.companions  # name → what it has for workers
         self.chunk_tokens = welcome.chunk_tokens
         self.write_ttl_s = welcome.write_ttl_s
         self.read_ttl_s = welcome.read_ttl_s

@@ -236,6 +236,10 @@ class Kernel:
         self.adoption.touch(namespace, keys)
         return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix)
 
+    def ready(self, namespace: int, wanted: Sequence[Named]) -> list[Incarnation | None]:
+        """For each (key, generation) the incarnation that it names, None where that one is not ready. No use of it."""
+        return self._residents.standing_as(namespace, wanted)
+
     # --- what tiers hold, and say, of incarnations --------------------------------------------------------------
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:

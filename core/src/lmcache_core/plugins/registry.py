@@ -39,6 +39,7 @@ TIER_FIELDS = frozenset(
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
+_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION)
 
 # Where components of the same family are found, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
@@ -54,6 +55,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
         (Kind.EVICTION_POLICY, name): "lmcache-policies"
         for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated")
     },
+    (Kind.COMPANION, "l0"): "lmcache-l0",
     **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
 }
 
@@ -118,6 +120,13 @@ class Registry:
         """What there is of a kind, by name."""
         return [spec for (each, _), (spec, _) in sorted(self._components.items()) if each is kind]
 
+    def nameable(self, kind: Kind) -> frozenset[str]:
+        """Names that settings may use: what there is, what was refused, and what is known to be somewhere else, so that
+        naming it says what to install."""
+        there = {name for each, name in self._components if each is kind}
+        refused = {claim.name for refusal in self.refused for claim in refusal.claims if claim.kind is kind}
+        return frozenset(there | refused | {name for each, name in KNOWN_HOMES if each is kind})
+
     def offers(self, kind: Kind, name: str) -> bool:
         """Whether there is such a component."""
         return (kind, name) in self._components
@@ -163,15 +172,16 @@ class Registry:
     def build(
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
-        """One new component. `settings` is an instance of its model, or the values to make one from; `context`
-        is the AdapterContext, for adapters only. Raises PluginError naming the plugin where it cannot be built;
-        errors of ours pass as they are, and so does the ValidationError for values that the model refuses."""
+        """One new component. `settings` is an instance of its model, or the values to make one from; `context` is the
+        AdapterContext of an adapter, or the CompanionContext of a companion, and None for everything else. Raises
+        PluginError naming the plugin where it cannot be built; errors of ours pass as they are, and so does the
+        ValidationError for values that the model refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
         factory = self.factory(kind, name)
         if model is not None and (settings is None or isinstance(settings, Mapping)):
             settings = model.model_validate(dict(settings or {}))
-        arguments = (settings, context) if kind is Kind.L2_ADAPTER else (settings,)
+        arguments = (settings, context) if kind in _WITH_CONTEXT else (settings,)
         try:
             return factory(*arguments)
         except (CacheError, KeyboardInterrupt):

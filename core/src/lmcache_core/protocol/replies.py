@@ -12,7 +12,8 @@ from lmcache_core.protocol.requests import Message
 class Welcome(Message, tag="welcome"):
     """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
     each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon. `uid`: the
-    server's, as it stands in the name of the pool's segment."""
+    server's, as it stands in the name of the pool's segment. `companions`: by name, what each of them has for
+    workers."""
 
     rid: int
     version: int
@@ -26,6 +27,7 @@ class Welcome(Message, tag="welcome"):
     read_ttl_s: float
     capabilities: list[str] = msgspec.field(default_factory=list)
     uid: int = 0
+    companions: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
 
 
 class Attached(Message, tag="attached"):
@@ -153,6 +155,13 @@ class TiersReply(Message, tag="tiers_reply"):
     tiers: list[dict[str, Any]]
 
 
+class Operated(Message, tag="operated"):
+    """What the companion's operation gave, plain values."""
+
+    rid: int
+    result: dict[str, Any]
+
+
 class Pong(Message, tag="pong"):
     rid: int
     payload: bytes
@@ -195,6 +204,7 @@ Reply = (
     | ChunkSize
     | StatusReply
     | TiersReply
+    | Operated
     | Pong
     | Done
     | Error

@@ -211,6 +211,16 @@ class ChangeTier(Message, tag="change_tier"):
     texts: dict[str, str] = {}
 
 
+class Operate(Message, tag="operate"):
+    """Call an operation of a companion, by names that it has documented. Answered by `Operated`. Over the lifeline
+    only, and only for the server's own user."""
+
+    rid: int
+    companion: str
+    operation: str
+    arguments: dict[str, Any] = {}
+
+
 class GetChunkSize(Message, tag="get_chunk_size"):
     rid: int
 
@@ -252,6 +262,7 @@ Request = (
     | Unpin
     | Tiers
     | ChangeTier
+    | Operate
     | GetChunkSize
     | Status
     | Ping

@@ -39,6 +39,7 @@ from lmcache_core.server.store_waits import granted
 
 if TYPE_CHECKING:
     from lmcache_core.server.clears import Clears
+    from lmcache_core.server.companions import Companions
     from lmcache_core.server.explains import Explains
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
@@ -65,6 +66,7 @@ class Dispatch:
         store_waits: StoreWaits,
         explains: Explains,
         tier_changes: TierChanges,
+        companions: Companions,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
     ) -> None:
@@ -75,6 +77,7 @@ class Dispatch:
         self._namespaces = namespaces
         self._clears = clears
         self._store_waits = store_waits
+        self._companions = companions
         self._settings = settings
         self._status = status
         self.counters: Counter[str] = Counter()
@@ -101,6 +104,7 @@ class Dispatch:
             m.Unpin: self._unpin,
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),
             m.ChangeTier: tier_changes.change,
+            m.Operate: companions.operate,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
             m.Status: lambda s, r: m.StatusReply(r.rid, status()),
             m.Ping: lambda s, r: m.Pong(r.rid, r.payload),
@@ -168,6 +172,7 @@ class Dispatch:
             settings.lease.write_ttl_s,
             settings.lease.read_ttl_s,
             uid=os.geteuid(),
+            companions=self._companions.offers(),
         )
         if not (maps_pool and peer.can_pass_fd):
             return welcome

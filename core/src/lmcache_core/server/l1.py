@@ -40,6 +40,7 @@ from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, Named, Pinned, Slot, TierReason
 
 if TYPE_CHECKING:
+    from lmcache_core.server.companions import Companions
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class L1:
         self.former_layouts: dict[int, tuple[int, int]] = {}  # id → (fingerprint, nbytes), of what was adopted
         self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # set once, when there are tiers
+        self.companions: Companions | None = None  # set once, when there are any
         self.wants_reuse = False
         self.clock = clock
         self.counters: Counter[str] = Counter()
@@ -137,9 +139,9 @@ class L1:
         """Carry out what the kernel decided since the last time. Never raises.
 
         What concerns memory comes first, in the kernel's order: what is evicted leaves the index before its slot is
-        marked as another's, and what is committed enters it once its slot is marked ready. It calls nobody, so nothing
-        can come in between. Only then others are told; one of them may call the kernel and come here again, for
-        instance since a peer that was told of an expiry turned out to be gone.
+        marked as another's, and what is committed enters it once its slot is marked ready. Companions hear of it at
+        once and call nobody, so nothing can come in between. Only then others are told; one of them may call the kernel
+        and come here again, for instance since a peer that was told of an expiry turned out to be gone.
         """
         while self.kernel.effects:
             for effect in self.kernel.take_effects():
@@ -149,6 +151,8 @@ class L1:
                     log.exception("%s was not carried out in one go: each object of it follows", type(effect).__name__)
                     self.counters["apply_faults"] += 1
                     self._one_by_one(effect)
+                if self.companions is not None:
+                    self.companions.hear(effect)
                 self._untold.append(effect)
         while self._untold:
             effect = self._untold.popleft()

@@ -34,6 +34,7 @@ from lmcache_core.protocol.codec import encode
 from lmcache_core.server.adopting import Adopting
 from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering, open_pool
 from lmcache_core.server.clears import Clears
+from lmcache_core.server.companions import Companions
 from lmcache_core.server.dispatch import Dispatch
 from lmcache_core.server.explains import Explains
 from lmcache_core.server.l1 import L1
@@ -97,6 +98,8 @@ class Server:
             self.tiering: Tiering | None = None
             if settings.l2:
                 undo.callback(self._tiering_made().close)
+            self.companions = Companions(registry, settings.companions(), settings.name, self.l1)
+            undo.callback(self.companions.close)
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
             self.namespaces = Namespaces(self.kernel, self.l1)
             self.sessions = Sessions(self.kernel, self.segment, self.loop, self._session_ended)
@@ -114,6 +117,7 @@ class Server:
                 self.store_waits,
                 Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
                 tier_changes,
+                self.companions,
                 settings,
                 lambda: describe(self),
             )
@@ -255,14 +259,17 @@ class Server:
             check = self.sessions.next_check()
         if now >= self._housekeeping_at_s:
             self._keep_house(now)
+        step = self.companions.next_step()
+        if step is not None and step <= now:
+            self.companions.step(now)
         self.l1.apply()
         if self._drain_until_s is not None and self._drained(now):
             self.loop.stop()
         if more:
             return now
         next_s = self._housekeeping_at_s
-        reply, room = self.lookups.next_reply_s, self.store_waits.next_at_s
-        for each in (due, check, reply, room, make, None if tiering is None else tiering.next_deadline()):
+        reply, room, step = self.lookups.next_reply_s, self.store_waits.next_at_s, self.companions.next_step()
+        for each in (due, check, reply, room, make, step, None if tiering is None else tiering.next_deadline()):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
@@ -388,6 +395,7 @@ class Server:
             ("closing the lifeline", self._listener.close),
             *(("closing a carrier", carrier.close) for carrier in self.carriers),
             ("ending the sessions", self.sessions.close),
+            ("ending the companions", self.companions.close),
             ("closing the tiers", self._close_tiers),
             ("freeing what was cleared", self._free_cleared),
             ("carrying out what was decided", self.l1.apply),

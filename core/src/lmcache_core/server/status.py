@@ -60,6 +60,7 @@ def describe(server: Server) -> dict[str, Any]:
         "stores_waited": server.store_waits.waited,
         "stores_waited_in_vain": server.store_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
+        "companions": server.companions.status(),
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }
 

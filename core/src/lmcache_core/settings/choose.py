@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.suggest import suggestion
 from lmcache_core.settings.concrete import Choices, TierChoice
-from lmcache_core.settings.model import check_tier_name
+from lmcache_core.settings.model import Settings, check_tier_name
 from lmcache_core.settings.sources import Leaf, Origin, SettingPath, Source, dotted, spelled
 
 L1_EVICTION: SettingPath = ("l1", "eviction")
@@ -18,8 +18,9 @@ PREFETCH_POLICY: SettingPath = ("prefetch_policy",)
 NONE = "none"
 
 
-def choose(sources: Sequence[Source]) -> Choices:
-    """`sources`: the strongest first. Raises SettingsError for tiers without a type or without an order."""
+def choose(sources: Sequence[Source], companions: Collection[str] = ()) -> Choices:
+    """`sources`: the strongest first. `companions`: the names that one may have; a table of that name chooses it.
+    Raises SettingsError for tiers without a type or without an order."""
     tiers = {}
     for name in _ordered_tiers(sources):
         path = ("l2", name)
@@ -33,7 +34,19 @@ def choose(sources: Sequence[Source]) -> Choices:
         store_policy=_strongest(sources, STORE_POLICY) or "default",
         prefetch_policy=_strongest(sources, PREFETCH_POLICY) or "default",
         tiers=tiers,
+        companions=_companions(sources, companions),
     )
+
+
+def _companions(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...]:
+    named = set()
+    for source in sources:
+        for path, leaf in source.leaves.items():
+            if path[0] in known and path[0] not in Settings.model_fields:
+                if len(path) == 1 and leaf.value != {}:
+                    raise SettingsError(f"{path[0]} ({leaf.where}) is a table: write [{path[0]}] and its settings")
+                named.add(path[0])
+    return tuple(sorted(named))
 
 
 def component_paths(choices: Choices) -> Iterator[SettingPath]:

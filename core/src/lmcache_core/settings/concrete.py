@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
-from lmcache_core.settings.model import Component, L1Settings, Settings, TierSettings
+from lmcache_core.settings.model import Component, L1Settings, Section, Settings, TierSettings
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Choices:
     store_policy: str
     prefetch_policy: str
     tiers: Mapping[str, TierChoice]
+    companions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,11 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
         ),
         "l2": (_table_of(tiers), Field(default={}, description=_description(Settings, "l2"))),
     }
-    return Concrete(create_model("Settings", __base__=Settings, **fields), tiers)
+    for name in choices.companions:
+        fields[name] = (registry.settings_model(Kind.COMPANION, name) or Section, Field(default={}))
+    model = create_model("Settings", __base__=Settings, **fields)
+    model.companion_names = choices.companions
+    return Concrete(model, tiers)
 
 
 def component_model(registry: Registry, kind: Kind, name: str) -> type[Component]:

@@ -224,6 +224,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True, case_sensitive=True
     )
     sources: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # of a concrete model: trees, the strongest first
+    companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: those of its tables that are companions'
 
     name: str = Field(default="default", description="name of the server and of its pool")
     l1: L1Settings = L1Settings()
@@ -278,8 +279,14 @@ class Settings(BaseSettings):
         """Ours only: the library's own would read the environment without knowing the plugins' models."""
         return (init_settings, *(_TreeSource(settings_cls, tree) for tree in cls.sources))
 
+    def companions(self) -> dict[str, Any]:
+        """The settings of each companion, by its name: an instance of its own model."""
+        return {name: getattr(self, name) for name in self.companion_names}
+
     def components(self) -> Iterator[tuple[Kind, str]]:
         """Every component that these settings name."""
+        for name in self.companion_names:
+            yield Kind.COMPANION, name
         yield Kind.EVICTION_POLICY, self.l1.eviction.type
         yield Kind.STORE_POLICY, self.store_policy.type
         yield Kind.PREFETCH_POLICY, self.prefetch_policy.type

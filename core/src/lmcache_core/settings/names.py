@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.plugins.suggest import suggestion
@@ -11,8 +11,9 @@ from lmcache_core.settings.schema import Schema
 from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, from_kubernetes, spelled
 
 
-def take_unknown_variables(sources: Sequence[Source]) -> dict[SettingPath, str]:
+def take_unknown_variables(sources: Sequence[Source], companions: Collection[str] = ()) -> dict[SettingPath, str]:
     """Take variables that are no setting out of the sources; their paths and names, for `warnings_about`.
+    `companions`: names of tables besides those that every server has.
 
     The prefix is ours, but the environment is everybody's: what lies below no section of ours is a warning, and
     what Kubernetes injects for a Service is not even that.
@@ -23,7 +24,8 @@ def take_unknown_variables(sources: Sequence[Source]) -> dict[SettingPath, str]:
             continue
         for path, leaf in list(source.leaves.items()):
             injected = from_kubernetes(leaf.where, leaf.value)
-            if path[0] in Settings.model_fields and not (injected and len(path) == 2 and path[0] == "l2"):
+            ours = path[0] in Settings.model_fields or (path[0] in companions and len(path) > 1)
+            if ours and not (injected and len(path) == 2 and path[0] == "l2"):
                 continue
             del source.leaves[path]
             if not injected:

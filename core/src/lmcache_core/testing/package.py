@@ -26,6 +26,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.serde.contract import Serde
+from lmcache_core.server.companion import Companion
 from lmcache_core.testing.contract import Contract
 from lmcache_core.tiers.contract import L2Adapter
 
@@ -43,6 +44,7 @@ _BASES = {
     Kind.STORE_POLICY: StorePolicy,
     Kind.PREFETCH_POLICY: PrefetchPolicy,
     Kind.SERDE: Serde,
+    Kind.COMPANION: Companion,
 }
 
 

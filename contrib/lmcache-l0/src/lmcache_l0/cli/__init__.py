@@ -21,7 +21,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     def command(name: str, text: str, module: str, *, path: bool = True, json: bool = False) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
         if path:
-            parser.add_argument("path", help="the table's file")
+            parser.add_argument("path", help="the table's file, or server:NAME for that of a server")
         if json:
             parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
         parser.set_defaults(run=_late(module, name))

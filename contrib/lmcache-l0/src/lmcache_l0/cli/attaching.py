@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmcache_core.errors import CacheError
+from lmcache_core.errors import CacheError, UsageError
 from lmcache_l0.cache import SharedCache
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
+
+_SERVER = "server:"
 
 
 def says_what_failed(command: Callable[[Any], int]) -> Callable[[Any], int]:
@@ -26,8 +32,29 @@ def says_what_failed(command: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def attach(path: str, *, read_only: bool = True) -> SharedCache:
-    """A table that is there."""
+    """A table that is there; `server:NAME` is that of a server."""
+    server = server_of(path)
+    if server is not None:
+        with connect(server) as client:
+            client.noop()  # or it has not heard what there is
+            offer = (client.companions() or {}).get("l0")
+        if offer is None:
+            raise UsageError(f"the server {server!r} keeps no table: its settings have no [l0]")
+        path = offer["path"]
     return SharedCache(path, create=False, read_only=read_only)
+
+
+def server_of(path: str) -> str | None:
+    """The server whose table is meant; None: it is the path of one."""
+    return path.removeprefix(_SERVER) if path.startswith(_SERVER) else None
+
+
+def connect(server: str) -> Client:
+    """A client of that server, which reads no pool."""
+    from lmcache_core.client.client import Client
+
+    logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())  # the command says it in one line
+    return Client.connect(server, client_name="lmcache-core l0", maps_pool=False)
 
 
 def warn_if_off(cache: SharedCache) -> None:

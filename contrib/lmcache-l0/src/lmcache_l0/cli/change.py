@@ -7,7 +7,7 @@ import sys
 
 from lmcache_core.errors import UsageError
 from lmcache_l0.cache import SharedCache
-from lmcache_l0.cli.attaching import attach, says_what_failed, warn_if_off
+from lmcache_l0.cli.attaching import attach, connect, says_what_failed, server_of, warn_if_off
 from lmcache_l0.sizing import GIB
 
 _SWITCH = {"enabled": True, "disabled": False}
@@ -18,6 +18,15 @@ _WORDS = {"on": True, "true": True, "1": True, "off": False, "false": False, "0"
 def set_command(options: argparse.Namespace) -> int:
     """Switch the table, or store a value."""
     wanted = None if options.key else _wanted(options.name, options.value)
+    server = server_of(options.path)
+    if server is not None:
+        if wanted is None:
+            raise UsageError(f"the table of {server!r} is filled by its server: store with ServedCache, into L1")
+        with connect(server) as client:
+            on = client.operate("l0", "switch", enabled=wanted)["enabled"]
+        late = "" if on == wanted else ", as soon as a stopped writer has let go of a key"
+        print(f"{options.path} is {'enabled' if wanted else 'disabled'}, in every process that has it attached{late}")
+        return 0
     with attach(options.path, read_only=False) as cache:
         if wanted is not None:
             cache.enabled = wanted

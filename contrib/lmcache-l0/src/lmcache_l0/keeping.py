@@ -1,0 +1,96 @@
+"""A server's own table: found or made at its start, emptied, held by one server, and gone at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.errors import UsageError
+from lmcache_l0.cache import SharedCache
+from lmcache_l0.errors import TableBusyError, TableMismatchError
+from lmcache_l0.making import open_table
+from lmcache_l0.records import L0_KEY_BYTES_MAX
+from lmcache_l0.settings import L0Settings
+from lmcache_l0.sizing import plan_table
+
+WAIT_S = 0.001  # the loop waits no longer for a stopped writer
+
+
+def table_path(folder: Path, server: str) -> Path:
+    """The file of a server's table."""
+    return folder / f"lmcache-core-{os.geteuid()}-{server}.l0"
+
+
+class KeptTable:
+    """The table and the lock that says whose it is. The lock is a flock of the file, through a description of its own,
+    and ends with the process."""
+
+    def __init__(self, settings: L0Settings, server: str) -> None:
+        """An empty table, switched as settings say. Raises `UsageError` where another server has it, and what
+        `SharedCache` raises."""
+        self.path = table_path(settings.folder, server)
+        plan = plan_table(**settings.sizes, max_key_size=L0_KEY_BYTES_MAX)  # type: ignore[arg-type]  # counted by settings
+        sizes: dict[str, Any] = {
+            "hash_slots": plan.hash_slots,
+            "max_value_size": plan.max_value_size,
+            "max_key_size": plan.max_key_size,
+        }
+        self._lock = -1
+        try:
+            if not self._adopt(sizes):
+                # Off until it is ours: nobody may be served from a table that nobody keeps.
+                SharedCache(self.path, create=True, enabled=False, huge_pages=settings.huge_pages, **sizes).close()
+                if not self._adopt(sizes):
+                    raise UsageError(f"{self.path} was changed by somebody else while it was made: start again")
+            self.table = SharedCache(self.path, create=False, wait_s=WAIT_S, huge_pages=settings.huge_pages)
+            self.table.enabled = settings.enabled
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _adopt(self, sizes: dict[str, Any]) -> bool:
+        """Take over the table that is there, and empty it. False: there is none, or none any more, since it could not
+        be used: processes that have it attached miss from now on."""
+        try:
+            fd = open_table(self.path, read_only=False)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise UsageError(
+                f"the table {self.path} is kept by another server of this name: give one of them another name, or "
+                "another l0.folder"
+            ) from None
+        self._unlock()
+        self._lock = fd
+        try:
+            with SharedCache(self.path, create=False, wait_s=WAIT_S, **sizes) as table:
+                table.clear()
+                return True
+        except (TableMismatchError, TableBusyError):  # of other sizes, or a writer of it was stopped
+            with SharedCache(self.path, create=False) as table:
+                table.enabled = False
+                table.unlink()
+            return False
+
+    def retire(self) -> None:
+        """Nobody finds anything in it any more, and nobody can attach to it."""
+        if not self.table.closed:
+            self.table.enabled = False
+            self.table.unlink()
+
+    def close(self) -> None:
+        """Let go of it."""
+        self.table.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._lock)
+            self._lock = -1

@@ -1,0 +1,126 @@
+"""The companions of a server: told of everything in time, and kept from harming the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.effects import Committed, Effect, Evicted, Read, Removed
+from lmcache_core.plugins.components import Kind
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.companion import Companion, CompanionContext
+
+if TYPE_CHECKING:
+    from lmcache_core.plugins.registry import Registry
+    from lmcache_core.server.l1 import L1
+    from lmcache_core.server.session import Session
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Companions:
+    """All of them. Lives on the loop's thread."""
+
+    def __init__(self, registry: Registry, configured: Mapping[str, Any], server: str, l1: L1) -> None:
+        """Build those that are configured. Raises what one raises that cannot be built, and nothing stays open."""
+        self._all: dict[str, Companion] = {}
+        self._at_work: dict[str, Companion] = {}
+        self._faults: dict[str, str] = {}
+        try:
+            for name, settings in configured.items():
+                context = CompanionContext(server, l1)
+                self._all[name] = registry.build(Kind.COMPANION, name, settings, context)
+        except BaseException:
+            self.close()
+            raise
+        self._at_work = dict(self._all)
+        if self._all:
+            l1.companions = self
+
+    def hear(self, effect: Effect) -> None:
+        """Pass on what became of objects. Never raises."""
+        for name, companion in list(self._at_work.items()):
+            match effect:
+                case Committed():
+                    self._safely(name, companion.committed, effect.objects)
+                case Evicted() | Removed():
+                    self._safely(name, companion.left, effect.objects)
+                case Read():
+                    self._safely(name, companion.read, effect.objects)
+
+    def next_step(self) -> float | None:
+        """When the first of them wants to work; None: none does."""
+        first: float | None = None
+        for name, companion in list(self._at_work.items()):
+            due = self._safely(name, companion.next_step)
+            if due is not None and (first is None or due < first):
+                first = due
+        return first
+
+    def step(self, now: float) -> None:
+        """Let those work whose time has come. Never raises."""
+        for name, companion in list(self._at_work.items()):
+            due = self._safely(name, companion.next_step)
+            if due is not None and due <= now:
+                self._safely(name, companion.step, now)
+
+    def offers(self) -> dict[str, dict[str, Any]]:
+        """For `Welcome`."""
+        offered = {name: self._safely(name, companion.offers) for name, companion in list(self._at_work.items())}
+        return {name: offer for name, offer in offered.items() if offer is not None}
+
+    def operate(self, session: Session, request: m.Operate) -> m.Message:
+        """An operation that somebody has called. Raises `UsageError`."""
+        if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"{request.companion} is operated over the lifeline, by the server's own user: run the command there"
+            )
+        companion = self._at_work.get(request.companion)
+        if companion is None:
+            there = ", ".join(self._at_work) or "none"
+            why = f" ({self._faults[request.companion]})" if request.companion in self._faults else ""
+            raise UsageError(f"this server has no companion {request.companion!r}{why}: it has {there}")
+        return m.Operated(request.rid, companion.operate(request.operation, request.arguments))
+
+    def status(self) -> dict[str, Any]:
+        """Each one's own figures, and why it was abandoned where it was."""
+        shown: dict[str, Any] = {}
+        for name, companion in self._all.items():
+            try:
+                shown[name] = companion.status()
+            except Exception as error:
+                log.exception("the companion %s has no status", name)
+                shown[name] = {"error": f"{type(error).__name__}: {error}"}
+            if name in self._faults:
+                shown[name]["abandoned"] = self._faults[name]
+        return shown
+
+    def close(self) -> None:
+        """End all of them, in the reverse order."""
+        self._at_work = {}
+        while self._all:
+            name, companion = self._all.popitem()
+            for step in (companion.abandon, companion.close):
+                try:
+                    step()
+                except Exception:
+                    log.exception("the companion %s did not end in order", name)
+
+    def _safely(self, name: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
+        """What a companion's method gives. None: it raised, and is abandoned."""
+        try:
+            return call(*arguments)
+        except Exception as error:  # a plugin's fault is not the server's end
+            log.error("the companion %s failed and is abandoned", name, exc_info=error)
+            self._faults[name] = f"{type(error).__name__}: {error}"
+        companion = self._at_work.pop(name, None)
+        if companion is not None:
+            try:
+                companion.abandon()
+            except Exception:
+                log.exception("the companion %s could not be abandoned in order", name)
+        return None
