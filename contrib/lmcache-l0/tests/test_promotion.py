@@ -82,7 +82,7 @@ def progress(zygote: Zygote, words: memoryview, above: int, below: int, clears: 
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_no_reader_gets_what_was_cleared_whoever_is_killed(zygote, kills):
     words, chance = words_of(zygote.run), random.Random(7)
     progress(zygote, words, 100, 20, 20)

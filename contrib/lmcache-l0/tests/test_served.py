@@ -393,6 +393,15 @@ def test_without_a_table_l1_alone_is_read(connect, tmp_path):
             client.operate("l0", "switch", enabled=True)
 
 
+def test_check_says_whether_there_is_room(folder):
+    registry = load_plugins()
+    for sizes, ok in (({"size_gb": 0.01}, True), ({"size_gb": 100_000}, False)):
+        settings = make_settings(registry, l0={"folder": str(folder), **sizes})
+        ((finding,),) = registry.call("lmcache_check", {"l0"}, settings=settings)
+        assert (finding.ok, finding.subject) == (ok, "l0"), finding
+        assert ok or "l0.size_gb" in finding.cure
+
+
 def test_settings_that_contradict_each_other_are_refused():
     for wrong, words in (
         ({"demote_at": 0.3, "demote_to": 0.4}, "must be below"),

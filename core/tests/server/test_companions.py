@@ -164,7 +164,7 @@ def test_what_is_evicted_has_left_before_its_room_is_given_away(client):
         number += 1
         assert number < 10_000
     assert client.status()["counters"]["evicted"] >= 1
-    assert len(shadow.there) == client.status()["l1"]["objects_by_state"]["READY"]
+    assert len(shadow.there) == client.status()["l1"]["objects_by_state"]["ready"]
 
 
 @pytest.mark.parametrize("what", ["committed", "left", "read", "step"])

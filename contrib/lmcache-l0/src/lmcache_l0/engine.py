@@ -56,6 +56,7 @@ class L0Engine(Companion):
         self._waiting: dict[Name, int] = {}  # hot → generation
         self._stuck: dict[bytes, None] = {}  # keys of L0 that could not be taken out
         self._on_again = False  # once nothing is stuck
+        self._told: frozenset[Name] = frozenset()  # what the last walk told L1 to have been used
         self._demoting = False
         self._retired = False
         self._cursor = self._walks = 0
@@ -83,6 +84,8 @@ class L0Engine(Companion):
         for item in objects:
             if self._record_bytes(item.layout_id) and not item.temporary:
                 name = (item.namespace, item.key)
+                if name in self._told:
+                    continue  # that was L0 itself
                 if self._heat.use(name, now) and len(self._waiting) < WAITING_KEYS_MAX:
                     self._waiting[name] = item.generation
 
@@ -186,6 +189,9 @@ class L0Engine(Companion):
         """One look at some of the slots: L1 hears of what was read there, counts are halved now and then, and while
         demoting those whose count is used up leave."""
         table, first = self._table, self._cursor
+        if not len(table) or not table.enabled:  # nothing to see: a walk that was under way begins anew
+            self._told, self._cursor, self._demoting, self._walk_at_s = frozenset(), 0, False, now + WALK_S
+            return
         self._cursor, rows = table.scan(first, WALKED_KEYS_A_STEP, WALKED_SLOTS_A_STEP)
         if self._demoting or self._walks % COOLING_WALKS == 0:
             table.cool(first, self._cursor or table.hash_slots)
@@ -195,15 +201,15 @@ class L0Engine(Companion):
             name = l1_key_of(key)
             if hits and name is not None:
                 used.append(name)
-            elif self._demoting and not hits:
+            elif self._demoting and not hits and len(table) > self._demote_to_keys:
                 self._take_out(key)
                 self.demoted += 1
                 if name is not None:
                     self._heat.demoted(name, now)
-                if len(table) <= self._demote_to_keys:
-                    self._demoting = False
+        self._demoting = self._demoting and len(table) > self._demote_to_keys
+        self._told = frozenset(used)
         if used:
-            self._context.used(used)
+            self._context.used(used)  # heard of in `read`, once this step is over
         walked = (self._cursor or table.hash_slots) - first
         pause_s = HURRIED_PAUSE_S if self._demoting else max(WALK_PAUSE_S, WALK_S * walked / table.hash_slots)
         self._walk_at_s = now + pause_s

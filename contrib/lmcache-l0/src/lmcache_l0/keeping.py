@@ -8,13 +8,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lmcache_core.errors import UsageError
+from lmcache_core import Finding
+from lmcache_core.errors import CacheError, UsageError
 from lmcache_l0.cache import SharedCache
 from lmcache_l0.errors import TableBusyError, TableMismatchError
-from lmcache_l0.making import open_table
+from lmcache_l0.making import open_table, room_at
 from lmcache_l0.records import L0_KEY_BYTES_MAX
 from lmcache_l0.settings import L0Settings
-from lmcache_l0.sizing import plan_table
+from lmcache_l0.sizing import GIB, Plan, plan_table
 
 WAIT_S = 0.001  # the loop waits no longer for a stopped writer
 
@@ -22,6 +23,24 @@ WAIT_S = 0.001  # the loop waits no longer for a stopped writer
 def table_path(folder: Path, server: str) -> Path:
     """The file of a server's table."""
     return folder / f"lmcache-core-{os.geteuid()}-{server}.l0"
+
+
+def room_for(settings: L0Settings, server: str) -> Finding:
+    """Whether the table that settings ask for can be made, or is there already."""
+    path = table_path(settings.folder, server)
+    try:
+        file_bytes = _planned(settings).file_bytes
+        held = path.stat().st_size if path.exists() else 0
+        available_bytes, where = room_at(path)
+    except (CacheError, OSError) as error:
+        return Finding(False, "l0", str(error))
+    text = f"{path} takes {file_bytes / GIB:.3f} GiB, and {where} has room for {available_bytes / GIB:.3f} GiB"
+    ok = file_bytes <= available_bytes + held
+    return Finding(ok, "l0", text, "" if ok else "make it smaller (l0.size_gb, l0.hash_slots), or give the mount more")
+
+
+def _planned(settings: L0Settings) -> Plan:
+    return plan_table(**settings.sizes, max_key_size=L0_KEY_BYTES_MAX)  # type: ignore[arg-type]  # held by settings
 
 
 class KeptTable:
@@ -32,7 +51,7 @@ class KeptTable:
         """An empty table, switched as settings say. Raises `UsageError` where another server has it, and what
         `SharedCache` raises."""
         self.path = table_path(settings.folder, server)
-        plan = plan_table(**settings.sizes, max_key_size=L0_KEY_BYTES_MAX)  # type: ignore[arg-type]  # counted by settings
+        plan = _planned(settings)
         sizes: dict[str, Any] = {
             "hash_slots": plan.hash_slots,
             "max_value_size": plan.max_value_size,

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from argparse import _SubParsersAction
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lmcache_core import ComponentSpec, Kind, PluginInfo, hookimpl
+from lmcache_core import ComponentSpec, Finding, Kind, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
 
 
 @hookimpl
@@ -28,6 +31,14 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             summary="a shared table above L1, into which the server promotes what is hot",
         )
     ]
+
+
+@hookimpl
+def lmcache_check(settings: Settings) -> Sequence[Finding]:
+    """Whether there is room for the server's table."""
+    from lmcache_l0.keeping import room_for
+
+    return [room_for(settings.companions()["l0"], settings.name)]
 
 
 @hookimpl

@@ -16,7 +16,7 @@ from lmcache_core.tokens.namespace import Namespace
 from lmcache_l0 import _table
 from lmcache_l0.cache import SharedCache
 from lmcache_l0.errors import TableBusyError, TableError, ValueTooLargeError
-from lmcache_l0.records import HEAD, l0_key, l1_key, prefix_of, record_layout
+from lmcache_l0.records import HEAD, SHORT_BYTES_MAX, l1_key, prefix_of, record_layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,11 +72,11 @@ class ServedCache:
 
     def get(self, key: str | bytes, default: _Default | None = None) -> bytes | _Default | None:
         """The value's bytes, or `default` where neither L0 nor L1 has it (or no server answers)."""
-        name = _name(key)
+        name = key.encode() if isinstance(key, str) else bytes(key)  # here and below: a call costs what the get does
         l0 = self._l0
         if l0 is not None:
             try:
-                value = l0.get(l0_key(self._prefix, name))
+                value = l0.get(self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)))
             except TableBusyError:  # rewritten faster than it can be copied
                 value = None
             if value is not None:
@@ -86,12 +86,15 @@ class ServedCache:
 
     def get_many(self, keys: Iterable[str | bytes]) -> list[bytes | None]:
         """As many `get`, in one go: what L0 has not is asked of L1 in one batch."""
-        names = [_name(key) for key in keys]
+        names = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
         found: list[bytes | None] = [None] * len(names)
         l0 = self._l0
         if l0 is not None:
             with contextlib.suppress(TableBusyError):  # as above
-                found = l0.get_many([l0_key(self._prefix, name) for name in names])
+                prefix = self._prefix
+                found = l0.get_many(
+                    [prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)) for name in names]
+                )
         missing = [at for at, value in enumerate(found) if value is None]
         if missing:
             for at, record in zip(missing, self._records([names[at] for at in missing]), strict=True):
@@ -107,11 +110,16 @@ class ServedCache:
         the work. From L1 it is a read-only array of its own, whose `valid()` is always True. With `snapshot=True` it
         has memory of its own and may be written. Raises UsageError where the value is of another dtype or size.
         """
-        name = _name(key)
+        name = key.encode() if isinstance(key, str) else bytes(key)  # here and below: a call costs what the get does
         l0 = self._l0
         if l0 is not None:
             try:
-                array = l0.get_numpy(l0_key(self._prefix, name), shape, dtype, snapshot=snapshot)
+                array = l0.get_numpy(
+                    self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)),
+                    shape,
+                    dtype,
+                    snapshot=snapshot,
+                )
             except TableBusyError:
                 array = None
             if array is not None:

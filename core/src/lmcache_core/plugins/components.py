@@ -16,7 +16,7 @@ class Kind(StrEnum):
     STORE_POLICY = "store_policy"
     PREFETCH_POLICY = "prefetch_policy"
     SERDE = "serde"
-    COMPANION = "companion"  # beside the L1; its settings are a table of its own, `[NAME]`
+    COMPANION = "companion"  # beside the L1; its settings are the table `[NAME]`
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class ComponentSpec:
     """One component. `factory` and `settings` are `module:attribute` paths, imported when first used.
 
     `factory` is called as `factory(settings, context)` for an adapter and a companion, and as `factory(settings)` for
-    everything else; `settings` names a frozen pydantic model that forbids extra fields (None: the component has none and
-    is called with None).
+    everything else; `settings` names a frozen pydantic model that forbids extra fields (None: the component has none
+    and is called with None).
     """
 
     kind: Kind
