@@ -395,7 +395,7 @@ def test_without_a_table_l1_alone_is_read(connect, tmp_path):
 
 def test_check_says_whether_there_is_room(folder):
     registry = load_plugins()
-    for sizes, ok in (({"size_gb": 0.01}, True), ({"size_gb": 100_000}, False)):
+    for sizes, ok in (({"size_gb": 0.01}, True), ({"size_gb": 10_000}, False)):
         settings = make_settings(registry, l0={"folder": str(folder), **sizes})
         ((finding,),) = registry.call("lmcache_check", {"l0"}, settings=settings)
         assert (finding.ok, finding.subject) == (ok, "l0"), finding
