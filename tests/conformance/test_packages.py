@@ -20,6 +20,7 @@ CONTRACTS = {
     "StorePolicyContract": Kind.STORE_POLICY,
     "PrefetchPolicyContract": Kind.PREFETCH_POLICY,
     "SerdeContract": Kind.SERDE,
+    "CompanionContract": Kind.COMPANION,
     "PluginPackageContract": None,
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lmcache_core.testing.adapter import Backdoor, L2AdapterContract
+    from lmcache_core.testing.companion import CompanionContract
     from lmcache_core.testing.eviction import EvictionPolicyContract
     from lmcache_core.testing.faults import Fault, FaultRule, FaultScript, FaultyAdapter
     from lmcache_core.testing.latency import LatencyAdapter
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterMachine",
     "Backdoor",
+    "CompanionContract",
     "EvictionPolicyContract",
     "Fault",
     "FaultRule",
@@ -42,6 +44,7 @@ __all__ = [
 _HOMES = {
     "AdapterMachine": "machine",
     "Backdoor": "adapter",
+    "CompanionContract": "companion",
     "EvictionPolicyContract": "eviction",
     "Fault": "faults",
     "FaultRule": "faults",

@@ -1,0 +1,101 @@
+"""The contract of companions, as tests: each runs in a real server, embedded in the test's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from lmcache_core.errors import UsageError
+from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.contract import Contract
+from lmcache_core.tokens.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
+    from lmcache_core.server.server import Server
+
+OFFER_BYTES_MAX = 4096  # it travels with every hello
+_KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+
+
+class CompanionContract(Contract):
+    """For a companion whose package is installed. `component` is its name, and the fixture `companion_settings` gives
+    what stands in its table (nothing, unless you bring one). `layout`: of the objects that the tests store; one that
+    the companion takes an interest in tells more."""
+
+    @pytest.fixture
+    def companion_settings(self) -> dict[str, Any]:
+        return {}
+
+    @pytest.fixture
+    def layout(self) -> Layout:
+        return Layout("uint8", (4096,))
+
+    @pytest.fixture
+    def companion_server(self, tmp_path: Path, companion_settings: dict[str, Any]) -> Iterator[Server]:
+        """A server with this companion and no other."""
+        from lmcache_core.plugins.loader import load_plugins
+        from lmcache_core.server.server import Server
+        from lmcache_core.settings.compose import make_settings
+
+        registry = load_plugins()
+        settings = make_settings(
+            registry,
+            name=f"kit-{uuid4().hex[:10]}",
+            runtime_dir=str(tmp_path / "run"),
+            state_dir=str(tmp_path / "state"),
+            l1={"size_bytes": 16 << 20, "backing": "memfd"},
+            **{self.component: companion_settings},
+        )
+        with Server(settings, registry) as server:
+            assert server.populator.wait(60)
+            yield server
+
+    @pytest.fixture
+    def companion_client(self, companion_server: Server) -> Iterator[Client]:
+        with companion_server.connect(use_index=False) as client:
+            yield client
+
+    def _figures(self, client: Client) -> dict[str, Any]:
+        shown: dict[str, Any] = client.status()["companions"][self.component]
+        return shown
+
+    def test_what_it_offers_is_plain_and_small(self, companion_client: Client) -> None:
+        companion_client.noop()
+        offered = (companion_client.companions() or {})[self.component]
+        assert len(msgspec.msgpack.encode(offered)) <= OFFER_BYTES_MAX
+
+    def test_it_outlives_stores_reads_and_clears(self, companion_client: Client, layout: Layout) -> None:
+        namespace, client = Namespace("kit", layout), companion_client
+        for turn in range(3):
+            sources = [bytes([turn]) * layout.nbytes for _ in _KEYS]
+            assert client.store(_KEYS, sources, namespace=namespace).stored == len(_KEYS)
+            for _ in range(5):
+                into = [bytearray(layout.nbytes) for _ in _KEYS]
+                assert client.retrieve(_KEYS, into, namespace=namespace).hits == len(_KEYS)
+                assert [bytes(each) for each in into] == sources
+            assert client.clear(namespace).objects == len(_KEYS)
+        assert "abandoned" not in self._figures(client)
+
+    def test_an_operation_that_it_does_not_have_is_refused(self, companion_client: Client) -> None:
+        with pytest.raises(UsageError, match="no_such_operation"):
+            companion_client.operate(self.component, "no_such_operation")
+        assert "abandoned" not in self._figures(companion_client)
+
+    def test_it_does_not_keep_the_loop_busy(self, companion_server: Server, companion_client: Client) -> None:
+        """Left alone, it says when it is due next: some time ahead, or never."""
+        companion_client.noop()
+        end = time.monotonic() + 60
+        while (due := companion_server.companions.next_step()) is not None and due <= time.monotonic():
+            assert time.monotonic() < end, "next_step is due all the time, though nothing happens"
+            time.sleep(0.001)
+
+    def test_it_ends_in_order(self, companion_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+        companion_server.stop()
+        assert "did not end in order" not in caplog.text
