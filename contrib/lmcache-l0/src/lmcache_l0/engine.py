@@ -52,7 +52,6 @@ class L0Engine(Companion):
         self._heat = Heat(settings.promote_after)
         self._demote_at_keys = max(1, int(settings.demote_at * table.hash_slots))
         self._demote_to_keys = min(self._demote_at_keys - 1, int(settings.demote_to * table.hash_slots))
-        self._layouts: dict[int, int] = {}  # layout id → bytes of its records, 0: its objects are none
         self._waiting: dict[Name, int] = {}  # hot → generation
         self._stuck: dict[bytes, None] = {}  # keys of L0 that could not be taken out
         self._on_again = False  # once nothing is stuck
@@ -90,13 +89,9 @@ class L0Engine(Companion):
                     self._waiting[name] = item.generation
 
     def _record_bytes(self, layout_id: int) -> int:
-        known = self._layouts.get(layout_id)
-        if known is None:
-            layout = self._context.layout(layout_id)
-            if layout is None:  # adopted, and of no session so far: nothing of it went up
-                return 0
-            known = self._layouts[layout_id] = layout.nbytes if is_record(layout) else 0
-        return known
+        """The size of this layout's records; 0 where its objects are none. Asked each time: ids are used again."""
+        layout = self._context.layout(layout_id)  # None: adopted, and of no session so far, so nothing of it went up
+        return layout.nbytes if layout is not None and is_record(layout) else 0
 
     def _take_out(self, key: bytes) -> None:
         """At once, or nobody is served from the table until it is done."""
