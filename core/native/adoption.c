@@ -263,6 +263,13 @@ static PyObject *adoption_layouts(AdoptionObject *self, PyObject *unused) {
     return rows;
 }
 
+static PyObject *adoption_layout_of_space(AdoptionObject *self, PyObject *namespace) {
+    unsigned long long space = PyLong_AsUnsignedLongLong(namespace);
+    if (space == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    return PyLong_FromUnsignedLongLong(adoption_layout_of(&self->state, space));
+}
+
 static PyObject *adoption_dropped(AdoptionObject *self, void *unused) {
     (void)unused;
     PyObject *counts = PyDict_New();
@@ -288,6 +295,7 @@ static PyMethodDef adoption_methods[] = {
     {"slabs", (PyCFunction)adoption_slabs, METH_NOARGS, "The slabs in which something stands."},
     {"waiting", (PyCFunction)adoption_waiting, METH_NOARGS, "Slots that wait for former workers."},
     {"layouts", (PyCFunction)adoption_layouts, METH_NOARGS, "Layout id to (fingerprint, nbytes)."},
+    {"layout_of", (PyCFunction)adoption_layout_of_space, METH_O, "The layout of what a namespace has pending, or 0."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -9,6 +9,7 @@
  *              life lock of its row is held, else it is free. DOOMED: waits while any former worker lives
  *     entry    READY counts if it stands where a probe finds it first, its offset is the start of a READY slot, its
  *              layout is in the table with its nbytes, and the slot is of the class of that size. BUSY never counts
+ *     space    has one layout: that of its first entry that counts. An entry of another one does not count
  *     slot that two keys claim: neither can be believed, so both are dropped
  *
  * What does not count is put right on the way, so that the tables say what the new server believes: entries become
@@ -50,7 +51,7 @@ enum {
     DROP_UNINDEXED,  /* READY slots that no entry claims */
     DROP_HALF_CHANGED, /* entries that the death caught in the middle of a change */
     DROP_MISPLACED,  /* entries outside the reach of a probe, or with an offset that is no slot's */
-    DROP_LAYOUT,     /* entries of an unknown layout, or not of its size */
+    DROP_LAYOUT,     /* entries of an unknown layout, not of its size, or not of their namespace's */
     DROP_NOT_READY,  /* entries whose slot is not READY */
     DROP_DUPLICATE,  /* entries of a key that stands nearer to its home, or of a slot that another key claims */
     DROP_UNVERIFIABLE, /* entries without a checksum, where nothing is believed unchecked */
@@ -75,6 +76,13 @@ typedef struct {
     uint64_t fingerprint, nbytes; /* nbytes 0: no such layout */
     uint64_t objects;
 } adopted_layout;
+
+/* A namespace, and its one layout. */
+typedef struct {
+    uint64_t space;
+    uint32_t layout;
+    uint32_t objects; /* that nobody has taken yet */
+} adopted_space;
 
 typedef struct {
     index_view view;
@@ -103,6 +111,11 @@ typedef struct {
     uint64_t objects, nbytes, cursor, pending;
     uint64_t ready, gone; /* entries of the index */
     uint64_t dropped[DROP_CAUSES];
+    adopted_space *spaces; /* in the order in which they were met */
+    uint32_t *space_at;    /* a hash table of their numbers + 1, a power of two of rows, at most half full */
+    uint64_t space_count, space_rows;
+    uint32_t *space_of; /* the number of each slot's namespace, where an entry claims the slot */
+    bool no_memory;
 } adoption;
 
 static inline uint64_t adoption_round_up(uint64_t n, uint64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -115,6 +128,9 @@ static inline void adoption_free(adoption *a) {
     free(a->stored);
     free(a->waits);
     free(a->order);
+    free(a->spaces);
+    free(a->space_at);
+    free(a->space_of);
     memset(a, 0, sizeof *a);
 }
 
@@ -314,6 +330,53 @@ static inline bool adoption_read_slots(adoption *a) {
     return true;
 }
 
+/* --- namespaces ---------------------------------------------------------------------------------------------- */
+
+/* The row of the hash table that has this namespace, or that it would have. There is one while the table is not full. */
+static inline uint32_t *adoption_space_row(const adoption *a, uint64_t space) {
+    uint64_t row = index_fold(space ^ UINT64_C(0x9fb21c651e98df25), UINT64_C(0xd6e8feb86659fd93));
+    while (a->space_at[row & (a->space_rows - 1)] != 0 &&
+           a->spaces[a->space_at[row & (a->space_rows - 1)] - 1].space != space)
+        row++;
+    return &a->space_at[row & (a->space_rows - 1)];
+}
+
+static inline bool adoption_more_spaces(adoption *a) {
+    uint64_t rows = a->space_rows ? 2 * a->space_rows : 64;
+    adopted_space *spaces = realloc(a->spaces, rows / 2 * sizeof *spaces);
+    if (spaces != NULL)
+        a->spaces = spaces;
+    uint32_t *at = calloc(rows, sizeof *at);
+    if (spaces == NULL || at == NULL) {
+        free(at);
+        return false;
+    }
+    free(a->space_at);
+    a->space_at = at;
+    a->space_rows = rows;
+    for (uint64_t i = 0; i < a->space_count; i++)
+        *adoption_space_row(a, a->spaces[i].space) = (uint32_t)i + 1;
+    return true;
+}
+
+/* The namespace, made with that layout where it is new. NULL: no memory. */
+static inline adopted_space *adoption_space(adoption *a, uint64_t space, uint64_t layout) {
+    if (a->space_count == a->space_rows / 2 && !adoption_more_spaces(a))
+        return NULL;
+    uint32_t *row = adoption_space_row(a, space);
+    if (*row == 0) {
+        a->spaces[a->space_count] = (adopted_space){.space = space, .layout = (uint32_t)layout};
+        *row = (uint32_t)++a->space_count;
+    }
+    return &a->spaces[*row - 1];
+}
+
+/* The layout of the objects of a namespace that nobody has taken yet, 0 where there is none. */
+static inline uint64_t adoption_layout_of(const adoption *a, uint64_t space) {
+    uint32_t row = a->space_rows ? *adoption_space_row(a, space) : 0;
+    return row != 0 && a->spaces[row - 1].objects != 0 ? a->spaces[row - 1].layout : 0;
+}
+
 /* --- entries ------------------------------------------------------------------------------------------------- */
 
 /* Whether a probe for the entry's key comes to it, and to no other READY entry of that key before. -1, or a cause. */
@@ -333,10 +396,11 @@ static inline int adoption_reach(const adoption *a, uint64_t at, const index_key
     return -1;
 }
 
-/* Whether layout, size and slab of an entry agree: -1 and the slot's number, or a cause. */
-static inline int adoption_fit(const adoption *a, const index_entry *entry, uint64_t *number) {
+/* Whether layout, size and slab of an entry agree: -1, the slot's number and the layout, or a cause. */
+static inline int adoption_fit(const adoption *a, const index_entry *entry, uint64_t *number, uint64_t *found) {
     adopted_slab *slab;
     uint64_t offset = index_load(&entry->offset), layout = index_load(&entry->layout);
+    *found = layout;
     uint64_t nbytes = index_load(&entry->nbytes);
     if (!adoption_slot_at(a, offset, number, &slab))
         return DROP_MISPLACED;
@@ -358,23 +422,33 @@ static inline void adoption_read_entry(adoption *a, uint64_t at) {
     int cause = DROP_HALF_CHANGED;
     if (state == INDEX_READY) {
         index_key key = index_key_at(entry);
-        uint64_t number = 0;
+        uint64_t number = 0, layout = 0;
+        adopted_space *space = NULL;
         cause = adoption_reach(a, at, &key);
         if (cause < 0)
-            cause = adoption_fit(a, entry, &number);
+            cause = adoption_fit(a, entry, &number, &layout);
         uint64_t flags = index_load(&entry->flags);
         if (cause < 0 && a->in.distrust && !(flags & INDEX_CHECKSUM_KNOWN))
             cause = DROP_UNVERIFIABLE;
         if (cause < 0) {
+            space = adoption_space(a, key.space, layout);
+            a->no_memory |= space == NULL;
+            if (space != NULL && space->objects == 0) /* what it had before was not kept */
+                space->layout = (uint32_t)layout;
+            if (space == NULL || space->layout != layout)
+                cause = DROP_LAYOUT;
+        }
+        if (cause < 0) {
             uint32_t claim = a->claim[number];
             if (claim == CLAIM_OPEN) {
-                uint64_t stored = index_load(&entry->stored_s), layout = index_load(&entry->layout);
+                uint64_t stored = index_load(&entry->stored_s);
                 index_store(&a->in.view.entries[at].flags,
                             (flags & INDEX_CHECKSUM_KNOWN) | (a->in.distrust ? INDEX_UNVERIFIED : 0));
                 a->claim[number] = (uint32_t)at;
                 a->stored[number] = stored > UINT32_MAX ? UINT32_MAX : (uint32_t)stored;
-                if (layout < a->in.layout_rows) /* it was, a moment ago; workers may write here */
-                    a->layouts[layout].objects++;
+                a->layouts[layout].objects++;
+                a->space_of[number] = (uint32_t)(space - a->spaces);
+                space->objects++;
                 a->ready++;
                 return;
             }
@@ -382,6 +456,7 @@ static inline void adoption_read_entry(adoption *a, uint64_t at) {
             if (claim < CLAIM_ENTRIES_MAX) { /* two keys, one slot: whose bytes they are, nobody can tell */
                 adoption_reset_entry(a, claim);
                 a->claim[number] = CLAIM_CONFLICT;
+                a->spaces[a->space_of[number]].objects--;
                 a->ready--;
                 a->gone++;
                 a->dropped[DROP_DUPLICATE]++;
@@ -480,10 +555,13 @@ static inline bool adoption_scan(adoption *a, const adoption_input *in) {
     adoption_read_slabs(a);
     a->claim = malloc((a->slot_count + 1) * sizeof *a->claim);
     a->stored = malloc((a->slot_count + 1) * sizeof *a->stored);
-    if (a->claim == NULL || a->stored == NULL || !adoption_read_slots(a))
+    a->space_of = malloc((a->slot_count + 1) * sizeof *a->space_of);
+    if (a->claim == NULL || a->stored == NULL || a->space_of == NULL || !adoption_read_slots(a))
         return false;
     for (uint64_t at = 0; at <= in->view.mask; at++)
         adoption_read_entry(a, at);
+    if (a->no_memory)
+        return false;
     for (uint64_t s = 0; s < a->slab_count; s++)
         adoption_sum_slab(a, &a->slabs[s]);
     adoption_forget_layouts(a);
@@ -507,17 +585,18 @@ typedef struct {
 static inline void adoption_take_slot(adoption *a, uint64_t number, uint64_t offset, adopted_object *object) {
     uint32_t at = a->claim[number];
     const index_entry *entry = &a->in.view.entries[at];
+    adopted_space *space = &a->spaces[a->space_of[number]];
     uint64_t found;
     a->claim[number] = CLAIM_TAKEN;
     a->pending--;
+    space->objects--;
     object->offset = offset;
     object->key = index_key_at(entry);
-    object->layout = index_load(&entry->layout);
     object->has_checksum = index_load(&entry->flags) & INDEX_CHECKSUM_KNOWN;
     object->checksum = index_load(&entry->checksum);
     object->lost = index_state(index_load(&entry->sequence)) != INDEX_READY || index_load(&entry->offset) != offset ||
-                   object->layout >= a->in.layout_rows || adoption_reach(a, at, &object->key) >= 0 ||
-                   adoption_fit(a, entry, &found) >= 0 || found != number ||
+                   adoption_reach(a, at, &object->key) >= 0 || adoption_fit(a, entry, &found, &object->layout) >= 0 ||
+                   found != number || object->key.space != space->space || object->layout != space->layout ||
                    (a->in.distrust && !object->has_checksum);
     /* The entry goes with its slot, unless it points to another one by now. */
     if (object->lost && index_load(&entry->offset) == offset)

@@ -10,8 +10,10 @@ from lmcache_core.client import link as client_link
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import NAMESPACES_PER_SESSION_MAX
+from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server import namespaces as server_namespaces
+from lmcache_core.server.session import Session
 from lmcache_core.tokens.namespace import Namespace
 from tests.conftest import until
 
@@ -151,3 +153,39 @@ def test_a_layout_keeps_its_id_across_a_restart_and_a_namespace_with_objects_its
     until(lambda: not fresh.status()["pool"]["adopted"]["pending"], "the adoption")
     with pytest.raises(UsageError, match="is another"):
         node.client()._links.current().bind_id(space(3).id, other)
+
+
+@pytest.mark.skipif(native is None, reason="adoption needs the C extension")
+def test_a_namespace_keeps_its_layout_before_the_first_adopted_object_of_it_is_made(node: Node) -> None:
+    from lmcache_core.plugins.loader import load_plugins
+    from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
+
+    server = node.serve(size="4MiB")
+    other = Layout("uint8", (128,))
+    with server.client() as client:
+        assert client.store([node.key(1)], [payload(1)], namespace=space(1)).stored == 1
+        assert client.store([node.key(2)], [bytes(128)], namespace=space(2, other)).stored == 1
+    server.kill()
+    settings = make_settings(
+        name=node.name, runtime_dir=str(node.run), state_dir=str(node.run.parent / "state"), l1={"size_bytes": 4 << 20}
+    )
+    successor = Server(settings, load_plugins())  # no turn of its loop, and so no step of making, comes by itself
+    try:
+        assert successor.adopting is not None
+        session = Session(id=1, peer=None, uid=0, pid=0, carrier="", origin="")
+        for taken, right, wrong in ((space(1), SMALL, other), (space(2, other), other, SMALL)):
+            with pytest.raises(UsageError, match="is another") as refused:
+                successor.namespaces.register(session, taken.id, wrong)
+            assert f"{right.fingerprint:x}" in str(refused.value)  # nobody has said yet what it looks like
+            assert str(wrong) in str(refused.value)
+        assert successor.adopting.describe()["pending"] == 2, "no object was made for it"
+        ids = [successor.namespaces.register(session, space(1).id, SMALL)]
+        with pytest.raises(UsageError) as refused:
+            successor.namespaces.register(session, space(1).id, other)
+        assert str(SMALL) in str(refused.value)
+        assert str(other) in str(refused.value)
+        ids.append(successor.namespaces.register(session, space(2, other).id, other))
+        assert sorted(ids) == sorted(successor.adopting.layouts), "both have the id that they had"
+    finally:
+        successor._close()

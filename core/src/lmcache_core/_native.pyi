@@ -201,3 +201,5 @@ class Adoption:
         """(offset, state, worker row) of slots that a former worker may still touch."""
     def layouts(self) -> dict[int, tuple[int, int]]:
         """(fingerprint, nbytes) by layout id."""
+    def layout_of(self, namespace: int, /) -> int:
+        """The id of the one layout that the namespace's pending objects have; 0 where none is pending."""

@@ -65,6 +65,9 @@ class PaperPool:
     def waiting(self) -> list[tuple[int, int, int]]:
         return self._waits
 
+    def layout_of(self, namespace: int, /) -> int:
+        return next((thing.layout for thing in self._kept.values() if thing.where[0] == namespace), 0)
+
 
 class RestartedWorld(World):
     """A model whose kernel can be exchanged for its successor."""

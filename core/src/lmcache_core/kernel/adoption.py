@@ -67,6 +67,10 @@ class AdoptedPool(Protocol):
         """(offset, state, worker row) of slots that a former worker may still touch."""
         ...
 
+    def layout_of(self, namespace: int, /) -> int:
+        """The one layout that the namespace's pending objects have, 0 where none is pending."""
+        ...
+
 
 class AdoptingPolicy(EvictionPolicy):
     """Stands before the policy while objects are made: in use is warm, what was not asked for is cold.
@@ -195,6 +199,10 @@ class Untouched:
         """Objects that are not made yet."""
         return self._pool.pending
 
+    def layout_of(self, namespace: int) -> int:
+        """The layout of the namespace's pending objects, 0 where there are none."""
+        return self._pool.layout_of(namespace)
+
     def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
         """Make what there is of these keys: the caller is about to look for them."""
         if self._pool.pending:
@@ -311,6 +319,11 @@ class Adoption:
         """These keys are about to be looked for."""
         if self._residents.untouched is not None:
             self._residents.untouched.touch(namespace, keys)
+
+    def layout_of(self, namespace: int) -> int | None:
+        """The layout of what the namespace has that is not made yet, None where there is nothing."""
+        untouched = self._residents.untouched
+        return (untouched.layout_of(namespace) or None) if untouched is not None else None
 
     def cleared(self, namespace: int | None, clearing: Clearing) -> None:
         """A clear of that scope began."""

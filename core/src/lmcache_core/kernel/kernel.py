@@ -96,7 +96,7 @@ class Kernel:
     def layout_of(self, namespace: int) -> int | None:
         """The layout of the namespace's objects; None where it has none. No adopted object is made for it."""
         item = next(iter(self._residents.table.of(namespace)), None)
-        return None if item is None else item.layout_id
+        return self.adoption.layout_of(namespace) if item is None else item.layout_id
 
     def open_session(self, session_id: int, uid: int, row: int = NO_ROW) -> None:
         """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes."""

@@ -43,20 +43,20 @@ static void begin(image *im) {
     put_layout(im, LARGE, LARGE_BYTES, 1);
     put_slab(im, 0, 1, 1);
     put_slab(im, LARGE_UNIT, 1, 3);
-    put_object(im, 50, small_slot(im, 7), SMALL);
+    put_object(im, 50 | UINT64_C(1) << IMAGE_SPACE_SHIFT, small_slot(im, 7), SMALL);
     put_object(im, 51, large_slot(im, 3), LARGE);
 }
 
 /* An entry where the server would not put it. */
 static void place_entry(image *im, uint64_t at, uint64_t number, uint64_t offset, uint64_t layout, uint64_t nbytes) {
-    index_object object = {rig_key(number), offset, layout, nbytes, 0, 0};
+    index_object object = {image_key(number), offset, layout, nbytes, 0, 0};
     index_make_ready(&im->writer, at & im->in.view.mask, &object, 5);
 }
 
 /* A key whose home has `n` EMPTY entries from it on. */
 static uint64_t number_with_room(const image *im, uint64_t n, uint64_t *home) {
     for (uint64_t number = 100;; number++) {
-        index_key key = rig_key(number);
+        index_key key = image_key(number);
         uint64_t d = 0;
         *home = index_home(&im->in.view, &key);
         while (d < n && index_load(&im->in.view.entries[(*home + d) & im->in.view.mask].sequence) == 0)
@@ -182,6 +182,40 @@ static void try_layouts(image *im) {
     expect(im, "layout 0", dropped);
 }
 
+/* A namespace whose entries speak of two layouts has that of the first; and says so until its objects are taken. */
+static void try_spaces(image *im) {
+    const uint64_t space = UINT64_C(5) << IMAGE_SPACE_SHIFT;
+    for (int large_first = 0; large_first < 2; large_first++) {
+        adoption a;
+        adopted_object object;
+        uint64_t homes[2] = {0, 0}, numbers[2], found = 0;
+        begin(im);
+        for (uint64_t number = space; found < 2; number++) {
+            index_key key = image_key(number);
+            uint64_t home = index_home(&im->in.view, &key);
+            if (index_load(&im->in.view.entries[home].sequence) == 0 && (found == 0 || home > homes[0])) {
+                homes[found] = home;
+                numbers[found++] = number;
+            }
+        }
+        for (int i = 0; i < 2; i++) {
+            bool large = i == !large_first;
+            uint64_t slot = large ? large_slot(im, 1) : small_slot(im, 1);
+            place_entry(im, homes[i], numbers[i], slot, large ? LARGE : SMALL, large ? LARGE_BYTES : PAGE);
+            put_slot(im, slot, SLOT_READY, ADOPTION_NO_ROW);
+        }
+        expect(im, "two layouts of one namespace", (sums){.slabs = 2, .objects = 3, .gone = 1,
+                .dropped = {[DROP_LAYOUT] = 1, [DROP_UNINDEXED] = 1}});
+        adopt(im, &a);
+        index_key key = image_key(numbers[0]);
+        CHECK(adoption_layout_of(&a, key.space) == (large_first ? LARGE : SMALL), "%s: not the first", now);
+        CHECK(adoption_layout_of(&a, key.space + 1) == 0, "%s: of another one", now);
+        CHECK(adoption_touch(&a, &key, &object) && !object.lost, "%s: it is not there", now);
+        CHECK(adoption_layout_of(&a, key.space) == 0, "%s: taken, and still there", now);
+        adoption_free(&a);
+    }
+}
+
 static void try_slabs(image *im) {
     const uint64_t rows = im->in.slab_rows; /* four a unit */
     const struct {
@@ -282,7 +316,7 @@ static void try_touch(image *im) {
         }
         put_slot(im, large_slot(im, 1), SLOT_READY, ADOPTION_NO_ROW);
         adopt(im, &a);
-        index_key key = rig_key(number), other = rig_key(1);
+        index_key key = image_key(number), other = image_key(1);
         CHECK(a.objects == 3 && !adoption_touch(&a, &other, &object), "%s: that is nobody's", now);
         CHECK(adoption_touch(&a, &key, &object) && object.offset == large_slot(im, 1) && !object.lost, "%s: not found",
               now);
@@ -305,7 +339,7 @@ static void only_the_second_large_is_lost(void *context, const adopted_object *o
 /* A worker writes to an entry after the scan: its slot is given all the same, once, as lost, and the entry no longer
  * stands for it. */
 static void try_scribbles(image *im) {
-    for (int way = 0; way < 10; way++)
+    for (int way = 0; way < 11; way++)
         for (uint64_t seed = 0; seed < 20; seed++) {
             adoption a;
             uint64_t dice = seed, lost[3] = {large_slot(im, 1), 0, (uint64_t)way};
@@ -333,6 +367,8 @@ static void try_scribbles(image *im) {
                 index_store(&entry->key[seed % 4], seed + 1);
             else if (way == 8) /* no probe comes here any more */
                 index_store(&first->sequence, INDEX_EMPTY);
+            else if (way == 10) /* of another namespace */
+                index_store(&entry->space, index_load(&entry->space) + 1 + seed);
             else /* another one is found first */
                 place_entry(im, home, number, seed % 2 ? large_slot(im, 1) : outside[seed % 5], LARGE, LARGE_BYTES);
             take_all(im, &a, &dice, number + 1, only_the_second_large_is_lost, lost);
@@ -426,7 +462,7 @@ int main(int argc, char **argv) {
     uint64_t rounds = argc > 1 ? (uint64_t)atoll(argv[1]) : RIG_SHARE(2000), kept = 0, objects = 0;
     void (*const crafted[])(image *) = {try_offsets, try_claims,        try_windows,  try_layouts,
                                         try_slabs,   try_slots, try_whole_indexes, try_touch,
-                                        try_scribbles};
+                                        try_scribbles, try_spaces};
     static expectation e;
     char name[80];
     image im;

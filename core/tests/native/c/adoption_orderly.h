@@ -37,7 +37,8 @@ typedef struct {
 
 static void make_slot(image *im, expectation *e, uint64_t *dice, uint64_t offset, uint64_t layout, bool anyone) {
     static const unsigned char COPYING[] = {SLOT_WRITING, SLOT_LOADING, SLOT_QUARANTINED};
-    uint64_t page = (offset - im->in.view.data_offset) / PAGE, what = rig_random(dice) % 16, number = e->numbers++;
+    uint64_t page = (offset - im->in.view.data_offset) / PAGE, what = rig_random(dice) % 16;
+    uint64_t number = e->numbers++ | layout << IMAGE_SPACE_SHIFT; /* a namespace of its own for each layout */
     uint64_t workers = im->in.worker_rows, row = rig_random(dice) % (workers + 1);
     uint64_t stored_s = rig_random(dice) >> rig_random(dice) % 64;
     uint64_t high = rig_random(dice) << 24; /* nobody promised that the rest of the word is 0 */
@@ -124,7 +125,7 @@ static void expected_one(void *context, const adopted_object *object) {
     expectation *e = context;
     uint64_t page = (object->offset - e->im->in.view.data_offset) / PAGE, number = e->pages[page].number;
     uint64_t stored_s = e->pages[page].stored_s;
-    index_key key = rig_key(number);
+    index_key key = image_key(number);
     CHECK(e->pages[page].kind == KIND_OBJECT && !object->lost, "%s: page %llu", now, (unsigned long long)page);
     CHECK(memcmp(&object->key, &key, sizeof key) == 0 && object->layout == e->pages[page].layout, "%s: page %llu", now,
           (unsigned long long)page);

@@ -31,6 +31,15 @@ typedef struct {
 
 static const char *now = ""; /* what is being tried, for the words of a check */
 
+/* The key of a number: what stands above its low 32 bits is the namespace. */
+enum { IMAGE_SPACES = 8, IMAGE_SPACE_SHIFT = 32 };
+
+static inline index_key image_key(uint64_t number) {
+    index_key key = rig_key(number);
+    key.space += number >> IMAGE_SPACE_SHIFT;
+    return key;
+}
+
 /* --- making one ---------------------------------------------------------------------------------------------- */
 
 static inline void image_clear(image *im) {
@@ -134,7 +143,7 @@ static inline void put_slot(image *im, uint64_t offset, uint64_t state, uint64_t
 /* An entry as the server makes it; returns where it stands. */
 static inline uint64_t put_entry(image *im, uint64_t number, uint64_t offset, uint64_t layout, uint64_t stored_s) {
     uint64_t nbytes = index_load(image_word(im, im->in.layouts_offset + layout * ADOPTION_LAYOUT_ROW + 8)), place = 0;
-    index_object object = {rig_key(number), offset, layout, nbytes, ~number, number % 2 ? INDEX_CHECKSUM_KNOWN : 0};
+    index_object object = {image_key(number), offset, layout, nbytes, ~number, number % 2 ? INDEX_CHECKSUM_KNOWN : 0};
     CHECK(index_publish(&im->writer, &object, index_home(&im->in.view, &object.key), stored_s), "%s: full", now);
     CHECK(index_entry_of(&im->writer, &object.key, &place), "%s: key %llu", now, (unsigned long long)number);
     return place;
@@ -313,8 +322,12 @@ static inline void take_all(const image *im, adoption *a, uint64_t *dice, uint64
     for (bool over = false; !over;) {
         uint64_t count = 0;
         if (keys != 0 && rig_random(dice) % 3 != 0) {
-            index_key key = rig_key(rig_random(dice) % keys);
-            count = adoption_touch(a, &key, objects);
+            uint64_t number = rig_random(dice) % keys;
+            index_key key = image_key(number);
+            for (uint64_t space = 0; space < IMAGE_SPACES && !count; space++) {
+                key = image_key(number | space << IMAGE_SPACE_SHIFT);
+                count = adoption_touch(a, &key, objects);
+            }
             CHECK(!count || objects->lost || memcmp(&objects->key, &key, sizeof key) == 0, "%s: another key's", now);
         } else if (rig_random(dice) % 4 == 0) {
             count = take_slab(a, im->in.view.data_offset + rig_random(dice) % (im->in.data_bytes + 9999), objects);
