@@ -611,6 +611,24 @@ static PyObject *index_remove_objects(Index *self, PyObject *const *args, Py_ssi
     return PyLong_FromUnsignedLongLong(removed);
 }
 
+static PyObject *index_mark_objects_verified(Index *self, PyObject *objects) {
+    PyObject *items = PySequence_Fast(objects, "objects must be a sequence");
+    if (!items)
+        return NULL;
+    uint64_t marked = 0;
+    bool failed = false;
+    for (Py_ssize_t at = 0; !failed && at < PySequence_Fast_GET_SIZE(items); at++) {
+        index_object object;
+        PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(items, at));
+        failed = read_object(item, at, &object) < 0 || read_checksum(item, &object) < 0 || !is_open(self);
+        Py_DECREF(item);
+        if (!failed && object.flags & INDEX_CHECKSUM_KNOWN)
+            marked += index_mark_verified(&self->writer, &object, index_home(&self->writer.view, &object.key));
+    }
+    Py_DECREF(items);
+    return failed ? NULL : PyLong_FromUnsignedLongLong(marked);
+}
+
 static PyObject *index_remove_slot_entries(Index *self, PyObject *slot_offset) {
     uint64_t offset;
     if (as_u64(slot_offset, "offset", &offset) < 0 || !is_open(self))
@@ -707,12 +725,13 @@ static PyObject *index_entry_dict(Index *self, PyObject *const *args, Py_ssize_t
     uint64_t sequence = index_sequence(&self->writer, at), flags = index_load(&entry->flags);
     PyObject *checksum = flags & INDEX_CHECKSUM_KNOWN ? PyLong_FromUnsignedLongLong(index_load(&entry->checksum))
                                                       : Py_NewRef(Py_None);
-    return Py_BuildValue("{s:s,s:K,s:K,s:K,s:K,s:K,s:N,s:K,s:K,s:K,s:I,s:K,s:K}", "state",
+    return Py_BuildValue("{s:s,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:K,s:K,s:K,s:I,s:K,s:K}", "state",
                          index_state(sequence) == INDEX_READY ? "ready" : "gone", "generation",
                          (unsigned long long)(sequence >> 2), "namespace", (unsigned long long)space, "offset",
                          (unsigned long long)index_load(&entry->offset), "layout",
                          (unsigned long long)index_load(&entry->layout), "nbytes",
-                         (unsigned long long)index_load(&entry->nbytes), "checksum", checksum, "stored_s",
+                         (unsigned long long)index_load(&entry->nbytes), "checksum", checksum, "unverified",
+                         PyBool_FromLong((flags & INDEX_UNVERIFIED) != 0), "stored_s",
                          (unsigned long long)index_load(&entry->stored_s), "reason",
                          (unsigned long long)index_load(&entry->reason), "gone_s",
                          (unsigned long long)index_load(&entry->gone_s), "mark",
@@ -817,6 +836,7 @@ static PyMethodDef methods[] = {
     {"read", FUNCTION(index_read_keys), FAST, "Copy objects out: one status byte a key."},
     {"publish", FUNCTION(index_publish_objects), FAST, "Writer: make objects visible; how many got an entry."},
     {"remove", FUNCTION(index_remove_objects), FAST, "Writer: take objects out; how many were there."},
+    {"mark_verified", FUNCTION(index_mark_objects_verified), METH_O, "Writer: nobody needs to check these; how many."},
     {"remove_slot", FUNCTION(index_remove_slot_entries), METH_O, "Writer: take out what stands in a slot, by a scan."},
     {"take_marks", FUNCTION(index_take_marks), FAST, "Writer: what readers used since, last of a prompt first."},
     {"tidy", FUNCTION(index_tidy_entries), METH_O, "Writer: turn tombstones into empty entries; how many."},

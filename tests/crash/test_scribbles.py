@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,9 @@ from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import PAGE_BYTES
 from lmcache_core.native import native
+from lmcache_core.pool.header import decode
 
-from ..conftest import Node, ServerProcess
+from ..conftest import Node, ServerProcess, until
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 OBJECTS = 100
@@ -106,3 +108,66 @@ def test_slots_read_in_place_are_checked_after_an_adoption(node: Node) -> None:
                     granted += 1
                     assert lease.view(position) == node.payload(number)
     assert 0 < granted < OBJECTS
+
+
+# --- what the server checks by itself -----------------------------------------------------------------------------
+
+
+def intact(node: Node) -> set[int]:
+    """The objects whose bytes stand whole in the data of the pool, by a look into the file."""
+    with node.shm.open("rb") as file:
+        data = file.read()
+    start, nbytes = decode(data[:PAGE_BYTES]).data_offset, node.namespace.layout.nbytes
+    by_bytes = {node.payload(number): number for number in range(OBJECTS)}
+    slots = (data[at : at + nbytes] for at in range(start, len(data) - nbytes + 1, nbytes))
+    return {by_bytes[slot] for slot in slots if slot in by_bytes}
+
+
+def data_offset(node: Node) -> int:
+    with node.shm.open("rb") as file:
+        return decode(file.read(PAGE_BYTES)).data_offset
+
+
+def checked(server: ServerProcess) -> dict[str, Any]:
+    """What `status` says of the check in the background, once it is through."""
+
+    def done() -> Any:
+        report = client.status()["pool"]["adopted"]["checked"]
+        return report if report["verified_s"] is not None else None
+
+    with server.client(maps_pool=False) as client:
+        return dict(until(done, "the check in the background"))
+
+
+def test_the_background_drops_what_is_damaged_before_anybody_reads_it(node: Node) -> None:
+    server = node.serve()
+    fill(node, server)
+    server.kill()
+    scribble(node, 40, data_offset(node))
+    sound = intact(node)
+    assert 0 < len(sound) < OBJECTS
+    server = node.serve("--l1.adopt.verify", "background")
+    report = checked(server)
+    assert (report["verified"], report["damaged"]) == (len(sound), OBJECTS - len(sound))
+    assert report["verified_bytes"] == len(sound) * node.namespace.layout.nbytes
+    with server.client() as client:
+        keys = [node.key(number) for number in range(OBJECTS)]
+        found = [client.lookup([key], namespace=node.namespace, hold=True).hits for key in keys]
+        assert {number for number, hits in enumerate(found) if hits} == sound  # nobody has read a byte of them
+        gone = next(number for number in range(OBJECTS) if number not in sound)
+        assert client.explain([keys[gone]], namespace=node.namespace)[0].reason == Reason.DAMAGED.name.lower()
+    hits, wrong = read(node, server, "never", use_index=True)
+    assert (hits, wrong) == (len(sound), 0)
+
+
+def test_an_orderly_pool_is_checked_once_and_by_nobody_after_that(node: Node) -> None:
+    server = node.serve()
+    fill(node, server)
+    server.kill()
+    server = node.serve("--l1.adopt.verify", "background")
+    assert checked(server)["verified"] == OBJECTS
+    scribble(node, 300, data_offset(node))  # who checked again would see it
+    hits, wrong = read(node, server, "never", use_index=True)
+    assert hits == OBJECTS
+    assert wrong > 0
+    assert read(node, server, "never", use_index=False)[0] == OBJECTS

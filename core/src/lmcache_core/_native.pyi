@@ -112,6 +112,9 @@ class Index:
     def remove(self, objects: Sequence[_Placed], reason: int, now_s: int) -> int:
         """Take objects out, before their slots are granted again. Returns how many had an entry. An entry of the same
         key in another slot stays. `reason` is the kernel's `Reason`, kept in the tombstone."""
+    def mark_verified(self, objects: Sequence[_Placed]) -> int:
+        """The bytes of these fit their checksums: readers' processes need not check them any more.
+        How many entries say so now; one that does not agree with its object stays as it is."""
     def remove_slot(self, offset: int) -> int:
         """Take out whatever says that it stands in the slot at `offset`, by a look at every entry; how many did."""
     def take_marks(self, entries_max: int, keys_max: int = ...) -> list[tuple[int, bytes]]:
@@ -127,7 +130,7 @@ class Index:
         """Count READY entries and tombstones anew: for a writer that takes over an earlier one's index."""
     def entry(self, namespace: int, key: bytes) -> dict[str, Any] | None:
         """What stands there for a key: state ("ready" or "gone"), generation, namespace, offset, layout, nbytes,
-        checksum (None: not known), stored_s, reason, gone_s, mark, place, home. For tests and tools."""
+        checksum (None: not known), unverified, stored_s, reason, gone_s, mark, place, home. For tests and tools."""
     def close(self) -> None:
         """Let the buffer go, at once or when the last call that uses it returns. Later calls raise ValueError."""
     # For the bench: keys are rows of 32 bytes. (namespace, layout, nbytes, offset, now_s, keys) -> published

@@ -10,7 +10,7 @@ says with key None that one was damaged since: then only its slot can be had bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Protocol
 
 from lmcache_core.kernel.allocator import Slab
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 STEP_OBJECTS = 256  # made in one background step: well below a millisecond
 VICTIMS_STEP_OBJECTS = 512  # made at least, when room is needed
+
+_THROUGH = object()
 
 Found = tuple[bytes | None, int, int, int, int | None]  # key, namespace, offset, layout id, checksum
 
@@ -281,6 +283,7 @@ class Adoption:
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
+        self._walk: Iterator[Incarnation | None] | None = None  # over all slots
         self._former: FormerSlots | None = None
         self._untouched: Untouched | None = None
         self._lost = 0
@@ -309,6 +312,28 @@ class Adoption:
         if not done and self._untouched is not None:
             self._lost, self._untouched = self._untouched.lost, None
         return done
+
+    # --- checking what was adopted ------------------------------------------------------------------------
+
+    def unverified(self, objects_max: int, nbytes_max: int, looks_max: int) -> list[Incarnation] | None:
+        """The next ready objects, in the order of their slots, that nobody is known to have checked: so many of so many
+        bytes (of the last one more), after so many looks at slots. Empty: none so far. None: there are no more. Only
+        once all are made."""
+        if self._walk is None:
+            self._walk = self._residents.allocator.walk()
+        found: list[Incarnation] = []
+        nbytes = 0
+        for _ in range(looks_max):
+            item = next(self._walk, _THROUGH)
+            if item is _THROUGH:
+                self._residents.unverified = bool(found)
+                return found or None
+            if isinstance(item, Incarnation) and item.unverified and item.state is State.READY:
+                found.append(item)
+                nbytes += item.nbytes
+                if len(found) == objects_max or nbytes >= nbytes_max:
+                    break
+        return found
 
     def close(self) -> None:
         """The kernel is not called any more: forget the pool."""

@@ -7,7 +7,7 @@ slot and touch no memory of the pool. An empty slab stays with its class until a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lmcache_core.errors import InvariantError, UsageError
 from lmcache_core.kernel.objects import Incarnation
@@ -244,6 +244,21 @@ class Allocator:
         size_class.slots += slab.slots
         size_class.slots_used += used
         self.used_bytes += used * slot_bytes
+
+    def walk(self) -> Iterator[Incarnation | None]:
+        """A look at each slot, in their order: what stands or stood there. Slots may come and go meanwhile; what
+        stands in one from the beginning to the end is met."""
+        unit = 0
+        while unit < len(self._owners):
+            slab = self._owners[unit]
+            unit += 1
+            if slab is None:
+                yield None
+            elif slab.first_unit == unit - 1:
+                for slot in range(slab.slots):
+                    if slot >= len(slab.residents):
+                        break  # it was dissolved
+                    yield slab.residents[slot]
 
     def slab_at(self, offset: int) -> Slab:
         """The slab that a slot stands in."""

@@ -12,9 +12,13 @@ from lmcache_core.limits import LIFE_CHECK_S_MAX, LIFE_CHECK_S_MIN, OBJECT_BYTES
 from lmcache_core.native import native
 from lmcache_core.pool.lifelock import life_lock_free
 from lmcache_core.pool.segment import Segment
+from lmcache_core.server.verifying import Verifying
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lmcache_core._native import Adoption
+    from lmcache_core.server.l1 import L1
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Adopting:
     else does.
     """
 
+    verifying: Verifying | None = None  # of verify = "background", once the kernel has the pool
+
     def __init__(self, segment: Segment, verify: str) -> None:
         """`verify`: `AdoptSettings.verify`."""
         began_s = time.monotonic()
@@ -84,6 +90,13 @@ class Adopting:
             len(self._checks),
         )
 
+    def verify_beside(self, l1: L1, call: Callable[[Callable[[], None]], None]) -> None:
+        """Where the settings ask for it: check what was adopted in the background, once all of it is made. `call` runs
+        a function on the loop's thread."""
+        if self._verify == "background":
+            nbytes_by_layout = {layout_id: nbytes for layout_id, (_, nbytes) in self.layouts.items()}
+            self.verifying = Verifying(l1, nbytes_by_layout, call)
+
     def step(self, now: float) -> bool:
         """One bounded step of making objects, and a look at the life locks that are due. True: more to make."""
         assert self._kernel is not None
@@ -104,6 +117,8 @@ class Adopting:
             if not more:
                 self._pool = None  # it keeps the mapping
                 self._made_s = time.monotonic() - self._began_s
+                if self.verifying is not None:
+                    self.verifying.begin()
         return self.makes_objects
 
     @property
@@ -120,6 +135,8 @@ class Adopting:
 
     def close(self) -> None:
         """Let go of the pool."""
+        if self.verifying is not None:
+            self.verifying.stop()
         self._pool = None
         if self._kernel is not None:
             self._kernel.adoption.close()
@@ -137,4 +154,5 @@ class Adopting:
             "read_s": round(self._read_s, 4),
             "longest_step_s": round(self._longest_step_s, 6),
             "made_s": None if self._made_s is None else round(self._made_s, 4),
+            "checked": None if self.verifying is None else self.verifying.describe(),
         }

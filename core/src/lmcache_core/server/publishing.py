@@ -87,6 +87,10 @@ class Publisher:
             self.index.remove_slot(item.offset)
             raise
 
+    def mark_verified(self, objects: Sequence[Incarnation]) -> None:
+        """Workers need not check these any more."""
+        self.index.mark_verified(objects)
+
     def take_marks(self, now: float) -> list[tuple[int, bytes]]:
         """What workers have read since it was looked at last, (namespace, key), the end of a prompt before its
         beginning. Looks at so much of the table that all of it is seen every `INDEX_SWEEP_S`, and takes at most

@@ -93,6 +93,7 @@ class Server:
             if self.adopting is not None:
                 self.l1.former_layouts = self.adopting.layouts
                 self.adopting.begin(self.kernel)
+                self.adopting.verify_beside(self.l1, self.loop.call)
                 if self.l1.index is not None:
                     self.l1.index.keep_places(True)
             self.tiering: Tiering | None = None

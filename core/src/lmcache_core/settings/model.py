@@ -92,10 +92,10 @@ def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offer
 class AdoptSettings(Section):
     """How a pool that a former server left is taken over."""
 
-    verify: Literal["first", "never"] = Field(
+    verify: Literal["first", "background", "never"] = Field(
         default="first",
         description="first: drop what has no checksum, and have each worker check what it reads there, once; "
-        "never: believe it",
+        "background: the same, and the server checks all of it beside serving; never: believe it",
     )
 
 
