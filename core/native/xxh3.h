@@ -204,8 +204,8 @@ xxh3_stripes_avx2(uint64_t lanes[8], const unsigned char *from, size_t stripes, 
         size_t count = stripes < XXH3_STRIPES ? stripes : XXH3_STRIPES;
         const unsigned char *secret = xxh3_secret;
         for (size_t i = 0; i < count; i++, secret += 8, from += XXH3_STRIPE_BYTES) {
-            if (how != XXH3_HASH) /* the hardware's own prefetching stops at pages; a hint faults nowhere */
-                _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
+            /* The hardware's own prefetching stops at pages; a hint faults nowhere. */
+            _mm_prefetch((const char *)from + 1024, _MM_HINT_T0);
             __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)from);
             __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)(from + 32));
             if (how == XXH3_STREAM) {

@@ -131,6 +131,17 @@ def test_store_and_retrieve_stand_beside_a_plain_copy(tmp_path: Path) -> None:
     assert all(record["floor"] > 0 and record["unit"] == "GB/s" for record in records.values())
 
 
+def test_checksums_of_slots_filled_in_place_stand_beside_one_more_read(tmp_path: Path) -> None:
+    records = bench(tmp_path, "copy", "--only", "inplace", "--sizes", "1 MiB")
+    plain = "in place 1 MiB"
+    others = {f"{plain}, checksums": 0.9, f"{plain}, one more read": None}
+    expected = {plain: None, **others, f"{plain}, CPU": None, **{f"{name}, CPU": None for name in others}}
+    assert {name: record["target"] for name, record in records.items()} == expected
+    for unit in ("", ", CPU"):
+        for name in others:
+            assert records[name + unit]["floor"] == records[plain + unit]["value"]
+
+
 def test_a_prompt_is_moved_by_workers_at_once_and_its_record_says_how_long_it_was(tmp_path: Path) -> None:
     records = bench(tmp_path, "prompt", "--tokens", "1024", "--workers", "1", "2")
     what = "1,024 of 131,072 tokens x 70 KB"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import leases
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status
 from lmcache_core.errors import UsageError
@@ -405,6 +406,27 @@ def test_what_was_stored_without_a_checksum_is_no_hit_for_who_checks_always(ways
         found = client.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE, verify="always")
         assert found.reasons == [Reason.UNVERIFIABLE]
         assert client.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE).hits == 1
+
+
+def test_a_commit_takes_checksums_by_as_many_threads_as_copy(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []  # objects, bytes of each, threads
+    real = leases.checksums_of
+
+    def counted(addresses: Any, nbytes: int, threads: int = 1) -> bytes:
+        asked.append((len(addresses), nbytes, threads))
+        return real(addresses, nbytes, threads)
+
+    monkeypatch.setattr(leases, "checksums_of", counted)
+    with Client(ways.index._links._target, copy_threads=3) as client:
+        with client.prepare_store(keys(1, 2, 3), namespace=SPACE) as lease:
+            for position in range(3):
+                lease.view(position)[:] = payload(position + 1)
+            lease.commit([1])
+            assert lease.commit() == [Status.STORED] * 3
+        assert asked == [(1, NBYTES, 3), (2, NBYTES, 3)]
+        into = [bytearray(NBYTES) for _ in range(3)]
+        assert client.retrieve(keys(1, 2, 3), into, namespace=SPACE, verify="always").hits == 3
+        assert into == [payload(1), payload(2), payload(3)]
 
 
 def test_the_clients_own_choice_is_the_default(ways: Ways) -> None:

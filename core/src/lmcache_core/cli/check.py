@@ -108,17 +108,22 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
 
 
 def _index(settings: Settings) -> Finding:
-    """The smallest objects of which the index has room for a whole pool."""
-    from lmcache_core.limits import INDEX_LOAD_MAX, INDEX_OBJECT_BYTES
+    """The smallest objects of which the index has room for a whole pool, and what it would take for smaller ones."""
+    from lmcache_core.limits import INDEX_LOAD_MAX, INDEX_OBJECT_BYTES, PAGE_BYTES
     from lmcache_core.pool.backing import Backing
-    from lmcache_core.pool.header import plan
+    from lmcache_core.pool.header import index_entries_for, plan
 
     l1 = settings.l1
     header = plan("check", l1.size_bytes, Backing(l1.backing), boot_id=1, index_entries=l1.index_entries or None)
     least = int(header.data_bytes / (INDEX_LOAD_MAX * header.index_entries))
     size = f"{header.index_entries:,} entries, {header.index_bytes >> 20:,} MiB"
     said = f"{size}: enough for objects from {least:,} bytes up"
-    cure = "set l1.index_entries = 0 for a larger one" if least > INDEX_OBJECT_BYTES else ""
+    if least > PAGE_BYTES:
+        pages = index_entries_for(header.data_bytes, PAGE_BYTES)
+        said += f"; a pool of smaller ones needs l1.index_entries = {pages}, or runs out of entries before it is full"
+    cure = ""
+    if least > INDEX_OBJECT_BYTES:
+        cure = f"set l1.index_entries = {index_entries_for(header.data_bytes, INDEX_OBJECT_BYTES)}, or 0 for the same"
     return Finding(True, "index", said, cure)
 
 

@@ -237,7 +237,7 @@ class Client:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
         _check_keys(keys)
         with ExitStack() as undo:
-            lease = undo.enter_context(WriteLease(self._links, namespace))
+            lease = undo.enter_context(WriteLease(self._links, namespace, threads=self._copy_threads))
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
             undo.pop_all()  # it is the caller's now

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import xxhash
 
 from lmcache_core.client.channel import expect
-from lmcache_core.client.copying import address_of, checksums_of, tensor_of
+from lmcache_core.client.copying import checksums_of, tensor_of
 from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
@@ -271,6 +271,13 @@ class WriteLease(Lease):
 
     _let_go = m.AbortStore
 
+    def __init__(
+        self, links: Links, namespace: Namespace, copying: Presence | None = None, *, threads: int = 1
+    ) -> None:
+        """`threads` may take checksums at once."""
+        super().__init__(links, namespace, copying)
+        self._threads = threads
+
     def ask(self, keys: Sequence[bytes]) -> None:
         """Ask for slots for these keys: the next positions. At most one frame of them."""
         blob, namespace = join_keys(keys), self._namespace.id
@@ -283,8 +290,9 @@ class WriteLease(Lease):
     def commit(self, positions: Sequence[int] | None = None, *, checksums: bool = True) -> list[Status]:
         """Publish these positions (None: all that are left). The caller has written every byte of them.
 
-        Their checksums are taken from the slots, one more pass over the bytes. Without `checksums` nobody can check
-        them: readers with `verify="always"` do not get them, and no next server adopts them.
+        Their checksums are taken from the slots: one more pass over the bytes, at the speed at which memory is read, by
+        the client's `copy_threads`. Without `checksums` nobody can check them: readers with `verify="always"` do not
+        get them, and no next server adopts them.
 
         Returns the statuses of all positions of the lease. Raises `LeaseExpiredError` where the lease did not
         live until now, and `ClearedError`; then nothing of what is left was published.
@@ -294,9 +302,15 @@ class WriteLease(Lease):
         return self.statuses
 
     def _sums(self, positions: Sequence[int]) -> bytes:
-        lent = [memoryview(self._lent(position)).cast("B") for position in positions]
-        addresses = array("Q", [address_of(each) for each in lent])
-        return checksums_of(addresses, self._namespace.layout.nbytes) if addresses else b""
+        if not positions:
+            return b""
+        offsets, link = [self._offset(position) for position in positions], self._link
+        assert link is not None
+        # Nothing is lent for it: another thread that ends the lease meanwhile makes others' bytes of these, and the
+        # commit for which they are read fails. The mapping stays for as long as it is held here.
+        mapping = link.mapped().mapping
+        addresses = array("Q", [mapping.address + offset for offset in offsets])
+        return checksums_of(addresses, self._namespace.layout.nbytes, self._threads)
 
     def abort(self, positions: Sequence[int] | None = None) -> None:
         """Give these positions back unwritten (None: all that are left)."""

@@ -186,10 +186,15 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
     )
 
 
+def index_entries_for(data_bytes: int, object_bytes: int) -> int:
+    """Entries that do for a pool full of objects of `object_bytes`: a power of two, within the limits."""
+    least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (INDEX_LOAD_MAX * object_bytes)))
+    return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
+
+
 def _index_entries(wanted: int | None, data_bytes: int) -> int:
     if not wanted:
-        least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (INDEX_LOAD_MAX * INDEX_OBJECT_BYTES)))
-        return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
+        return index_entries_for(data_bytes, INDEX_OBJECT_BYTES)
     if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= INDEX_ENTRIES_MAX:
         raise UsageError(
             f"an index of {wanted:,} entries cannot be made: give a power of two from {_INDEX_ENTRIES_MIN:,} to "

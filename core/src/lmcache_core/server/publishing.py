@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.objects import Incarnation
-from lmcache_core.limits import INDEX_SWEEP_ENTRIES_MIN, INDEX_SWEEP_KEYS_MAX, INDEX_SWEEP_S, INDEX_TIDY_ENTRIES
+from lmcache_core.limits import (
+    INDEX_ENTRIES_MAX,
+    INDEX_SWEEP_ENTRIES_MIN,
+    INDEX_SWEEP_KEYS_MAX,
+    INDEX_SWEEP_S,
+    INDEX_TIDY_ENTRIES,
+)
 from lmcache_core.pool.index import open_index
 from lmcache_core.pool.segment import Segment
 
@@ -36,7 +42,7 @@ class Publisher:
         self.unindexed = 0  # ready objects that found no entry: only the server knows them
         self.used = 0  # marks taken: an object counts once between two looks, however often it was read
         self.scribbled = 0  # entries that were not there any more when their objects left
-        self._warned = False
+        self._warned_of = 0  # entries wanted, when it was last said
         self._nbytes_by_layout: dict[int, int] = {}
         self._looked_at_s = 0.0
         self._due = 0.0  # entries that are to be looked at to keep up with the clock
@@ -54,14 +60,15 @@ class Publisher:
         left_out = len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))
         if left_out:
             self.unindexed += left_out
-            if not self._warned:
-                self._warned = True
+            wanted = self.entries_wanted
+            if wanted > self._warned_of:  # each time it doubles: the first figure is of a pool that is still filling
+                self._warned_of = wanted
                 log.warning(
                     "the index has %d entries, too few for what is stored: %d objects have none, so each hit of them "
                     "costs a call, and a restart loses them; set l1.index_entries = %d",
                     self.index.entries,
                     self.unindexed,
-                    self.entries_wanted,
+                    wanted,
                 )
 
     @property
@@ -69,7 +76,8 @@ class Publisher:
         """Entries that would do for what is stored now, a power of two; as many as there are while none are missing."""
         if not self.unindexed:
             return self.index.entries
-        return max(2 * self.index.entries, 1 << (2 * (self.index.ready + self.unindexed) - 1).bit_length())
+        wanted = max(2 * self.index.entries, 1 << (2 * (self.index.ready + self.unindexed) - 1).bit_length())
+        return min(wanted, INDEX_ENTRIES_MAX)
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
         """Once this returns no worker takes them for ready any more: their slots may be given away."""

@@ -3,8 +3,9 @@
 The floor is one thread that copies the same objects, one by one, between the same buffers and the same slots of the
 pool, with addresses known beforehand: by `memmove`, by numpy and by torch where they are there; the best counts. Ours
 pays for keys, checks, leases and calls on top, and a store computes its checksums. `alone` is what ours copies by, the
-one call into C, without everything else: plain, with checksums, and by two threads against one. Batches are larger
-than the caches, buffers are written before anything is timed, and the two sides take turns.
+one call into C, without everything else: plain, with checksums, and by two threads against one. `inplace` fills
+slots itself and commits them; what checksums add there stands beside what one more bare read of the bytes adds. Batches
+are larger than the caches, buffers are written before anything is timed, and the two sides take turns.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
     from lmcache_core.client.client import Client
 
-GROUPS = ("store", "retrieve", "alone", "tensors", "first", "single")
+GROUPS = ("store", "retrieve", "alone", "tensors", "first", "single", "inplace")
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64 KiB": 64 * KIB, "1 MiB": MIB, "4 MiB": 4 * MIB, "16 MiB": 16 * MIB}
 RATIO_MIN = {
@@ -48,6 +49,7 @@ RATIO_MIN = {
 CHECKSUM_RATIO_MIN = 0.9
 TWO_THREADS_RATIO_MIN = 1.5  # of one, where cores are free
 FIRST_RATIO_MIN = 0.8
+IN_PLACE_RATIO_MIN = 0.9  # with checksums, of without
 BATCH_BYTES = 64 * MIB  # twice the last cache of the machines that this was written on
 SETS = 2  # batches of sources and targets that take turns, so that none is in a cache when its turn comes
 REST_S = 0.005  # before each copy: torch's threads spin for some ms after one, and a time slice may be used up
@@ -74,7 +76,8 @@ def run(options: Namespace, bench: Bench) -> None:
     sizes = [size for size in SIZES if size in options.sizes]
     batched = [group for group in ("store", "retrieve", "alone") if group in options.only]
     tensors = "tensors" in options.only and find_spec("torch") is not None
-    bench.steps(len(sizes) * (bool(batched) + tensors + ("single" in options.only)) + ("first" in options.only))
+    each_size = bool(batched) + tensors + ("single" in options.only) + ("inplace" in options.only)
+    bench.steps(len(sizes) * each_size + ("first" in options.only))
     with ending_cleanly(), closing(_Buffers()) as buffers:
         with ServerProcess(2 * BATCH_BYTES) as server, server.client(copy_threads=options.copy_threads) as client:
             for size in sizes:
@@ -89,6 +92,10 @@ def run(options: Namespace, bench: Bench) -> None:
                 if "single" in options.only:
                     bench.step(f"single objects of {size}")
                     _single(client, buffers, size, bench, rounds.of(count * SINGLE_OBJECTS))
+            for size in sizes:
+                if "inplace" in options.only:
+                    bench.step(f"slots of {size}, filled in place")
+                    _in_place(client, buffers, size, bench, rounds.of(count))
         if "first" in options.only:
             bench.step("first store into a fresh pool")
             _first(buffers, bench, pools=rounds.of(1 if bench.quick else 7))
@@ -309,6 +316,61 @@ def _single(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: 
     for group in ("store", "retrieve"):
         rates = [layout.nbytes / median(times_s[name]) / 1e9 for name in (group, f"bare {group}")]
         bench.record(f"{group} one {size}", rates[0], "GB/s", floor=rates[1], lower_is_better=False)
+
+
+# --- slots that the caller fills --------------------------------------------------------------------------------
+
+
+def _in_place(client: Client, buffers: _Buffers, size: str, bench: Bench, rounds: Iterable[bool]) -> None:
+    """`prepare_store`, plain copies into the slots and `commit`: without checksums, with those that `commit` takes,
+    and with one bare read of all bytes in their stead."""
+    layout = Layout("uint8", (SIZES[size],))
+    namespace = Names(f"bench {size}", layout)
+    batches = cycle([buffers.batch(number, layout.nbytes) for number in range(SETS)])
+    ways: dict[str, list[float]] = {"": [], ", checksums": [], ", one more read": []}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
+
+    def fill(way: str, keys: Sequence[bytes], sources: Sequence[memoryview]) -> None:
+        with client.prepare_store(keys, namespace=namespace) as lease:
+            slots = [address_of(lease.view(position)) for position in range(len(keys))]
+            for slot, source in zip(slots, sources, strict=True):
+                ctypes.memmove(slot, address_of(source), layout.nbytes)
+            if way == ", one more read":
+                for slot in slots:
+                    _read_pass(slot, layout.nbytes)
+            _expect(lease.commit(checksums=way == ", checksums"), Status.STORED)
+
+    for counts in rounds:
+        for way, times_s in ways.items():
+            time.sleep(REST_S)
+            keys, sources, cpu_s = fresh_keys(BATCH_BYTES // layout.nbytes), next(batches), time.process_time()
+            took_s = _timed(partial(fill, way, keys, sources))
+            if counts:
+                times_s.append(took_s)
+                cpu[way].append(time.process_time() - cpu_s)
+            client.clear(namespace)
+    for way, times_s in ways.items():
+        bench.record(
+            f"in place {size}{way}",
+            _rate(times_s),
+            "GB/s",
+            floor=_rate(ways[""]) if way else None,
+            target=IN_PLACE_RATIO_MIN if way == ", checksums" else None,
+            lower_is_better=False,
+        )
+    for way, times_s in cpu.items():
+        floor = median(cpu[""]) / BATCH_BYTES * 1e9 if way else None
+        bench.record(f"in place {size}{way}, CPU", median(times_s) / BATCH_BYTES * 1e9, "s/GB", floor=floor)
+
+
+_memchr = ctypes.CDLL(None).memchr
+_memchr.restype, _memchr.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+
+
+def _read_pass(address: int, nbytes: int) -> None:
+    """All these bytes, at the speed of the libc: none of them is 0."""
+    if _memchr(address, 0, nbytes) is not None:
+        raise PoolError("the bench has read something else than what it wrote")
 
 
 def _rested(call: Callable[[], object]) -> float:
