@@ -419,6 +419,80 @@ def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any)
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 1)
 
 
+def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(4))
+    loop.idle()
+    adapter.errors["delete"] = TierError("read-only", retryable=False)
+    loop.tiering.clear(doubles.namespace, tiers=True)
+    loop.until(lambda: adapter.calls["delete"] >= 1 and loop.tiering.status()["tiers"][0]["deletes"]["failed"] >= 4)
+    assert len(adapter.objects) == 4
+    adapter.errors.clear()
+    loop.jump(BREAKER_PAUSE_S + 0.1)
+    loop.until(lambda: not adapter.objects)
+    (tier,) = loop.tiering.status()["tiers"]
+    assert (tier["objects"], tier["bytes_leaving"]) == (0, 0)
+
+
+def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles: Any) -> None:
+    class Forgetful(type(doubles.adapter())):  # type: ignore[misc]
+        """Keeps what it is given, loses the answer, and has no room for the same object once more."""
+
+        def store(self, items: Any, deadline: float) -> Any:
+            super().store(items, deadline)
+            again = self.calls["store"] > 1
+            return [Outcome(Result.FULL) if again else Outcome(Result.FAILED, retryable=True) for _ in items]
+
+    adapter = Forgetful()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
+    loop.store(doubles.contents(2))
+    loop.until(lambda: adapter.calls["store"] == 2)
+    loop.jump(BREAKER_PAUSE_S + 0.1)
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 2)
+    assert len(adapter.objects) == 2
+
+
+def test_what_turns_out_to_be_there_after_a_clear_is_deleted(doubles: Any) -> None:
+    class Mute(type(doubles.adapter())):  # type: ignore[misc]
+        """Stores, and loses the answer."""
+
+        def store(self, items: Any, deadline: float) -> Any:
+            super().store(items, deadline)
+            raise TierError("connection reset", retryable=False)
+
+    adapter = Mute()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
+    adapter.hang("exists")
+    loop.store(doubles.contents(2))
+    loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
+    loop.tiering.clear(doubles.namespace, tiers=True)
+    (reclaim,) = [tier.reclaim for tier in loop.tiering._tiers.values()]
+    loop.until(lambda: reclaim.next_at is None)  # all that was accounted has been looked at
+    adapter.release("exists")
+    loop.until(lambda: not adapter.objects)
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 0)
+
+
+def test_a_tier_without_room_that_is_due_to_be_tried_again_does_not_keep_the_loop_busy(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter, capacity_bytes=9096)
+    loop = doubles.loop(doubles.l1(16), tier)
+    adapter.hang("store")
+    loop.store(doubles.contents(1))
+    loop.until(lambda: adapter.calls["store"])  # its room is reserved for as long as this hangs
+    for _ in range(BREAKER_FAILURES):
+        tier.writes.failed(loop.clock.now, "connection reset")
+    loop.store(doubles.contents(1, first=5))
+    loop.jump(BREAKER_PAUSE_S + 0.1)
+    for _ in range(10):
+        loop.clock.turn()
+        loop.tiering.step()
+    assert loop.tiering.next_deadline() > loop.clock.now
+    adapter.release("store")
+    loop.until(lambda: len(adapter.objects) == 1)
+
+
 def test_tiers_come_and_go_while_running(doubles: Any, stocked: Any) -> None:
     third = doubles.adapter()
     stocked.tiering.add_tier(doubles.tier("third", third))

@@ -270,6 +270,14 @@ class Accounting:
         if self.policy is not None:
             self.policy.held([entry for entry in entries if entry.listed])
 
+    def stands(self, entry: TierEntry) -> bool:
+        """Whether it is still the entry of its key, and not on its way out."""
+        return not entry.holds and self._shard(entry.tier_key).get(entry.tier_key) is entry
+
+    def entry_of(self, tier_key: bytes) -> TierEntry | None:
+        """What is accounted under this key."""
+        return self._shard(tier_key).get(tier_key)
+
     def stays(self, tier_key: bytes) -> None:
         """Its delete failed."""
         entry = self._shard(tier_key).get(tier_key)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.doubts import Doubts
-from lmcache_core.tiers.epochs import Epochs, former_epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.order import Watch
@@ -26,7 +25,6 @@ class Books:
         losses: Losses,
         reclaim: Reclaim,
         doubts: Doubts,
-        epochs: Epochs,
         trouble: Callable[[str, str], None],
     ) -> None:
         self._counts = counts
@@ -34,7 +32,6 @@ class Books:
         self._losses = losses
         self._reclaim = reclaim
         self._doubts = doubts
-        self._epochs = epochs
         self._trouble = trouble
 
     def loaded(self, keys: Sequence[bytes], results: Sequence[Loaded], changed: Watch) -> None:
@@ -61,7 +58,9 @@ class Books:
                     broken.append(key)
         self._counts["loaded"] += len(there)
         self._counts["loaded_bytes"] += sum(nbytes for _, nbytes in there)
-        self._accounting.add([each for each in there if not changed.saw(each[0])])  # also what another server stored
+        found = [each for each in there if not changed.saw(each[0])]
+        self._accounting.add(found)  # also what another server stored
+        self._reclaim.delete_former([key for key, _ in found])
         self._accounting.remove(gone)
         self._accounting.damaged(damaged)
         self._reclaim.set_aside(broken)
@@ -69,8 +68,7 @@ class Books:
     def stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """A store has ended."""
         there: list[tuple[bytes, int]] = []
-        # A store that failed may have been done all the same, also one that is FULL now that it was tried again.
-        unknown: dict[bytes, int | None] = {}
+        unknown: dict[bytes, int | None] = {}  # what failed may have been done all the same, as may an earlier try
         full = False
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome.result is Result.DONE:
@@ -80,8 +78,7 @@ class Books:
                 self._counts["store_encoded_again"] += 1
                 continue
             self._counts[f"store_{outcome.result}"] += 1
-            if outcome.result in (Result.FAILED, Result.FULL):
-                unknown[key] = outcome.nbytes
+            unknown[key] = outcome.nbytes
             full |= outcome.result is Result.FULL
             if outcome.error:
                 self._trouble("store", outcome.error)
@@ -92,4 +89,4 @@ class Books:
         if full:
             self._reclaim.medium_is_full()
         # A clear may have come while they were stored.
-        self._reclaim.delete(former_epochs([key for key, _ in there], self._epochs))
+        self._reclaim.delete_former([key for key, _ in there])

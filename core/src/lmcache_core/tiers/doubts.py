@@ -6,7 +6,7 @@ was read-only for a moment. The medium is asked, in the background, and the book
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from threading import Event
 from typing import NamedTuple
@@ -46,7 +46,9 @@ class Doubts:
         clock: Clock,
         stop: Event,
         recount: Recount,
+        on_found: Callable[[Sequence[bytes]], None],
     ) -> None:
+        """`on_found`: hears of keys that turned out to be there, and were not accounted."""
         self._adapter = adapter
         self._accounting = accounting
         self._lane = lane
@@ -54,6 +56,7 @@ class Doubts:
         self._clock = clock
         self._stop = stop
         self._recount = recount
+        self._on_found = on_found
         self._keys: dict[bytes, _Doubt] = {}
         self._asked: dict[bytes, _Doubt] = {}  # those that the medium is being asked about
         self._next_at = 0.0
@@ -130,6 +133,7 @@ class Doubts:
             self._accounting.add([(key, doubt.nbytes)])
             if doubt.damaged:
                 self._accounting.damaged([key])
+            self._on_found([key])
         else:
             return
         self.settled += 1

@@ -106,7 +106,7 @@ class Lane:
         self._wakeup = threading.Condition()
         self._queue: list[Call] = []
         self._queued = 0  # without what was cancelled or has expired in the queue
-        self._running: set[Call] = set()
+        self._running: dict[Call, None] = {}  # in the order in which they began
         self._threads = 0
         self._idle = 0
         self._hung = 0
@@ -230,7 +230,7 @@ class Lane:
             except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the call
                 call.error = error
             with self._wakeup:
-                self._running.discard(call)
+                self._running.pop(call, None)
                 if call.state is CallState.LATE:
                     self._hung -= 1
                 call.state = CallState.ENDED
@@ -251,7 +251,7 @@ class Lane:
                     call = heapq.heappop(self._queue)
                     self._queued -= 1
                     call.state = CallState.RUNNING
-                    self._running.add(call)
+                    self._running[call] = None
                     return call
                 self._idle += 1
                 self._wakeup.wait()

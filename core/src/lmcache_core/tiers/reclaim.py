@@ -10,7 +10,7 @@ from lmcache_core.limits import BREAKER_PAUSE_S
 from lmcache_core.tiers.accounting import Accounting, TierEntry
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
 from lmcache_core.tiers.doubts import Doubts
-from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.epochs import Epochs, former_epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
 from lmcache_core.tiers.losses import Losses
@@ -68,7 +68,8 @@ class Reclaim:
             return
         if self._walk is not None and len(self._former) < self._batch_keys_max:
             self._walk_on(self._walk)
-        batch = [entry for entry in self._former[-self._batch_keys_max :] if not entry.holds]
+        some = dict.fromkeys(self._former[-self._batch_keys_max :])
+        batch = [entry for entry in some if self._accounting.stands(entry)]
         del self._former[-self._batch_keys_max :]
         self._accounting.leave(batch)
         self.delete([entry.tier_key for entry in batch])
@@ -114,6 +115,10 @@ class Reclaim:
         if not self._adapter.capabilities.delete:
             return
         self._submit(keys, self._adapter.delete)
+
+    def delete_former(self, keys: Sequence[bytes]) -> None:
+        """Delete those of these keys, found or stored just now, that a clear has made unreachable meanwhile."""
+        self.delete(former_epochs(keys, self._epochs))
 
     def set_aside(self, keys: Sequence[bytes]) -> None:
         """Take damaged objects out of the way."""
@@ -165,6 +170,9 @@ class Reclaim:
 
     def _refused(self, key: bytes, error: str) -> None:
         self._accounting.stays(key)
+        entry = self._accounting.entry_of(key)
+        if entry is not None and entry.epoch < self._epochs.of(entry.namespace):
+            self._former.append(entry)  # nobody reads it any more: it goes once the medium lets it
         self.failed += 1
         self.last_error = error
         self._paused_until = self._clock.now + BREAKER_PAUSE_S

@@ -117,15 +117,15 @@ class StoreController:
             self._lets_go or plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
         )
 
-    @property
-    def next_at(self) -> float | None:
-        """When a tier that is not answering should be tried again, if something waits for it."""
+    def next_at(self, now: float) -> float | None:
+        """When a tier that is not answering should be tried again, if something waits for it. One whose time has come
+        and that still takes nothing waits for something else, such as room: a completion ends that."""
         times = [
             self._tiers[name].writes.probe_at
             for name, queue in self._queues.items()
             if queue and not self._answers(name)
         ]
-        return min(times, default=None)
+        return min((at for at in times if at > now), default=None)
 
     @property
     def idle(self) -> bool:

@@ -106,7 +106,16 @@ class Tier:
             self._loads = self._stores = self._lookups
         self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
         self.order = KeyOrder()
-        self.doubts = Doubts(self.adapter, self.accounting, self._lookups, self.order, clock, self._stop, self._recount)
+        self.doubts = Doubts(
+            self.adapter,
+            self.accounting,
+            self._lookups,
+            self.order,
+            clock,
+            self._stop,
+            self._recount,
+            lambda found: self.reclaim.delete_former(found),
+        )
         self.reclaim = Reclaim(
             self.adapter,
             self.accounting,
@@ -120,7 +129,7 @@ class Tier:
             self.batch_keys_max,
             self._stop,
         )
-        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, self.doubts, epochs, self._trouble)
+        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, self.doubts, self._trouble)
         # Objects of former epochs may have come to light: a clear just before a restart.
         self.rebuild = Rebuild(
             self.adapter,

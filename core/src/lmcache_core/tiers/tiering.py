@@ -183,7 +183,7 @@ class Tiering:
     def _soonest(self) -> float:
         if self._stores.has_work or self._lookups.has_work:
             return self._clock.now
-        at = self._stores.next_at
+        at = self._stores.next_at(self._clock.now)
         return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
 
     def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
