@@ -27,13 +27,16 @@ from typing import Any
 
 import sim_world
 
+if __name__ == "__main__" and os.environ.get("PYTHONHASHSEED") != "0":  # a seed is a schedule in every process
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+
 sim_world.take_over_time()
 
 import sim_faults  # noqa: E402 - only now may anything of ours be imported
-from sim_actors import LAYOUT, Actor, Step, plan_of, watch_copies, watch_waits  # noqa: E402
+from sim_actors import LAYOUT, NAMESPACES, Actor, Step, plan_of, watch_copies, watch_waits  # noqa: E402
 from sim_nodes import ClientNode, ServerNode  # noqa: E402
 from sim_shadow import Shadow  # noqa: E402
-from sim_tier import SimulatedTier  # noqa: E402
+from sim_tier import SimulatedTier, on_tasks, settled_with  # noqa: E402
 from sim_world import Broken, World  # noqa: E402
 
 from lmcache_core.kernel.answers import LeaseKind  # noqa: E402
@@ -56,14 +59,19 @@ class Schedule:
 
     shadow: Shadow
 
-    def __init__(self, seed: int, plan: Sequence[Step], settings: dict[bool, Settings], registry: Registry) -> None:
+    def __init__(
+        self, seed: int, plan: Sequence[Step], settings: dict[tuple[Any, ...], Settings], registry: Registry
+    ) -> None:
         chance = random.Random(f"{seed}/world")
         self.world = world = World(seed)
         self.shadow = Schedule.current = Shadow(world)
-        warm = chance.random() < 0.5
-        tier = SimulatedTier(world, self.shadow) if chance.random() < 0.6 else None
-        self.tier = tier
-        self.server = ServerNode(world, self.shadow, lambda clock: Server(settings[warm], registry, clock), tier)
+        self.shadow.namespaces([each.id for each in NAMESPACES])
+        chosen = settings[chance.choice(sorted(settings))]
+        names = chance.choice([(), ("near",), ("near", "far"), ("near", "far")])
+        self.tiers = [SimulatedTier(world, self.shadow, name, chance) for name in names]
+        self.shadow.outside = bool(self.tiers)
+        (chosen.state_dir / f"{chosen.name}.epochs").unlink(missing_ok=True)
+        self.server = ServerNode(world, self.shadow, lambda clock: Server(chosen, registry, clock), self.tiers)
         self.clients = [ClientNode(world, self.shadow, self.server, number, chance) for number in range(4)]
         self.plan = plan
         self._faults = sorted(
@@ -88,7 +96,7 @@ class Schedule:
                 ]
                 actor = Actor(world, self.shadow, node, promises)
                 world.start(f"{node.name}.{thread}", node, lambda actor=actor, steps=steps: actor.run(steps))  # type: ignore[misc]
-            world.run(lambda: all(task.done for task in world.tasks))
+            world.run(lambda: world.all_done)
             if world.failure is None:
                 self._finish()
         except Broken as error:
@@ -111,6 +119,9 @@ class Schedule:
             node.stop(chance.choice([0.01, 0.5, 4.0, 20.0]))
         elif step.kind == "cut":
             node.cut()
+        elif step.kind == "tier":
+            if self.tiers:
+                chance.choice(self.tiers).change(chance)
         elif step.kind == "stop_server":
             self.server.stop(chance.choice([0.01, 0.5, 4.0, 35.0]))
         elif step.kind == "kill_server":
@@ -134,7 +145,9 @@ class Schedule:
                     world.start(f"{node.name}.end", node, Actor(world, self.shadow, node, []).close)
                 else:
                     world.at(world.now + number, node.kill)
-        world.run(lambda: all(task.done for task in world.tasks))
+        for tier in self.tiers:
+            tier.set_mood("well")
+        world.run(lambda: world.all_done)
         self.server.start()
         over_s = world.now + OVER_S
         world.run(lambda: world.now > over_s or (world.steps % 20 == 0 and not self._held()))
@@ -150,7 +163,7 @@ class Schedule:
         for node in self.clients:  # an answer that nobody waited for is found by the next call
             if node.client is not None:
                 world.start(f"{node.name}.call", node, Actor(world, self.shadow, node, []).call)
-        world.run(lambda: all(task.done for task in world.tasks))
+        world.run(lambda: world.all_done)
         until = world.now + 0.5
         world.run(lambda: world.now > until)
         open_ = [lease.id for lease in server.kernel._leases.all() if lease.kind is LeaseKind.PROMISE]
@@ -174,8 +187,8 @@ class Schedule:
             "threads inside slots": self.shadow.inside,
             "faults of the loop": server.dispatch.counters["internal_errors"],
         }
-        if self.tier is not None and server.tiering is not None:
-            held["faults of the tiers"] = server.tiering.status()["faults"]
+        if self.tiers:
+            held |= settled_with(server, self.tiers)
         return {what: count for what, count in held.items() if count}
 
     def _nothing_is_held(self) -> None:
@@ -194,6 +207,7 @@ class Schedule:
         """End every thread, and close what stands for the operating system."""
         world = self.world
         world.on_step = lambda: None
+        self.server.process.dead = True
         for node in self.clients:
             node.dead = True
             node.close_descriptors()
@@ -212,19 +226,26 @@ class Runner:
 
     def __init__(self, folder: Path) -> None:
         self.registry = load_plugins()
-        self.settings = {warm: self._settings(folder, warm) for warm in (False, True)}
+        self.settings: dict[tuple[Any, ...], Settings] = {
+            (warm, dirty, store, prefetch): self._settings(folder, warm, dirty, store, prefetch)
+            for warm in (False, True)
+            for dirty in ("drop", "keep")
+            for store in ("default", "skip_l1")
+            for prefetch in ("default", "retain")
+        }
         watch_copies(lambda: Schedule.current)
         watch_waits()
         _watch_mappings()
         _watch_life_locks()
         sim_world.take_over_threading()
+        on_tasks()
         gc.collect()
         gc.freeze()
         gc.disable()  # what a schedule does must not depend on when the collector comes
         self.since_collected = 0
 
     @staticmethod
-    def _settings(folder: Path, warm: bool) -> Settings:
+    def _settings(folder: Path, warm: bool, dirty: str, store: str, prefetch: str) -> Settings:
         return make_settings(
             name=f"sim{os.getpid()}{'w' if warm else 'c'}",
             runtime_dir=str(folder / "run"),
@@ -236,6 +257,9 @@ class Runner:
             },
             lease={"write_ttl_s": WRITE_TTL_S, "read_ttl_s": READ_TTL_S, "promise_ttl_s": PROMISE_TTL_S},
             zmq={"ipc": False},
+            dirty=dirty,
+            store_policy=store,
+            prefetch_policy=prefetch,
         )
 
     def run(self, seed: int, plan: Sequence[Step]) -> Schedule:
@@ -313,7 +337,7 @@ def main() -> int:
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args()
     began_s = sim_world._monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # clears keep their epochs there, with fsync
         runner = Runner(Path(folder))
         if not options.replay:
             logging.disable(logging.CRITICAL)

@@ -63,7 +63,7 @@ class Actor:
             self.chance = random.Random(step.seed)
             task = self.world.task
             assert task is not None
-            task.busy_since = self.world.now
+            task.busy_since, task.began_step = self.world.now, self.world.steps
             self.world.note(f"{self.node.name}.{step.thread}", step.kind)
             try:
                 OPERATIONS[step.kind](self)
@@ -91,7 +91,13 @@ class Actor:
     def judge(self, numbers: Sequence[int], namespace: int, statuses: Sequence[Status], buffers: Sequence[Any]) -> None:
         for number, status, buffer in zip(numbers, statuses, buffers, strict=True):
             if status is Status.HIT:
-                self.shadow.check(buffer, namespace, number, self.node.name)
+                self.shadow.check(buffer, namespace, number, self.node.name, self.began_step)
+
+    @property
+    def began_step(self) -> int:
+        """Of the schedule, of this operation."""
+        assert self.world.task is not None
+        return self.world.task.began_step
 
     # --- whole operations ---------------------------------------------------------------------------------
 
@@ -100,6 +106,15 @@ class Actor:
         self.client.store(
             [key(number) for number in numbers], self.contents(namespace, numbers), namespace=NAMESPACES[namespace]
         )
+
+    def burst(self) -> None:
+        """One tenant stores more than there is room for, as fast as it can."""
+        namespace = self.chance.randrange(2)
+        for first in range(0, KEYS, 3):
+            numbers = list(range(first, first + 3))
+            self.client.store(
+                [key(number) for number in numbers], self.contents(namespace, numbers), namespace=NAMESPACES[namespace]
+            )
 
     def retrieve(self, promises: Sequence[int] = (), chosen: tuple[int, list[int]] | None = None) -> None:
         namespace, numbers = chosen or self.choose()
@@ -246,7 +261,7 @@ class Actor:
         except ENDED:
             return  # nothing that was read can be trusted, as it says
         for number, content in seen:
-            self.shadow.check(content, namespace, number, self.node.name)
+            self.shadow.check(content, namespace, number, self.node.name, self.began_step)
         if any(before != after for (_, before), (_, after) in zip(seen[::2], seen[1::2], strict=True)):
             raise Broken("bytes under a read lease have changed, and finish() said that they stood")
 
@@ -309,7 +324,10 @@ class Actor:
 
     def clear(self) -> None:
         with contextlib.suppress(UsageError, DisconnectedError):  # it may be none of this session's
-            self.client.clear(NAMESPACES[self.chance.randrange(2)])
+            everything = self.chance.random() < 0.2
+            self.client.clear(
+                None if everything else NAMESPACES[self.chance.randrange(2)], tiers=self.chance.random() < 0.5
+            )
 
     def end_session(self) -> None:
         with contextlib.suppress(DisconnectedError):
@@ -333,6 +351,7 @@ class Actor:
 
 OPERATIONS: dict[str, Callable[[Actor], None]] = {
     "store": Actor.store,
+    "burst": Actor.burst,
     "retrieve": Actor.retrieve,
     "lookup": Actor.lookup,
     "redeem": Actor.redeem,
@@ -350,7 +369,7 @@ OPERATIONS: dict[str, Callable[[Actor], None]] = {
     "pause_long": Actor.pause_long,
     "turn_over": Actor.turn_over,
 }
-WEIGHTS = [8, 6, 5, 4, 3, 5, 5, 1, 1, 1, 2, 1, 0, 0, 0, 0, 0]  # the last ones come in scenes only
+WEIGHTS = [8, 2, 6, 5, 4, 3, 5, 5, 1, 2, 1, 2, 1, 0, 0, 0, 0, 0]  # the last ones come in scenes only
 SCENES: list[list[tuple[int, int, str]]] = [
     # What meets too seldom by itself: (client, thread, operation). They come first, and the plan goes on from there.
     [(0, 0, "read_slowly"), (1, 0, "pause_long"), (1, 0, "turn_over")],
@@ -358,8 +377,8 @@ SCENES: list[list[tuple[int, int, str]]] = [
     [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "end_session"), (1, 0, "turn_over")],
 ]
 SCENES_OF_A_HUNDRED = 24  # schedules that begin with one
-FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server"]
-FAULT_WEIGHTS = [3, 3, 4, 1, 3, 2]
+FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server", "tier"]
+FAULT_WEIGHTS = [3, 3, 4, 1, 3, 2, 6]
 
 
 def scene_of(seed: int) -> list[Step]:
@@ -381,7 +400,7 @@ def plan_of(seed: int) -> list[Step]:
                 kind = chance.choices(list(OPERATIONS), WEIGHTS)[0]
                 steps.append(Step(kind, client, thread, chance.getrandbits(32)))
     operations = len(steps)
-    for _ in range(chance.choice([0, 1, 2, 3, 4, 6])):
+    for _ in range(chance.choice([0, 1, 2, 3, 4, 6, 8])):
         kind = chance.choices(FAULTS, FAULT_WEIGHTS)[0]
         steps.append(
             Step(kind, chance.randrange(clients), 0, chance.getrandbits(32), chance.randrange(10, 20 + 9 * operations))

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sim_tier_faults
+
 from lmcache_core.client import leases as client_leases
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
@@ -158,5 +160,6 @@ _all: Sequence[Callable[[], None]] = [
     the_end_of_a_session_settles_nothing,
     a_client_ends_while_its_threads_copy,
     a_look_into_the_index_waits_for_a_link,
+    *sim_tier_faults.FAULTS,
 ]
 PLANTED: dict[str, Callable[[], None]] = {plant.__name__: plant for plant in _all}

@@ -8,11 +8,12 @@ import random
 import select
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sim_shadow import Place, Shadow
-from sim_tier import SimulatedTier
+from sim_tier import SimulatedTier, beside
+from sim_watch import Watch
 from sim_wire import SimulatedConnection, SimulatedPeer, Socket
 from sim_world import Broken, World
 
@@ -28,21 +29,46 @@ from lmcache_core.server.server import Server
 LATE_S = 0.002  # what an answer that was due may take on a server that runs
 
 
+class ServerProcess:
+    """What the threads of one server's lanes belong to."""
+
+    def __init__(self, node: ServerNode) -> None:
+        self.world = node.world
+        self.dead = False
+        self._node = node
+
+    @property
+    def stopped_until(self) -> float:
+        return self._node.stopped_until
+
+    def turn(self) -> None:
+        if not self.dead:
+            self._node.turn()
+
+    def kill(self) -> None:
+        self.dead = True
+        for task in self.world.tasks:
+            if task.node is self and not task.done:
+                self.world.soon(task.resume)
+
+
 class ServerNode:
     """One server after the other, of one name."""
 
-    def __init__(self, world: World, shadow: Shadow, build: Callable[[Clock], Server], tier: SimulatedTier | None):
+    def __init__(self, world: World, shadow: Shadow, build: Callable[[Clock], Server], tiers: Sequence[SimulatedTier]):
         self.world = world
         self.shadow = shadow
         self._build = build
-        self._tier = tier
+        self._tiers = tiers
         self.server: Server | None = None
+        self.process = ServerProcess(self)
         self.incarnation = 0
         self.stopped_until = 0.0
         self.ran_since = 0.0  # without having been stopped
         self._sockets: list[Socket] = []
         self._wake = 0
         self._asked: dict[tuple[int, int], tuple[float, m.Request]] = {}  # what is not answered: when it came
+        self._clears: dict[tuple[int, int], tuple[int, m.Clear]] = {}  # the same: at which step it came
         self.granted: dict[int, list[Place | None]] = {}  # write leases: where their positions are
 
     def start(self) -> None:
@@ -50,15 +76,20 @@ class ServerNode:
             return
         self.incarnation += 1
         self.world.note("server", f"starts, the {self.incarnation}th")
+        self.process = self.world.process = ServerProcess(self)
         server = self._build(Clock(lambda: self.world.now))
+        Watch(self.world, self.shadow, server)
         assert server.populator.wait(60)
         server.kernel.add_memory(server.segment.info.data_bytes)
         server._thread = threading.current_thread()  # one among others: what is dropped here is not frozen
-        if self._tier is not None:
-            self._tier.attach(server, self)
+        for tier in self._tiers:
+            tier.attach(server)
+        if self._tiers:
+            beside(server, self.process)
         self.server = server
         self.ran_since = self.shadow.server_since = self.world.now
         self._asked.clear()
+        self._clears.clear()
         self.turn()
 
     def kill(self) -> None:
@@ -83,8 +114,8 @@ class ServerNode:
             server.l1.index.close()
         server.segment._let_go()
         server.loop.close()
-        if self._tier is not None:
-            self._tier.detach()
+        self.shadow.forget(self.process)
+        self.process.kill()
         for socket in self._sockets:
             socket.to_client.lose()
         self._sockets.clear()
@@ -170,6 +201,8 @@ class ServerNode:
         self.world.note("server", f"{peer.socket.name} {type(request).__name__}")
         if isinstance(request, m.Lookup | m.PrepareStore):
             self._asked[id(peer), request.rid] = (self.world.now, request)
+        elif isinstance(request, m.Clear):
+            self._clears[id(peer), request.rid] = (self.world.steps, request)
 
     def answers(self, peer: SimulatedPeer, frame: bytes) -> None:
         """Every frame that the server sends comes by here."""
@@ -177,6 +210,9 @@ class ServerNode:
         self.world.note("server", f"to {peer.socket.name} {type(reply).__name__}")
         if isinstance(reply, m.LeaseExpired):
             return
+        asked = self._clears.pop((id(peer), reply.rid), None)
+        if asked is not None and isinstance(reply, m.Cleared):
+            self.shadow.cleared(asked[1].namespace, asked[0], tiers=asked[1].tiers)
         came, request = self._asked.pop((id(peer), reply.rid), (0.0, None))
         if isinstance(reply, m.Granted) and request is not None:
             assert self.server is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,11 @@ class Incarnation:
     writer: str
     complete: bool = False  # every byte of it has been written
     published: bool = False  # its writer has sent the commit
+    committed_step: int = 0  # of the schedule, at which a server made it visible
+    gone_step: int = 0  # at which a clear was answered that it may not outlive
+
+
+_LOADED = Incarnation(-1, -1, -1, "a lane")
 
 
 class Shadow:
@@ -41,6 +46,8 @@ class Shadow:
         self._last: dict[Place, Incarnation] = {}
         self._mappings: list[tuple[int, int, int]] = []  # address, length, inode
         self.reads = self.writes = 0
+        self.outside = False  # there are tiers, from which what was cleared in the pool alone may come back
+        self._namespaces: dict[int, int] = {}  # id → number
         self.told: set[int] = set()  # promises that somebody was told of
 
     def mapped(self, address: int, nbytes: int, fd: int) -> None:
@@ -71,8 +78,37 @@ class Shadow:
             raise Broken(f"bytes that nobody ever wrote: {bytes(content[:16]).hex()}")
         return self._incarnations[number]
 
-    def check(self, content: bytes | bytearray | memoryview, namespace: int, key: int, reader: str) -> Incarnation:
-        """Somebody was served this for that key."""
+    def namespaces(self, ids: Sequence[int]) -> None:
+        self._namespaces = {id_: number for number, id_ in enumerate(ids)}
+
+    def named(self, namespace: int, key: bytes) -> tuple[int, int]:
+        """The numbers that stand for a namespace's id and a key."""
+        return self._namespaces[namespace], int.from_bytes(key, "big")
+
+    def committed(self, content: bytes | bytearray | memoryview) -> Incarnation:
+        """A server has made it visible."""
+        incarnation = self.incarnation(content)
+        incarnation.committed_step = self._world.steps
+        return incarnation
+
+    def cleared(self, namespace: int | None, asked_step: int, *, tiers: bool) -> None:
+        """A clear of this namespace's id (None: of all) that was asked for at that step has been answered."""
+        if self.outside and not tiers:
+            return
+        for incarnation in self._incarnations:
+            in_scope = namespace is None or incarnation.namespace == self._namespaces[namespace]
+            if in_scope and 0 < incarnation.committed_step < asked_step and not incarnation.gone_step:
+                incarnation.gone_step = self._world.steps
+
+    def check(
+        self,
+        content: bytes | bytearray | memoryview,
+        namespace: int,
+        key: int,
+        reader: str,
+        since_step: int = 0,
+    ) -> Incarnation:
+        """Somebody was served this for that key, and had begun to ask at that step."""
         self.reads += 1
         incarnation = self.incarnation(content)
         if bytes(content) != bytes(content[:16]) * (OBJECT_BYTES // 16):
@@ -83,6 +119,8 @@ class Shadow:
             )
         if not incarnation.published:
             raise Broken(f"{reader} read incarnation {incarnation.number} of key {key}, which was never committed")
+        if 0 < incarnation.gone_step < since_step:
+            raise Broken(f"{reader} read incarnation {incarnation.number} of key {key}, which had been cleared")
         return incarnation
 
     # --- who is where -------------------------------------------------------------------------------------
@@ -123,11 +161,17 @@ class Shadow:
         if not readers:
             self._readers.pop(place, None)
 
-    def lane_writes(self, address: int) -> Place:
-        """A tier's lane puts an object into a slot, all at once."""
+    def lane_begins(self, lane: Any, address: int) -> Place:
+        """A tier's lane puts an object into a slot, of whatever bytes."""
         place = self.place(address)
-        self._nobody_else("a lane", place, "to load into")
+        self._nobody_else(lane, place, "to load into")
+        self._writers[place] = (lane, _LOADED, lambda: True)
         return place
+
+    def lane_ends(self, lane: Any, place: Place) -> None:
+        if place in self._writers and self._writers[place][0] is lane:
+            del self._writers[place]
+            self._last.pop(place, None)
 
     def published(self, who: Any, place: Place) -> None:
         """A commit of what is there has been sent."""

@@ -1,17 +1,26 @@
-"""A tier whose calls take virtual time: the real tiering, over lanes without threads and a dictionary."""
+"""Tiers whose media are slow, hang, fail and lie, in virtual time: the real tiering, over a dictionary each.
+
+The lanes are the real ones, too. Their threads are tasks of the server's process: each step of a call, each half of an
+object that is read from a slot or put into one, is an event, and others may come in between.
+"""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from itertools import islice
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import sim_world
 from sim_shadow import OBJECT_BYTES, Shadow
-from sim_world import World
+from sim_world import Broken, Killed, Task, World
 
-import lmcache_core.tiers.tier as tier_module
+import lmcache_core.tiers.lanes as lanes_module
+import lmcache_core.tiers.retry as retry_module
 from lmcache_core.client.copying import address_of
 from lmcache_core.errors import TierError
+from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import (
     Capabilities,
@@ -19,140 +28,308 @@ from lmcache_core.tiers.contract import (
     LoadItem,
     Outcome,
     Result,
+    ScanEntry,
     ScanPage,
     StoreItem,
     Usage,
 )
-from lmcache_core.tiers.lanes import Call, CallState, Lane
+from lmcache_core.tiers.format import HEADER_BYTES, payload_checksum, read_header, split_tier_key
 from lmcache_core.tiers.tier import Tier
 
 if TYPE_CHECKING:
-    from sim_nodes import ServerNode
+    from sim_nodes import ServerProcess
 
     from lmcache_core.server.server import Server
 
-NAME = "far"
 DEADLINE_S = 5.0
+STORED_BYTES = HEADER_BYTES + OBJECT_BYTES
+HANGS_S = 40.0  # nothing hangs for longer: who waits for its end is told some day
+MOODS = ["well", "slow", "hangs", "fails", "lies"]
+MOOD_WEIGHTS = [3, 2, 3, 3, 2]
 
 
 class SimulatedTier:
-    """The medium, which outlives its servers."""
+    """One medium, which outlives its servers. `mood`: what it does to those who call it, until it changes."""
 
-    def __init__(self, world: World, shadow: Shadow) -> None:
+    def __init__(self, world: World, shadow: Shadow, name: str, chance: random.Random) -> None:
         self.world = world
         self.shadow = shadow
+        self.name = name
         self.objects: dict[bytes, bytes] = {}
-        self.calls_out = 0
-        self._node: ServerNode | None = None
+        self.capacity = chance.choice([None, 5, 12])
+        self.mood = chance.choice(MOODS) if chance.random() < 0.4 else "well"
+        self.has_lied = self.mood == "lies"
+        self._hung: list[Callable[[], None]] = []
 
-    def attach(self, server: Server, node: ServerNode) -> None:
+    def attach(self, server: Server) -> None:
         """A new server begins to use it."""
-        self._node = node
-        medium, incarnation = self, node.incarnation
-
-        class VirtualLane(Lane):
-            """Its threads are events."""
-
-            def _start_thread(self) -> None:
-                self._threads += 1
-                medium.world.soon(self._begin)
-
-            def _begin(self) -> None:
-                if node.incarnation != incarnation or node.server is None:
-                    return  # the process is gone, and its threads with it
-                while self._queue and self._queue[0].state is not CallState.QUEUED:
-                    heapq.heappop(self._queue)
-                if self._closing or self._threads > self._allowed_threads() or not self._queue:
-                    self._threads -= 1
-                    return
-                call = heapq.heappop(self._queue)
-                self._queued -= 1
-                call.state = CallState.RUNNING
-                self._running.add(call)
-                medium.calls_out += 1
-                medium.world.at(medium.world.now + medium.latency(), lambda: self._end(call))
-
-            def _end(self, call: Call) -> None:
-                medium.calls_out -= 1
-                if node.incarnation != incarnation or node.server is None:
-                    return
-                if node.stopped_until > medium.world.now:
-                    medium.calls_out += 1
-                    medium.world.at(node.stopped_until, lambda: self._end(call))
-                    return
-                try:
-                    call.result = call.work()
-                except TierError as error:
-                    call.error = error
-                self._running.discard(call)
-                if call.state is CallState.LATE:
-                    self._hung -= 1
-                call.state = CallState.ENDED
-                self._post(call)
-                medium.world.soon(node.turn)
-                self._begin()
-
-            def wait_idle(self) -> None:
-                pass
-
-        tier_module.Lane = VirtualLane  # type: ignore[misc]
         tiering = server._tiering_made()
-        tiering.add_tier(Tier(NAME, Medium(self), TierConfig(deadline_s=DEADLINE_S)))
+        capacity_bytes = None if self.capacity is None else self.capacity * STORED_BYTES
+        tiering.add_tier(
+            Tier(
+                self.name,
+                Medium(self),
+                TierConfig(deadline_s=DEADLINE_S, capacity_bytes=capacity_bytes),
+                eviction=None if capacity_bytes is None else LruEviction(),
+            )
+        )
 
-    def detach(self) -> None:
-        self._node = None
+    def change(self, chance: random.Random) -> None:
+        """Another mood."""
+        self.set_mood(chance.choices(MOODS, MOOD_WEIGHTS)[0])
 
-    def latency(self) -> float:
-        """Of one call: mostly short, now and then past every deadline."""
-        draw = self.world.chance.random()
-        return self.world.pause() if draw < 0.8 else 0.4 * self.world.chance.random() if draw < 0.95 else 4 * DEADLINE_S
+    def set_mood(self, mood: str) -> None:
+        self.world.note(self.name, f"is {mood} now")
+        self.mood = mood
+        self.has_lied |= mood == "lies"
+        if mood != "hangs":
+            hung, self._hung = self._hung, []
+            for wake in hung:
+                wake()
+
+    def hang(self, task: Task) -> None:
+        """Until it is in another mood, or so much time has passed that the caller's system gives up."""
+        task.wait(self.world.now + HANGS_S, self._hung.append)
 
 
 class Medium(L2Adapter):
     """The adapter of one server."""
 
-    capabilities: ClassVar[Capabilities] = Capabilities(scan=False, durable=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True)
 
     def __init__(self, tier: SimulatedTier, context: Any = None) -> None:
         self._tier = tier
+        self._world = tier.world
+        self._shadow = tier.shadow
+
+    # --- the contract -------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        for item in items:
-            content = b"".join(item.buffers)
-            body = content[-OBJECT_BYTES:]
-            incarnation = self._tier.shadow.incarnation(body)
-            self._tier.shadow.check(body, incarnation.namespace, incarnation.key, "a lane")
-            self._tier.objects[item.key] = content
-        return [Outcome(Result.DONE, item.nbytes) for item in items]
+        task = self._begin()
+        return self._end(task, [self._store(task, item) for item in items])
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        return [key in self._tier.objects for key in keys]
+        task = self._begin()
+        there = [key in self._tier.objects for key in keys]
+        if self._chance(0.2, "lies"):
+            there = [not each for each in there]
+        self._lag(task)
+        return there
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        return [self._load(item) for item in items]
-
-    def _load(self, item: LoadItem) -> Outcome:
-        content = self._tier.objects.get(item.key)
-        if content is None:
-            return Outcome(Result.MISS)
-        at = 0
-        for buffer in item.buffers:
-            if buffer.nbytes == OBJECT_BYTES:
-                self._tier.shadow.lane_writes(address_of(buffer))
-            buffer[:] = content[at : at + buffer.nbytes]
-            at += buffer.nbytes
-        return Outcome(Result.DONE, at)
+        task = self._begin()
+        return self._end(task, [self._load(task, item) for item in items])
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        task = self._begin()
+        outcomes = []
         for key in keys:
-            self._tier.objects.pop(key, None)
-        return [Outcome(Result.DONE)] * len(keys)
+            refused = self._refused()
+            done = refused is None or self._chance(0.3, "fails")  # done, and its answer is lost
+            if done and not self._chance(0.3, "lies"):
+                self._note("loses", key)
+                self._tier.objects.pop(key, None)
+            outcomes.append(refused or Outcome(Result.DONE))
+            task.breathe()
+        return self._end(task, outcomes)
 
     def usage(self) -> Usage:
         return Usage(sum(map(len, self._tier.objects.values())), len(self._tier.objects))
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        raise TierError("this medium cannot be scanned", retryable=False)
+        task = self._begin()
+        after = bytes.fromhex(cursor or "")
+        page = list(islice((key for key in sorted(self._tier.objects) if key > after), 8))
+        entries = [ScanEntry(key, len(self._tier.objects[key]), float(at)) for at, key in enumerate(page)]
+        for key in page:
+            self._note("lists", key)
+        self._lag(task)
+        return ScanPage(entries, page[-1].hex() if len(page) == 8 else None)
+
+    def medium(self) -> str:
+        return f"simulated://{self._tier.name}"
 
     def close(self) -> None:
         pass
+
+    # --- one object ---------------------------------------------------------------------------------------
+
+    def _store(self, task: Task, item: StoreItem) -> Outcome:
+        header, payload = item.buffers
+        content = bytearray(header)
+        place = self._shadow.begin_read(task, address_of(payload))
+        try:
+            half = OBJECT_BYTES // 2
+            content += payload[:half]
+            task.breathe()
+            content += payload[half:]
+        finally:
+            self._shadow.end_read(task, place)
+        self._judge(item.key, bytes(content))
+        refused = self._refused(Result.FULL)
+        done = refused is None or (refused.result is Result.FAILED and self._chance(0.5, "fails"))
+        if done and not self._chance(0.2, "lies"):
+            self._note("keeps", item.key)
+            self._tier.objects[item.key] = bytes(content)
+        task.breathe()
+        return refused or Outcome(Result.DONE, item.nbytes)
+
+    def _judge(self, tier_key: bytes, content: bytes) -> None:
+        """What a tier is given to keep is whole, committed, of the key that its header names, and has its sum."""
+        header, body = read_header(memoryview(content)[:HEADER_BYTES]), content[HEADER_BYTES:]
+        incarnation = self._shadow.incarnation(body)
+        if header.checksum != payload_checksum([body]):
+            raise self._broken(f"was given incarnation {incarnation.number} with a checksum of other bytes")
+        if (header.key, header.namespace, header.epoch) != split_tier_key(tier_key):
+            raise self._broken(f"was given incarnation {incarnation.number} under another key than its header's")
+        if self._shadow.named(header.namespace, header.key) != (incarnation.namespace, incarnation.key):
+            raise self._broken(f"was given incarnation {incarnation.number} under another key than its own")
+        try:
+            self._shadow.check(body, incarnation.namespace, incarnation.key, self._tier.name)
+        except Broken as error:
+            raise self._broken(str(error)) from error
+
+    def _broken(self, said: str) -> Broken:
+        """The tiers' own code holds off what adapters raise: it must be heard all the same."""
+        broken = Broken(f"{self._tier.name} {said}")
+        self._world.failure = self._world.failure or broken
+        return broken
+
+    def _load(self, task: Task, item: LoadItem) -> Outcome:
+        content = self._tier.objects.get(item.key)
+        refused = self._refused(Result.DAMAGED)
+        if self._chance(0.1, "lies"):
+            content = None
+        if content is None:
+            return refused or Outcome(Result.MISS)
+        if self._chance(0.4, "lies"):
+            content = self._lie(content)
+        header, payload = item.buffers
+        header[:] = content[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+        body = content[HEADER_BYTES:]
+        half = min(len(body), OBJECT_BYTES // 2)
+        try:
+            place = self._shadow.lane_begins(task, address_of(payload))
+            payload[:half] = body[:half]
+            task.work()
+            payload[half : len(body)] = body[half:]
+            self._shadow.lane_ends(task, place)
+        except Broken as error:
+            raise self._broken(str(error)) from error
+        return refused or Outcome(Result.DONE, len(content))
+
+    def _lie(self, content: bytes) -> bytes:
+        """Something else than what was stored."""
+        chance = self._world.chance
+        kind = chance.randrange(4)
+        if kind == 0:
+            at = chance.randrange(len(content))
+            return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        if kind == 1:
+            return content[: chance.randrange(len(content))]
+        if kind == 2:
+            return bytes(len(content))
+        return self._tier.objects[chance.choice(sorted(self._tier.objects))]
+
+    def _note(self, what: str, tier_key: bytes) -> None:
+        key, namespace, epoch = split_tier_key(tier_key)
+        number, of_namespace = reversed(self._shadow.named(namespace, key))
+        self._world.note(self._tier.name, f"{what} key {number} of namespace {of_namespace} in epoch {epoch}")
+
+    # --- what goes wrong ----------------------------------------------------------------------------------
+
+    def _chance(self, share: float, mood: str) -> bool:
+        return self._tier.mood == mood and self._world.chance.random() < share
+
+    def _begin(self) -> Task:
+        task = self._world.task
+        assert task is not None
+        if task.node.dead:
+            raise Killed  # which a lane takes for a failure, and goes on
+        task.busy_since = self._world.now
+        self._lag(task)
+        if self._chance(0.4, "hangs"):
+            self._tier.hang(task)
+        if self._chance(0.3, "fails"):
+            raise TierError("connection reset", retryable=self._world.chance.random() < 0.5)
+        return task
+
+    def _lag(self, task: Task) -> None:
+        draw = self._world.chance.random()
+        if self._tier.mood == "slow":
+            seconds = draw * 0.5 if draw < 0.8 else draw * 2 * DEADLINE_S
+        else:
+            seconds = self._world.pause() if draw < 0.97 else 4 * DEADLINE_S * self._world.chance.random()
+        if seconds:
+            task.wait(self._world.now + seconds)
+
+    def _refused(self, other: Result = Result.THROTTLED) -> Outcome | None:
+        """The answer of an object that is not done, None for one that is."""
+        if not self._chance(0.3, "fails"):
+            return None
+        result = self._world.chance.choice([Result.FAILED, Result.FAILED, Result.THROTTLED, other])
+        return Outcome(result, error="refused", retryable=self._world.chance.random() < 0.5)
+
+    def _end(self, task: Task, outcomes: list[Outcome]) -> list[Outcome]:
+        self._lag(task)
+        if self._chance(0.1, "fails"):
+            raise TierError("the answer was lost", retryable=False)
+        if self._chance(0.05, "lies"):
+            outcomes.pop()
+        return outcomes
+
+
+def on_tasks() -> None:
+    """What lanes and retries ask of the system is the simulation's."""
+    lanes_module.os = SimpleNamespace(nice=lambda increment: None)  # type: ignore[attr-defined]
+    retry_module.random = SimpleNamespace(uniform=_uniform)  # type: ignore[attr-defined]
+
+
+def _uniform(low: float, high: float) -> float:
+    assert sim_world.world is not None
+    return sim_world.world.chance.uniform(low, high)
+
+
+def beside(server: Server, process: ServerProcess) -> None:
+    """A lane's thread that has something to say begins a turn of its server's loop."""
+    tiering = server.tiering
+    assert tiering is not None
+    tiering._wake = lambda: None if process.dead else process.world.soon(process.turn)
+
+
+def settled_with(server: Server, tiers: Sequence[SimulatedTier]) -> dict[str, int]:
+    """What the tiers hold that they should not, once everybody is gone and the media are well."""
+    tiering = server.tiering
+    assert tiering is not None
+    status = tiering.status()
+    left = {
+        "faults of the tiers": status["faults"],
+        "bytes on their way to tiers": status["stores"]["in_flight_bytes"],
+        "loads that are out": status["lookups"]["loads_out"],
+    }
+    for medium in tiers:
+        tier = tiering._tiers[medium.name]
+        order, books = tier.order, tier.accounting
+        of = f"of {medium.name}"
+        left |= {
+            f"calls {of}": len(order._tickets) + len(order._last) + sum(lane.running for lane in tier.lanes),
+            f"watches {of}": len(order._watching) + len(order._watching_all),
+            f"reserved bytes {of}": books.bytes_reserved,
+            f"leaving bytes {of}": books.bytes_leaving,
+        }
+        if not medium.has_lied:
+            epochs = tiering._epochs
+            former = [entry for shard in books.shards() for entry in shard if entry.epoch < epochs.of(entry.namespace)]
+            left[f"objects of former epochs {of}"] = len(former)
+            accounted = {key: entry.nbytes for shard in books.shards() for key, entry in _by_key(shard)}
+            there = {key: len(content) for key, content in medium.objects.items()}
+            left[f"objects that only the books {of} have"] = len(accounted.keys() - there.keys())
+            left[f"objects that the books {of} do not have"] = len(there.keys() - accounted.keys())
+            left[f"bytes that the books {of} have too many"] = books.bytes_used - sum(accounted.values())
+            if medium.capacity is not None:
+                left[f"bytes {of} over its capacity"] = max(0, sum(there.values()) - medium.capacity * STORED_BYTES)
+    return left
+
+
+def _by_key(entries: Sequence[Any]) -> list[tuple[bytes, Any]]:
+    return [(entry.tier_key, entry) for entry in entries]

@@ -40,6 +40,8 @@ class Wire:
 
     def lose(self) -> None:
         """What is under way is lost, and the end arrives."""
+        if self.cut:
+            return  # it has been lost once, and its end is under way
         kept = self._world.chance.randrange(len(self._under_way) + 1)
         while len(self._under_way) > kept:
             self._under_way.pop()

@@ -47,6 +47,7 @@ class World:
         self._baton = _thread.allocate_lock()
         self._baton.acquire()
         self.tasks: list[Task] = []
+        self.process: Any = None  # the server's, whose loop runs where no task has the baton
 
     def note(self, who: str, what: str) -> None:
         self.trace.append(f"{self.now - START_S:12.6f} {who:12} {what}")
@@ -92,6 +93,11 @@ class World:
         self.soon(task.resume)
         return task
 
+    @property
+    def all_done(self) -> bool:
+        """Whether every task is, but for those that serve for as long as their process lives."""
+        return all(task.done or task.serves for task in self.tasks)
+
     def hand(self, task: Task) -> None:
         """Give the baton to a task, and wait until it comes back."""
         before, self.task = self.task, task
@@ -110,7 +116,8 @@ class Task:
         self.world = world
         self.name = name
         self.node = node
-        self.done = False
+        self.done = self.serves = False
+        self.began_step = 0  # of the schedule, of its operation
         self.busy_since = 0.0  # with its operation
         self.quick = ""  # what it is doing that must not wait for the server
         self.dawdles_s = 0.0  # in the middle of its next copy
@@ -358,10 +365,28 @@ class SimpleQueue:
         return self._things.popleft()
 
 
-class VirtualThreading:
-    """`threading`, as the client's modules see it."""
+class Thread:
+    """A thread of the server's process, such as those of its lanes. Nobody waits for the end of one."""
 
-    Lock, RLock, Condition, Event = Lock, RLock, Condition, Event
+    def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
+        self._target = target
+        self._name = name
+
+    def start(self) -> None:
+        if world is None:
+            return  # the schedule is over, and what there was of processes is being put away
+        process = world.process if world.task is None else world.task.node
+        if not process.dead:
+            world.start(self._name, process, self._target).serves = True
+
+    def join(self, timeout: float) -> None:
+        pass
+
+
+class VirtualThreading:
+    """`threading`, as the modules of clients and tiers see it."""
+
+    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real_threading, name)
@@ -376,7 +401,8 @@ def take_over_threading() -> None:
     """Once everything of ours is imported."""
     virtual = VirtualThreading()
     for name, module in list(sys.modules.items()):
-        if name.startswith("lmcache_core.client") and getattr(module, "threading", None) is real_threading:
+        ours = name.startswith(("lmcache_core.client", "lmcache_core.tiers"))
+        if ours and getattr(module, "threading", None) is real_threading:
             module.threading = virtual  # type: ignore[attr-defined]
         if name.startswith("lmcache_core.client") and hasattr(module, "SimpleQueue"):
             module.SimpleQueue = SimpleQueue  # type: ignore[attr-defined]

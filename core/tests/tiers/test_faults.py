@@ -485,10 +485,7 @@ def test_a_tier_without_room_that_is_due_to_be_tried_again_does_not_keep_the_loo
         tier.writes.failed(loop.clock.now, "connection reset")
     loop.store(doubles.contents(1, first=5))
     loop.jump(BREAKER_PAUSE_S + 0.1)
-    for _ in range(10):
-        loop.clock.turn()
-        loop.tiering.step()
-    assert loop.tiering.next_deadline() > loop.clock.now
+    loop.until(lambda: loop.tiering.next_deadline() > loop.clock.now)
     adapter.release("store")
     loop.until(lambda: len(adapter.objects) == 1)
 

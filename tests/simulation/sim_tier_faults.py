@@ -1,0 +1,132 @@
+"""Faults to plant in tiering and tiers: each breaks one promise about objects on their way to a tier and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import lmcache_core.tiers.transfer as transfer_module
+from lmcache_core.kernel.leases import Lease
+from lmcache_core.kernel.objects import Incarnation, Named
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.states import State
+from lmcache_core.kernel.writing import Writing
+from lmcache_core.server.l1 import L1
+from lmcache_core.tiers.contract import Outcome
+from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.format import read_header
+from lmcache_core.tiers.l1 import Pinned, TierReason
+from lmcache_core.tiers.lanes import Call, Lane
+from lmcache_core.tiers.loads import Load, LoadTable
+from lmcache_core.tiers.order import KeyOrder
+from lmcache_core.tiers.reclaim import Reclaim
+from lmcache_core.tiers.store import StoreController
+
+
+def what_a_key_is_now_is_held_for_a_tier() -> None:
+    """Whatever was queued."""
+
+    def standing_as(self: Residents, namespace: int, wanted: Iterable[Named]) -> list[Incarnation | None]:
+        found = [self.table.of(namespace).get(key) for key, _ in wanted]
+        return [item if item is not None and item.state is State.READY else None for item in found]
+
+    Residents.standing_as = standing_as  # type: ignore[method-assign]
+
+
+def a_tier_gets_the_checksum_of_another_commit() -> None:
+    """That with which the key was committed first."""
+    pin, sums = L1.pin_for_store, dict[tuple[int, int, bytes], int | None]()
+
+    def pin_for_store(self: L1, namespace: int, wanted: Sequence[Named]) -> Pinned:
+        pinned = pin(self, namespace, wanted)
+        slots = [
+            None
+            if slot is None
+            else slot._replace(checksum=sums.setdefault((id(self.segment), namespace, key), slot.checksum))
+            for (key, _), slot in zip(wanted, pinned.slots, strict=True)
+        ]
+        return Pinned(pinned.lease, slots)
+
+    L1.pin_for_store = pin_for_store  # type: ignore[method-assign]
+
+
+def a_clear_dooms_no_loads() -> None:
+    """What a load brings after it becomes ready."""
+    doom = Writing.doom
+
+    def lenient(self: Writing, lease: Lease, session_id: int) -> int:
+        return 0 if lease.live is State.LOADING else doom(self, lease, session_id)
+
+    Writing.doom = lenient  # type: ignore[method-assign]
+
+
+def what_changes_a_tier_key_may_overlap() -> None:
+    """A store and a delete of one key run at once, in whatever order."""
+
+    def submit(self: KeyOrder, lane: Lane, call: Call, *order: Any, **options: Any) -> bool:
+        return lane.submit(call)
+
+    KeyOrder.submit = submit  # type: ignore[method-assign]
+
+
+def the_end_of_a_store_is_told_twice() -> None:
+    """And settled twice."""
+    at_end = StoreController._at_end
+
+    def twice(self: StoreController, *batch: Any) -> Callable[[Sequence[Outcome]], None]:
+        ended = at_end(self, *batch)
+        return lambda outcomes: (ended(outcomes), ended(outcomes), None)[-1]
+
+    StoreController._at_end = twice  # type: ignore[method-assign]
+
+
+def the_slot_of_a_late_load_is_free_at_once() -> None:
+    """Its lane goes on writing to what is another's."""
+
+    def late(self: LoadTable, part: Sequence[Load], running: bool) -> None:
+        for load in part:
+            load.out = running
+            self._l1.abort_load(load.lease, [load.position], TierReason.LATE)
+            self._over(load, TierReason.LATE)
+
+    LoadTable._late = late  # type: ignore[method-assign]
+
+
+def the_slot_of_a_late_load_is_never_given_back() -> None:
+    """It waits for an answer that does not come."""
+    ended = LoadTable._ended
+
+    def forgetful(self: LoadTable, part: list[Load], results: Sequence[Any], *how: Any) -> None:
+        in_time = [(load, result) for load, result in zip(part, results, strict=True) if not load.out]
+        ended(self, [load for load, _ in in_time], [result for _, result in in_time], *how)
+
+    LoadTable._ended = forgetful  # type: ignore[method-assign]
+
+
+def what_a_tier_brings_is_believed_to_be_what_was_asked_for() -> None:
+    """Its header is sound, and another key's."""
+    transfer_module.check_header = lambda page, kind, **asked: read_header(page)  # type: ignore[attr-defined]
+
+
+def a_new_server_knows_no_epochs() -> None:
+    """What was cleared on the tiers before is found again."""
+    Epochs._merge = lambda self: False  # type: ignore[method-assign]
+
+
+def what_was_stored_while_it_was_cleared_stays() -> None:
+    """Nothing deletes it."""
+    Reclaim.delete_former = lambda self, keys: None  # type: ignore[method-assign]
+
+
+FAULTS: Sequence[Callable[[], None]] = [
+    what_a_key_is_now_is_held_for_a_tier,
+    a_tier_gets_the_checksum_of_another_commit,
+    a_clear_dooms_no_loads,
+    what_changes_a_tier_key_may_overlap,
+    the_end_of_a_store_is_told_twice,
+    the_slot_of_a_late_load_is_free_at_once,
+    the_slot_of_a_late_load_is_never_given_back,
+    what_a_tier_brings_is_believed_to_be_what_was_asked_for,
+    a_new_server_knows_no_epochs,
+    what_was_stored_while_it_was_cleared_stays,
+]
