@@ -232,6 +232,13 @@ def simulation(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Small faults put into core one at a time: what no test notices. Hours; `-- --only tiers/order.py --sample 20`."""
+    install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, *test_requirements(CORE)), native="require")
+    session.run("python", "tests/mutants/run.py", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     session.install("-q", "ruff>=0.17,<0.18")
