@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lmcache_core.cli.bench import BENCHES, add_bench
+from lmcache_core.cli.bench import add_bench
 from lmcache_core.cli.bench.harness import Bench, machine, number
 from lmcache_core.cli.lazy import LazyParser
 from lmcache_core.cli.table import plain_table, print_table
@@ -73,14 +73,6 @@ def test_without_a_terminal_progress_is_plain_lines_and_the_table_is_aligned(run
     assert row.split() == ["rounds", "3", "n", "5", "no"]
 
 
-def test_the_hook_bench_ends_quickly_and_sets_hooks_beside_a_direct_method(run: Run) -> None:
-    report = json.loads(run("bench", "hooks", "--quick", "--json", "--seconds", "0.02").stdout)
-    direct, *hooks = report["results"]
-    assert direct["name"] == "direct method"
-    assert len(hooks) == 6
-    assert all(result["floor"] == direct["value"] and result["ratio"] > 1 for result in hooks)
-
-
 def test_a_bench_module_is_imported_only_when_it_was_chosen() -> None:
     parser = LazyParser()
     benches = parser.add_subparsers(parser_class=LazyParser)
@@ -89,16 +81,6 @@ def test_a_bench_module_is_imported_only_when_it_was_chosen() -> None:
     assert "a summary" in parser.format_help()
     with pytest.raises(ModuleNotFoundError, match="bench_module_chosen"):
         parser.parse_args(["chosen"])
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_every_bench_can_be_imported_and_has_a_module_and_a_summary(run: Run, name: str) -> None:
-    module, summary = BENCHES[name]
-    assert module.rpartition(".")[2] == name
-    assert summary
-    done = run("bench", name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "--quick" in done.stdout
 
 
 def test_the_machine_is_described() -> None:

@@ -102,6 +102,14 @@ def test_demo_without_its_package_says_what_to_install() -> None:
     assert "demo" not in parser.format_help()
 
 
+def test_a_bench_without_its_package_says_what_to_install() -> None:
+    parser = build_parser(Registry())
+    for words in (["bench"], ["bench", "copy", "--quick"]):
+        arguments, _ = parser.parse_known_args(words)
+        with pytest.raises(PluginError, match=r"pip install '?lmcache-bench"):
+            arguments.run(arguments)
+
+
 def test_demo_whose_package_was_refused_says_why() -> None:
     registry = Registry()
     registry.refuse(Refusal("transformers", "LMCache_Transformers", "0.1", "it failed to load"))

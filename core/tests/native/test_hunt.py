@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core.cli.bench.servers import ServerProcess
 from lmcache_core.native import native
+from lmcache_core.testing.processes import ServerProcess
 
 HERE = Path(__file__).parent
 CORE = HERE.parents[1]

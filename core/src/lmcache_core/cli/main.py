@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.cli.bench import BENCHES, add_bench
 from lmcache_core.cli.lazy import LazyParser, add_command
 from lmcache_core.errors import CacheError
 
@@ -33,8 +32,12 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
     "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
     "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
 }
-# Commands that others bring, so that a missing package is no riddle.
-ELSEWHERE = {"demo": "lmcache-transformers"}
+# Commands and benches that other packages bring: without the package, they answer with what to install.
+ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
+BENCHES_ELSEWHERE = dict.fromkeys(
+    ("rpc", "copy", "prompt", "alloc", "clear", "l2", "policy", "serde", "hash", "lookup", "restart", "hooks"),
+    "lmcache-bench",
+)
 
 EXIT_REFUSED = 2  # as argparse's own for a wrong command line
 EXIT_INTERRUPTED = 130
@@ -87,17 +90,28 @@ def build_parser(registry: Registry) -> argparse.ArgumentParser:
         command.set_defaults(takes_settings=takes_settings)
     bench = commands.add_parser("bench", help="measure this machine", description="Measure this machine.")
     benches = bench.add_subparsers(title="benches", metavar="BENCH", required=True, parser_class=LazyParser)
-    for name, (module, summary) in BENCHES.items():
-        add_bench(benches, name, summary, module)
     registry.hook.lmcache_add_commands(subparsers=commands, benches=benches)
-    for name, package in ELSEWHERE.items():
-        if name not in commands.choices:
-            _say_where(commands, name, package, registry)
+    if not benches.choices:
+        benches.required = False
+        bench.set_defaults(run=_no_bench)
+    for what, parsers, elsewhere in (("command", commands, ELSEWHERE), ("bench", benches, BENCHES_ELSEWHERE)):
+        for name, requirement in elsewhere.items():
+            if name not in parsers.choices:
+                _say_where(parsers, what, name, requirement, registry)
     return parser
 
 
-def _say_where(commands: argparse._SubParsersAction[LazyParser], name: str, package: str, registry: Registry) -> None:
+def _no_bench(arguments: argparse.Namespace) -> int:
+    from lmcache_core.errors import PluginError
+
+    raise PluginError("no bench is installed: pip install lmcache-bench")
+
+
+def _say_where(
+    parsers: argparse._SubParsersAction[LazyParser], what: str, name: str, requirement: str, registry: Registry
+) -> None:
     """A name that answers with what to install. It stands in no list: it is not there."""
+    package = requirement.partition("[")[0]
 
     def run(arguments: argparse.Namespace) -> int:
         from lmcache_core.errors import PluginError
@@ -105,13 +119,13 @@ def _say_where(commands: argparse._SubParsersAction[LazyParser], name: str, pack
 
         for refusal in registry.refused:
             if canonical(refusal.distribution) == package:
-                raise PluginError(f"the command {name!r} is not usable: plugin {refusal}")
+                raise PluginError(f"the {what} {name!r} is not usable: plugin {refusal}")
         for fault in registry.faults:
             if canonical(fault.plugin.distribution) == package:
-                raise PluginError(f"the command {name!r} is not usable: {fault}")
-        raise PluginError(f"the command {name!r} comes with {package}: pip install '{package}[{name}]'")
+                raise PluginError(f"the {what} {name!r} is not usable: {fault}")
+        raise PluginError(f"the {what} {name!r} comes with {package}: pip install '{requirement}'")
 
-    parser = commands.add_parser(name, add_help=False)
+    parser = parsers.add_parser(name, add_help=False)
     parser.set_defaults(run=run, takes_settings=True)
 
 

@@ -1,7 +1,8 @@
 """The conformance kit: contract classes to subclass, wrappers to rehearse trouble with, and a model to compare with.
 
-Public, and versioned with the contracts. Needs `lmcache-core[testing]`; `MemoryAdapter` and the wrappers need
-nothing but lmcache-core. Names are imported on first use, so that a pytest run that has no use for them pays nothing.
+Public, and versioned with the contracts. Needs `lmcache-core[testing]`; `MemoryAdapter`, the wrappers and
+`ServerProcess` need nothing but lmcache-core. Names are imported on first use, so that a pytest run that has no use for
+them pays nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.memory import MemoryAdapter
     from lmcache_core.testing.package import PluginPackageContract
     from lmcache_core.testing.planning import PrefetchPolicyContract, StorePolicyContract
+    from lmcache_core.testing.processes import ServerProcess
     from lmcache_core.testing.recording import Recorded, RecordingAdapter
     from lmcache_core.testing.serde import SerdeContract
 
@@ -38,6 +40,7 @@ __all__ = [
     "Recorded",
     "RecordingAdapter",
     "SerdeContract",
+    "ServerProcess",
     "StorePolicyContract",
 ]
 
@@ -58,6 +61,7 @@ _HOMES = {
     "Recorded": "recording",
     "RecordingAdapter": "recording",
     "SerdeContract": "serde",
+    "ServerProcess": "processes",
     "StorePolicyContract": "planning",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.cli.bench.hash import TARGET_FASTER, TARGET_RATIO, TARGET_RATIO_LIST
+from lmcache_bench.hash import TARGET_FASTER, TARGET_RATIO, TARGET_RATIO_LIST
 from lmcache_core.native import native
 
 

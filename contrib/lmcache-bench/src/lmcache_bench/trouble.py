@@ -14,9 +14,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.cli.bench.servers import ServerProcess, WorkerProcess, orders
+from lmcache_bench.workers import WorkerProcess, orders
 from lmcache_core.errors import PluginError, TierError
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lmcache_core.cli.bench import serde as bench_serde
+from lmcache_bench import serde as bench_serde
 from lmcache_core.cli.bench.harness import Bench
 from lmcache_core.errors import PluginError
 from lmcache_core.plugins.components import ComponentSpec, Kind

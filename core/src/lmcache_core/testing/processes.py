@@ -1,38 +1,32 @@
-"""Processes of a bench's own: a server with its pool, and workers. All are gone at its end, however it ends."""
+"""A real server for tests and benches, in a process of its own. It is gone at the end, however that comes."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 from lmcache_core.client.client import Client
-from lmcache_core.errors import DisconnectedError, PoolError
+from lmcache_core.errors import PoolError
 from lmcache_core.pool.backing import segment_path
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
     from lmcache_core.client.address import CurveKeys
 
 READY_S = 30.0  # until the server says that it serves, and between two signs of progress while its pool is populated
 STOP_S = 10.0  # until a server that was asked to end is killed
-REPLY_S = 300.0  # a safety net: what a worker is asked for takes seconds
 _TCP_LOOPBACK = "127.0.0.1:0"
 
 
@@ -47,7 +41,7 @@ class ServerProcess:
         self._zmq = zmq
         self._ready_populated = ready_populated
         self._stack = ExitStack()
-        self.name = f"bench-{uuid4().hex[:12]}"
+        self.name = f"trial-{uuid4().hex[:12]}"
         self.pid = 0
         self.tcp_address = ""
 
@@ -127,7 +121,7 @@ class ServerProcess:
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         if not select.select([process.stdout], [], [], READY_S)[0] or not process.stdout.readline():
-            raise PoolError(f"the bench's server did not start: {self._last_words()}")
+            raise PoolError(f"the server did not start: {self._last_words()}")
         with self.client(maps_pool=False) as client:
             status = client.status()
             self.tcp_address = next((each for each in status["server"]["also_at"] if each.startswith("tcp:")), "")
@@ -138,11 +132,11 @@ class ServerProcess:
         populated, heard_at_s = 0, time.monotonic()
         while (status := client.status())["pool"]["populated_bytes"] < status["l1"]["pool_bytes"]:
             if status["pool"]["population_error"]:
-                raise PoolError(f"the bench's pool got no memory: {status['pool']['population_error']}")
+                raise PoolError(f"the pool got no memory: {status['pool']['population_error']}")
             if status["pool"]["populated_bytes"] > populated:
                 populated, heard_at_s = status["pool"]["populated_bytes"], time.monotonic()
             if time.monotonic() - heard_at_s > READY_S:
-                raise PoolError(f"the bench's pool stays at {populated:,} bytes: is the machine out of memory?")
+                raise PoolError(f"the pool stays at {populated:,} bytes: is the machine out of memory?")
             time.sleep(0.01)
 
     def _last_words(self) -> str:
@@ -150,98 +144,11 @@ class ServerProcess:
         return lines[-1] if lines else "it said nothing"
 
 
-class WorkerProcess:
-    """A fresh interpreter that runs `target(connection, *arguments)`. It says one thing once it is ready."""
-
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would share clients, threads and locks
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-        self._process.start()
-        theirs.close()
-        self.ready: Any = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.ready = self.receive()
-        except BaseException:
-            self.end()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid or 0
-
-    def send(self, message: Any) -> None:
-        """Tell it something."""
-        self._connection.send(message)
-
-    def receive(self) -> Any:
-        """What it says next. Raises `DisconnectedError` when it has ended instead."""
-        try:
-            if not self._connection.poll(REPLY_S):
-                raise DisconnectedError(f"a worker of the bench said nothing for {REPLY_S:g} s")
-            return self._connection.recv()
-        except (EOFError, ConnectionResetError) as error:
-            raise DisconnectedError("a worker of the bench ended; standard error says why") from error
-
-    def ask(self, message: Any) -> Any:
-        """Send and receive."""
-        self.send(message)
-        return self.receive()
-
-    def end(self) -> None:
-        """End it and wait for that."""
-        self._connection.close()  # its next receive raises, which ends it
-        self._process.join(1.0)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-
-def orders(connection: Connection) -> Iterator[Any]:
-    """In a worker: what its parent asks for, until the parent goes. Ctrl-C is the parent's to act on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection.send("ready")
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield connection.recv()
-
-
 @contextmanager
 def temporary_directory() -> Iterator[str]:
     """As the library's, with a short name: socket paths hold 108 bytes."""
     with tempfile.TemporaryDirectory(prefix="lmc-", ignore_cleanup_errors=True) as path:
         yield path
-
-
-@contextmanager
-def ending_cleanly() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP unwind the stack, so that pools and processes go."""
-    noted: list[int] = []
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-        if noted:  # it struck inside a library that takes any exception for its own, as imports in C do
-            raise SystemExit(128 + noted[0])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def cpu_s(pid: int) -> float:

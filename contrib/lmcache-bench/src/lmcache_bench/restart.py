@@ -26,7 +26,6 @@ from uuid import uuid4
 import xxhash
 
 from lmcache_core.cli.bench.harness import Bench
-from lmcache_core.cli.bench.servers import temporary_directory
 from lmcache_core.client.client import Client
 from lmcache_core.clock import Clock
 from lmcache_core.errors import CacheError
@@ -34,6 +33,7 @@ from lmcache_core.pool.backing import Access, segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Settings
+from lmcache_core.testing.processes import temporary_directory
 from lmcache_core.tokens.namespace import Namespace
 
 OBJECTS, OBJECTS_QUICK = 1_000_000, 100_000

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.cli.bench.echo import serve_seqpacket
-from lmcache_core.cli.bench.rounds import Rounds
-from lmcache_core.cli.bench.servers import ServerProcess, WorkerProcess, cpu_s, orders
+from lmcache_bench.echo import serve_seqpacket
+from lmcache_bench.rounds import Rounds
+from lmcache_bench.workers import WorkerProcess, orders
 from lmcache_core.errors import DisconnectedError
 from lmcache_core.native import native
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.cores import usable_cores
+from lmcache_core.testing.processes import ServerProcess, cpu_s
 
 FIELDS = {"name", "value", "unit", "floor", "ratio", "target", "met"}
 TIMEOUT_S = 300  # a safety net
@@ -45,7 +46,7 @@ def bench(tmp_path: Path, *words: str) -> dict[str, dict[str, Any]]:
 
 
 def pools() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"lmcache-core.{os.geteuid()}.bench-*")}
+    return {path.name for path in Path("/dev/shm").glob(f"lmcache-core.{os.geteuid()}.trial-*")}
 
 
 def children(pid: int) -> list[int]:
@@ -209,6 +210,6 @@ def test_an_echo_server_ends_with_its_bench(tmp_path: Path) -> None:
 
 
 def test_a_quick_run_counts_one_round_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_core.cli.bench.rounds.QUICK_S", -1.0)
+    monkeypatch.setattr("lmcache_bench.rounds.QUICK_S", -1.0)
     assert list(Rounds(quick=True).of(5)) == [False, True]
     assert list(Rounds(quick=False).of(3)) == [False, True, True, True]

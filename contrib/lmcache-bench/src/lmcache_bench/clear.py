@@ -11,11 +11,12 @@ from argparse import ArgumentParser, Namespace
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-from lmcache_core.cli.bench.servers import ServerProcess, WorkerProcess, ending_cleanly, orders
+from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
 from lmcache_core.client.client import Client
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import KEY_BYTES, PAGE_BYTES, SLAB_BYTES
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.cli.bench.lookup import TARGET_OF_DICT, TARGET_OF_LOOP, TARGET_US
+from lmcache_bench.lookup import TARGET_OF_DICT, TARGET_OF_LOOP, TARGET_US
 from lmcache_core.native import native
 
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.cli.bench.servers import ServerProcess, ending_cleanly
+from lmcache_bench.workers import ending_cleanly
 from lmcache_core.client.client import Client
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.limits import INDEX_ENTRY_BYTES, KEY_BYTES, PAGE_BYTES
@@ -28,6 +28,7 @@ from lmcache_core.native import native, why_not
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.room import check_room, room
+from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lmcache_core.cli.bench import alloc
+from lmcache_bench import alloc
 from lmcache_core.cli.bench.harness import Bench
 
 

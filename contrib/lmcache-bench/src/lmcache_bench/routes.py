@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from lmcache_core.cli.bench.echo import Echo, SeqpacketEcho, ZmqEcho, serve_seqpacket, serve_zmq
-from lmcache_core.cli.bench.servers import ServerProcess, WorkerProcess, cpu_s, temporary_directory
+from lmcache_bench.echo import Echo, SeqpacketEcho, ZmqEcho, serve_seqpacket, serve_zmq
+from lmcache_bench.workers import WorkerProcess
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.client import Client
+from lmcache_core.testing.processes import ServerProcess, cpu_s, temporary_directory
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server

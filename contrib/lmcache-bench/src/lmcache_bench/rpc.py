@@ -19,9 +19,9 @@ from contextlib import ExitStack, closing
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmcache_core.cli.bench.rounds import Rounds
-from lmcache_core.cli.bench.routes import CARRIERS, EmbeddedRoute, Route, open_routes, server_cpu_s
-from lmcache_core.cli.bench.servers import WorkerProcess, ending_cleanly, orders
+from lmcache_bench.rounds import Rounds
+from lmcache_bench.routes import CARRIERS, EmbeddedRoute, Route, open_routes, server_cpu_s
+from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import CALL_TIMEOUT_S, KEY_BYTES, PAGE_BYTES

@@ -24,8 +24,8 @@ from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmcache_core.cli.bench.rounds import Rounds
-from lmcache_core.cli.bench.servers import ServerProcess, ending_cleanly
+from lmcache_bench.rounds import Rounds
+from lmcache_bench.workers import ending_cleanly
 from lmcache_core.client.copying import address_of, tensor_of
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PoolError
@@ -33,6 +33,7 @@ from lmcache_core.limits import KEY_BYTES
 from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
 
 if TYPE_CHECKING:

@@ -24,19 +24,14 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmcache_core.cli.bench.rounds import Rounds
-from lmcache_core.cli.bench.servers import (
-    ServerProcess,
-    WorkerProcess,
-    ending_cleanly,
-    orders,
-    temporary_directory,
-)
+from lmcache_bench.rounds import Rounds
+from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
 from lmcache_core.client.client import Client
 from lmcache_core.client.copying import tensor_of
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
 from lmcache_core.limits import CHUNK_TOKENS, SLAB_BYTES
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.processes import ServerProcess, temporary_directory
 from lmcache_core.tokens.namespace import Namespace as Names
 
 if TYPE_CHECKING:

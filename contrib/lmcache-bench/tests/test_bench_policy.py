@@ -6,8 +6,8 @@ from argparse import ArgumentParser
 
 import pytest
 
+from lmcache_bench import policy
 from lmcache_core import Kind
-from lmcache_core.cli.bench import policy
 from lmcache_core.cli.bench.harness import Bench
 from lmcache_core.plugins.loader import load_plugins
 

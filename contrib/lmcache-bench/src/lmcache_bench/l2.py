@@ -70,7 +70,7 @@ def add_options(parser: ArgumentParser) -> None:
 def run(options: Namespace, bench: Bench) -> None:
     """Record every size; of the mock tier, what it costs others."""
     if options.tier == "mock":
-        from lmcache_core.cli.bench import trouble
+        from lmcache_bench import trouble
 
         trouble.check_installed("mock")
         trouble.run(bench)

@@ -1,0 +1,1 @@
+"""The benches of lmcache-core. Each module measures one thing beside a floor or a peer taken in the same run."""

@@ -1,0 +1,38 @@
+"""What the package adds to lmcache-core: the benches. Their summaries stand here, so that `--help` imports none."""
+
+from __future__ import annotations
+
+from argparse import _SubParsersAction
+from typing import Any
+
+from lmcache_core import PluginInfo, hookimpl
+
+BENCHES: dict[str, str] = {
+    "rpc": "round trips and two-phase calls on each carrier, against a bare echo",
+    "copy": "store and retrieve end to end, against the best plain copy",
+    "prompt": "a long prompt stored and retrieved by several workers, against pickle over ZMQ",
+    "alloc": "allocate and free, up to a million residents",
+    "clear": "a clear of a million objects, and what others notice of it",
+    "l2": "a disk tier against plain writes and reads of the same bytes",
+    "policy": "eviction policies: cost of an operation against residents",
+    "serde": "codec chains against a plain copy of the same bytes",
+    "hash": "the keys of a long prompt, against the bare hash loop in C and hashlib",
+    "lookup": "512 hits in one call, against a dict, up to 16 million entries",
+    "restart": "a million objects adopted from a dead server's pool, to the first hit",
+    "hooks": "a hook call against a direct method",
+}
+
+
+@hookimpl
+def lmcache_plugin_info() -> PluginInfo:
+    """The generation of hooks that this was written for."""
+    return PluginInfo(api=1, summary="the benches of lmcache-core")
+
+
+@hookimpl
+def lmcache_add_commands(benches: _SubParsersAction[Any]) -> None:
+    """Add the benches; none is imported before it is chosen."""
+    from lmcache_core.cli.bench import add_bench
+
+    for name, summary in BENCHES.items():
+        add_bench(benches, name, summary, f"lmcache_bench.{name}")

@@ -1,0 +1,45 @@
+"""The benches are found by the command line, and the one of hooks runs as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from lmcache_bench.plugin import BENCHES
+from lmcache_core.cli.main import BENCHES_ELSEWHERE
+
+
+def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "bench", *words]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_has_a_module_with_options_and_a_summary(name: str) -> None:
+    module = import_module(f"lmcache_bench.{name}")
+    assert callable(module.add_options)
+    assert callable(module.run)
+    assert BENCHES[name]
+
+
+def test_the_command_line_lists_them_and_asks_the_chosen_one_for_its_options(tmp_path: Path) -> None:
+    listed = run(tmp_path, "--help").stdout
+    assert all(name in listed for name in BENCHES)
+    assert "--seconds" in run(tmp_path, "hooks", "--help").stdout
+
+
+def test_core_knows_which_benches_come_with_this_package() -> None:
+    assert set(BENCHES_ELSEWHERE) == set(BENCHES)
+
+
+def test_the_hook_bench_ends_quickly_and_sets_hooks_beside_a_direct_method(tmp_path: Path) -> None:
+    report = json.loads(run(tmp_path, "hooks", "--quick", "--json", "--seconds", "0.02").stdout)
+    direct, *hooks = report["results"]
+    assert direct["name"] == "direct method"
+    assert len(hooks) == 6
+    assert all(result["floor"] == direct["value"] and result["ratio"] > 1 for result in hooks)
