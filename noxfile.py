@@ -29,8 +29,8 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, crash, fuzz, matrix(…), simulation, soak, and plugin(…) for those that need a
-# server.
+# With sessions of their own: native, crash, fuzz, matrix(…), simulation, site, soak, and plugin(…) for those that
+# need a server.
 LONG = [
     "contrib/deploy",
     "tests/containers",
@@ -39,6 +39,7 @@ LONG = [
     "tests/fuzz",
     "tests/matrix",
     "tests/simulation",
+    "tests/site",
     "tests/soak",
     "plugins/lmcache-redis",
     "plugins/lmcache-s3",
@@ -236,6 +237,18 @@ def mutants(session: nox.Session) -> None:
     """Small faults put into core one at a time: what no test notices. Hours; `-- --only tiers/order.py --sample 20`."""
     install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, *test_requirements(CORE)), native="require")
     session.run("python", "tests/mutants/run.py", *session.posargs)
+
+
+@nox.session
+def site(session: nox.Session) -> None:
+    """The documentation as a site in build/site/: links checked, looked at in Chromium. `-- --serve` shows it."""
+    tools = ("zensical>=0.0.70", "mkdocstrings-python>=2", "playwright>=1.50", *TEST_TOOLS)
+    install(session, *installable(), extras="[cli,testing]", tools=tools)
+    session.run("python", "tools/site.py", *session.posargs)
+    if shutil.which("chromium"):
+        session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/site")
+    else:
+        session.warn("no chromium here: the site was built and its links checked, and no browser has seen it")
 
 
 @nox.session

@@ -24,6 +24,14 @@ def fenced(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+def test_every_page_has_a_place_in_the_menu_of_the_site() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    renamed = {Path("README.md"): "contents.md", Path("internals/index.md"): "internals/the-index.md"}
+    places = [renamed.get(page, page.as_posix()) for page in sorted(pages)]
+    assert [place for place in places if f"- {place}\n" not in menu] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):

@@ -65,6 +65,20 @@ _TIER_REASONS: dict[str, tuple[str, str]] = {
 }
 
 
+def sentences() -> dict[str, str]:
+    """What each reason means: the word → the sentences of the pool and the tiers, without what only a case can tell."""
+    general = dict.fromkeys(("since", "pushed", "who", "by", "words"), "") | {
+        "age": "before",
+        "policy": "the eviction policy",
+    }
+    said: dict[str, list[str]] = {}
+    for reason, word in _REASONS.items():
+        said.setdefault(word, []).append(_SENTENCES[reason].format(**general))
+    for word, sentence in _TIER_REASONS.values():
+        said.setdefault(word, []).append("a tier: " + sentence.format(**general))
+    return {word: "; ".join(each) for word, each in said.items()}
+
+
 @dataclass(frozen=True)
 class TierWord:
     """What one tier says about one key. `found` is None where it did not answer; `reason`: why not, or how it lost

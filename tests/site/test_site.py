@@ -1,0 +1,96 @@
+"""The built site in a real browser: it draws, finds, changes its colours, and asks nobody else for anything."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+SITE = Path(__file__).parents[2] / "build/site"
+PATIENCE_MS = 60_000  # a net under waits for what the page does
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """Nothing: what is asked for is noted by the browser's side."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(SITE))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[str]:
+    """Every address that the browser asked for."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def page(address: str, asked: list[str]) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
+        page = browser.new_page(color_scheme="light")
+        page.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
+        page.on("request", lambda request: asked.append(request.url))
+        yield page
+        browser.close()
+
+
+def test_the_front_page_has_the_two_commands(page: Page, address: str) -> None:
+    page.goto(address)
+    expect(page.locator("h1").first).to_contain_text("lmcache-core")
+    expect(page.locator("pre", has_text="nox -s demo").first).to_be_visible()
+
+
+def test_search_finds_quarantine(page: Page, address: str) -> None:
+    page.goto(address)
+    page.keyboard.press("/")
+    page.keyboard.type("quarantine")
+    found = page.locator("a[href*='glossary'], a[href*='leases']", has_text="uarantine").first
+    expect(found).to_be_visible()
+
+
+def test_a_diagram_is_drawn(page: Page, address: str) -> None:
+    page.goto(f"{address}/internals/links/")
+    drawn = page.locator("div.mermaid")  # the theme puts the drawing into a closed shadow root
+    expect(drawn.first).to_be_visible()
+    page.wait_for_function("document.querySelector('div.mermaid').getBoundingClientRect().height > 100")
+
+
+def test_the_public_names_stand_in_the_reference_with_what_they_take(page: Page, address: str) -> None:
+    page.goto(f"{address}/reference/api-client/")
+    for name in ("connect", "store", "retrieve", "lookup", "close"):
+        expect(page.locator(f"[id='lmcache_core.client.client.Client.{name}']").first).to_be_attached()
+
+
+def test_light_and_dark_follow_the_reader(page: Page, address: str) -> None:
+    colours = set()
+    browser = page.context.browser
+    assert browser is not None
+    for scheme in ("light", "dark"):
+        theirs = browser.new_page(color_scheme=scheme)  # a choice once made is remembered
+        theirs.goto(address)
+        colours.add(theirs.evaluate("getComputedStyle(document.body).backgroundColor"))
+        theirs.close()
+    assert len(colours) == 2
+
+
+def test_nothing_was_asked_of_a_foreign_host(asked: list[str], address: str) -> None:
+    assert asked, "the pages above were loaded"
+    assert {urlsplit(each).netloc for each in asked if each.startswith("http")} == {urlsplit(address).netloc}

@@ -1,0 +1,282 @@
+"""Builds the documentation site into `build/site/`, and looks at every page of it.
+
+    python tools/site.py [--serve]
+
+The pages under docs/ are the source, with the README of each package beside them. What can be read off the code is
+written from the code: the command line, the settings, the reasons for misses, and (by mkdocstrings) the public names. A
+link that leads nowhere, a page that no menu has, and a page that asks a foreign host for anything fail the build.
+
+Run it by `nox -s site`, which brings the tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import html.parser
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+PAGES = BUILD / "site-pages"
+SITE = BUILD / "site"
+
+MERMAID = "mermaid@12.3.0"
+
+# What the pages say about the code: page → its title and the modules whose public names it shows.
+API = {
+    "client": ("Client", ["lmcache_core.client.client", "lmcache_core.client.results", "lmcache_core.client.leases"]),
+    "names": ("Keys, namespaces, layouts", ["lmcache_core.tokens", "lmcache_core.pool.layout"]),
+    "server": ("Server and errors", ["lmcache_core.server.server", "lmcache_core.errors"]),
+    "plugins": ("Hooks and components", ["lmcache_core.plugins.hookspecs", "lmcache_core.plugins.components"]),
+    "tiers": ("Adapters", ["lmcache_core.tiers.contract"]),
+    "policies": ("Policies", ["lmcache_core.policies", "lmcache_core.policies.contracts"]),
+    "serdes": ("Serdes", ["lmcache_core.serde.contract"]),
+    "testing": ("The conformance kit", ["lmcache_core.testing"]),
+    "benches": ("Benches", ["lmcache_core.cli.bench", "lmcache_core.cli.bench.harness"]),
+    "l0": ("L0", ["lmcache_l0"]),
+    "transformers": ("transformers", ["lmcache_transformers"]),
+}
+
+_LINK = re.compile(r"(?<!\!)\[([^\]]*)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^```")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", action="store_true", help="serve it on http://127.0.0.1:8000 once it is built")
+    options = parser.parse_args()
+    shutil.rmtree(PAGES, ignore_errors=True)
+    shutil.rmtree(SITE, ignore_errors=True)
+    homes = page_homes()
+    for source, page in homes.items():
+        write(page, "".join(relinked(source, page, homes)))
+    for name, text in reference().items():
+        write(Path("reference") / name, text)
+    vendor_mermaid()
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=ROOT, check=True)
+    faults = [*unlisted(), *faults_of_pages()]
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    print(f"{SITE.relative_to(ROOT)}: {sum(1 for _ in SITE.rglob('*.html'))} pages, {len(faults)} faults")
+    if options.serve and not faults:
+        from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+        os.chdir(SITE)
+        ThreadingHTTPServer(("127.0.0.1", 8000), SimpleHTTPRequestHandler).serve_forever()
+    return 1 if faults else 0
+
+
+# --- pages that people wrote ----------------------------------------------------------------------------------
+def page_homes() -> dict[Path, Path]:
+    """Each file that becomes a page → where it lies in the site."""
+    homes = {path: path.relative_to(ROOT / "docs") for path in sorted((ROOT / "docs").rglob("*.md"))}
+    homes[ROOT / "docs/README.md"] = Path("contents.md")
+    homes[ROOT / "docs/internals/index.md"] = Path("internals/the-index.md")  # the name index.md is for a room's front
+    homes[ROOT / "README.md"] = Path("index.md")
+    for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG"):
+        homes[ROOT / f"{name}.md"] = Path("project") / f"{name.lower()}.md"
+    for readme in sorted(ROOT.glob("*/*/README.md")):
+        homes[readme] = Path("packages") / f"{readme.parent.name}.md"
+    homes[ROOT / "core/README.md"] = Path("packages/lmcache-core.md")
+    for changes in [ROOT / "core/CHANGELOG.md", *sorted(ROOT.glob("*/lmcache-*/CHANGELOG.md"))]:
+        name = "lmcache-core" if changes.parent.name == "core" else changes.parent.name
+        homes[changes] = Path("project/changes") / f"{name}.md"
+    return homes
+
+
+def relinked(source: Path, page: Path, homes: dict[Path, Path]) -> Iterator[str]:
+    """The text, with links to other pages as the site has them. A link to code becomes its path."""
+
+    def link(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        path, hash_, anchor = target.partition("#")
+        if not path or "://" in path or path.startswith("mailto:"):
+            return match.group()
+        found = (source.parent / path).resolve()
+        if found.is_dir():
+            found = found / "README.md"
+        home = homes.get(found)
+        if home is not None:
+            return f"[{label}]({Path(os.path.relpath(home, page.parent)).as_posix()}{hash_}{anchor})"
+        there = (source.parent / path).resolve().relative_to(ROOT)
+        return label if label.strip("`") == str(there) else f"{label} (`{there}`)"
+
+    fenced = False
+    for line in source.read_text(encoding="utf-8").splitlines(keepends=True):
+        fenced ^= bool(_FENCE.match(line.lstrip()))
+        yield line if fenced else _LINK.sub(link, line)
+
+
+# --- pages that the code writes -------------------------------------------------------------------------------
+def reference() -> dict[str, str]:
+    """The pages under reference/, by name."""
+    pages = {f"api-{name}.md": api_page(title, modules) for name, (title, modules) in API.items()}
+    return pages | {"cli.md": cli_page(), "settings.md": settings_page(), "reasons.md": reasons_page()}
+
+
+def api_page(title: str, modules: list[str]) -> str:
+    """Every public name of some modules, for mkdocstrings to fill in."""
+    parts = [f"# {title}\n"]
+    for module in modules:
+        parts.append(f"\n::: {module}\n    options:\n      members: {json.dumps(public_names(module))}\n")
+    return "".join(parts)
+
+
+def public_names(module: str) -> list[str]:
+    """What a module exports, or defines without an underscore."""
+    loaded = import_module(module)
+    if hasattr(loaded, "__all__"):
+        return list(loaded.__all__)
+    return [name for name, each in vars(loaded).items() if name[0] != "_" and getattr(each, "__module__", "") == module]
+
+
+def cli_page() -> str:
+    """The help of every command, as it prints it."""
+    from lmcache_core.cli.main import build_parser
+    from lmcache_core.plugins.loader import load_plugins
+
+    os.environ["COLUMNS"] = "100"
+    parser = build_parser(load_plugins())
+    parts = ["# Command line\n\nEach command says this with `--help`.\n"]
+    commands = next(each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        if name in {each.dest for each in commands._choices_actions}:
+            parts.append(f"\n## {name}\n\n```text\n{helped(name)}```\n")
+            for below in (each for each in command._actions if isinstance(each, argparse._SubParsersAction)):
+                for inner in (each.dest for each in below._choices_actions):
+                    parts.append(f"\n### {name} {inner}\n\n```text\n{helped(name, inner)}```\n")
+    return "".join(parts)
+
+
+def helped(*words: str) -> str:
+    """What a command prints for `--help`."""
+    from lmcache_core.cli.main import main as command_line
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        command_line([*words, "--help"])
+    text = out.getvalue().rstrip()
+    if not text:
+        raise SystemExit(f"`lmcache-core {' '.join(words)} --help` prints nothing")
+    return text + "\n"
+
+
+def settings_page() -> str:
+    """Every setting with its default and its meaning: the file that `lmcache-core init` writes."""
+    from lmcache_core.cli.init import settings_file
+    from lmcache_core.plugins.loader import load_plugins
+
+    text = settings_file(load_plugins(), ["disk", "redis", "s3"])
+    return (
+        "# Settings\n\nEach can be given in `lmcache.toml`, as a flag (`--l1.size_bytes 64GiB`) or in the environment"
+        " (`LMCACHE_CORE_L1__SIZE_BYTES=64GiB`). `lmcache-core init --tiers disk,redis,s3` writes this file:\n\n"
+        f"```toml\n{text}```\n"
+    )
+
+
+def reasons_page() -> str:
+    """Every reason for a miss, in the words of `explain`."""
+    from lmcache_core.client import explaining
+
+    rows = [f"| `{reason}` | {sentence} |\n" for reason, sentence in explaining.sentences().items()]
+    return (
+        "# Reasons for a miss\n\nAs `lmcache-core explain` and `client.explain` say them;"
+        " [what helps](../guide/why-did-it-miss.md) stands in the guide.\n\n| reason | sentence |\n|---|---|\n"
+    ) + "".join(rows)
+
+
+# --- what is fetched ------------------------------------------------------------------------------------------
+def vendor_mermaid() -> None:
+    """Mermaid beside the pages, so that no reader's browser asks anybody else for it."""
+    target = PAGES / "assets/mermaid.min.js"
+    kept = BUILD / f"{MERMAID}.min.js"
+    if not kept.exists():
+        subprocess.run(["npm", "pack", "--silent", "--pack-destination", str(BUILD), MERMAID], check=True, stdout=-3)
+        archive = BUILD / (MERMAID.replace("@", "-") + ".tgz")
+        with tarfile.open(archive) as packed:
+            member = packed.extractfile("package/dist/mermaid.min.js")
+            assert member is not None
+            kept.write_bytes(member.read())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(kept, target)
+
+
+# --- what is looked at ----------------------------------------------------------------------------------------
+class _Page(html.parser.HTMLParser):
+    """The ids of a page, where its links lead, and what it loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = {name: value or "" for name, value in attrs}
+        self.ids |= {said[name] for name in ("id", "name") if said.get(name)}
+        if tag == "a" and "href" in said:
+            self.links.append(said["href"])
+        elif tag == "link" and not {"canonical", "prev", "next"} & set(said.get("rel", "").split()):
+            self.loads.append(said.get("href", ""))
+        elif "src" in said:
+            self.loads.append(said["src"])
+
+
+def faults_of_pages() -> Iterator[str]:
+    """Links that lead nowhere, and what would be asked of a foreign host."""
+    pages = {path: parsed(path) for path in sorted(SITE.rglob("*.html"))}
+    for path, page in pages.items():
+        here = path.relative_to(SITE)
+        for load in page.loads:
+            if re.match(r"(https?:)?//", load):
+                yield f"{here} loads {load}"
+        for link in page.links:
+            target, _, anchor = link.partition("#")
+            if re.match(r"[a-z]+:", target) or target.startswith("//"):
+                continue
+            found = (
+                SITE / target[1:] if target.startswith("/") else (path.parent / target).resolve() if target else path
+            )
+            if found.is_dir():
+                found = found / "index.html"
+            if not found.exists():
+                yield f"{here} links to {link}, which is not there"
+            elif anchor and found in pages and anchor not in pages[found].ids:
+                yield f"{here} links to {link}: no such place on that page"
+    for sheet in SITE.rglob("*.css"):
+        for load in re.findall(r"url\(\s*['\"]?((?:https?:)?//[^)'\"]+)", sheet.read_text(encoding="utf-8")):
+            yield f"{sheet.relative_to(SITE)} loads {load}"
+
+
+def parsed(path: Path) -> _Page:
+    page = _Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def unlisted() -> Iterator[str]:
+    """Pages that the menu of mkdocs.yml leaves out, and menu entries without a page."""
+    menu = set(re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    there = {path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md")}
+    yield from (f"mkdocs.yml has no place for {page}" for page in sorted(there - menu))
+    yield from (f"mkdocs.yml names {page}, which is not there" for page in sorted(menu - there))
+
+
+def write(page: Path, text: str) -> None:
+    (PAGES / page).parent.mkdir(parents=True, exist_ok=True)
+    (PAGES / page).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
