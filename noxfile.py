@@ -229,7 +229,8 @@ def simulation(session: nox.Session) -> None:
     install(session, tools=tuple(TEST_TOOLS), native="require")
     if not session.posargs:
         session.run("python", "-m", "pytest", "-q", "--timeout=600", "tests/simulation")
-    session.run("python", "tests/simulation/run.py", *session.posargs)
+    jobs = str(len(os.sched_getaffinity(0)))
+    session.run("python", "tests/simulation/run.py", "--jobs", jobs, *session.posargs)
 
 
 @nox.session

@@ -1,6 +1,7 @@
 """The simulation: clients, wire, server, dispatch, lookups, tiering and kernel in one process, in virtual time.
 
-    python tests/simulation/run.py [--schedules 2000] [--first SEED] [--replay SCHEDULE] [--plant FAULT] [--trace]
+    python tests/simulation/run.py [--schedules 2000] [--first SEED] [--jobs N] [--replay SCHEDULE] [--plant FAULT]
+                                   [--trace]
 
 Each seed is one schedule: several client processes of several uids, each with threads, store, look up, read, pin,
 clear, drop their clients and die, while connections are lost, processes are stopped, and servers are killed and come
@@ -18,6 +19,7 @@ import logging
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import weakref
@@ -330,12 +332,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--schedules", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share them (default: %(default)s)")
     parser.add_argument("--replay", metavar="SCHEDULE")
     parser.add_argument("--plant", choices=sorted(sim_faults.PLANTED), help="break something first: it must be found")
     parser.add_argument("--without", default="", metavar="KINDS", help="operations and faults to leave out")
     parser.add_argument("--trace", action="store_true", help="say what happens, step by step")
     parser.add_argument("--no-shrink", action="store_true")
     options = parser.parse_args()
+    if options.jobs > 1 and not options.replay:
+        return _shared_out(options.first, options.schedules, options.jobs)
     began_s = sim_world._monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # clears keep their epochs there, with fsync
         runner = Runner(Path(folder))
@@ -373,6 +378,15 @@ def main() -> int:
         f"{reads:,} read: nothing was broken; {took_s:.1f} s; digest {digest.hexdigest()[:16]}"
     )
     return 0
+
+
+def _shared_out(first: int, schedules: int, jobs: int) -> int:
+    """The same, by so many processes: 1 if any of them found something. Each prints what it found."""
+    ends = [first + schedules * job // jobs for job in range(jobs + 1)]
+    parts = [f"--first {ends[job]} --schedules {ends[job + 1] - ends[job]} --jobs 1".split() for job in range(jobs)]
+    # What was said last of an option counts.
+    processes = [subprocess.Popen([sys.executable, *sys.argv, *part]) for part in parts]
+    return max(process.wait() for process in processes)
 
 
 def _kind(failure: BaseException) -> str:
