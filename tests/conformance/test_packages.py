@@ -61,6 +61,10 @@ class TestL0(PluginPackageContract):
     distribution = "lmcache-l0"
 
 
+class TestBench(PluginPackageContract):
+    distribution = "lmcache-bench"
+
+
 def sources() -> list[Path]:
     return sorted(
         path for folder in ("tests", "plugins", "contrib", "core/tests") for path in (ROOT / folder).rglob("test_*.py")

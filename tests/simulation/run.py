@@ -136,7 +136,7 @@ class Schedule:
     def _finish(self) -> None:
         """Everybody goes, one way or another; once all time is up nobody may hold anything."""
         world = self.world
-        if not any(step.at_step for step in self.plan):
+        if not any(step.at_step or step.kind == "lose_connection" for step in self.plan):
             self._every_promise_was_told()
         self._faults.clear()
         if any(step.kind == "drop" for step in self.plan):

@@ -299,6 +299,9 @@ class Actor:
         assert task is not None
         task.wait(self.world.now + self.chance.choice(choices))
 
+    def lose_connection(self) -> None:
+        self.node.cut()
+
     def turn_over(self) -> None:
         """Store so much that each slot that is free, or may be made free, is given to somebody."""
         for namespace in range(len(NAMESPACES)):
@@ -368,13 +371,16 @@ OPERATIONS: dict[str, Callable[[Actor], None]] = {
     "pause_briefly": Actor.pause_briefly,
     "pause_long": Actor.pause_long,
     "turn_over": Actor.turn_over,
+    "lose_connection": Actor.lose_connection,
+    "call": Actor.call,
 }
-WEIGHTS = [8, 2, 6, 5, 4, 3, 5, 5, 1, 2, 1, 2, 1, 0, 0, 0, 0, 0]  # the last ones come in scenes only
+WEIGHTS = [8, 2, 6, 5, 4, 3, 5, 5, 1, 2, 1, 2, 1, 0, 0, 0, 0, 0, 0, 0]  # the last ones come in scenes only
 SCENES: list[list[tuple[int, int, str]]] = [
     # What meets too seldom by itself: (client, thread, operation). They come first, and the plan goes on from there.
     [(0, 0, "read_slowly"), (1, 0, "pause_long"), (1, 0, "turn_over")],
     [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "close"), (1, 0, "pause_briefly"), (1, 0, "turn_over")],
     [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "end_session"), (1, 0, "turn_over")],
+    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "lose_connection"), (0, 1, "call"), (0, 1, "turn_over")],
 ]
 SCENES_OF_A_HUNDRED = 24  # schedules that begin with one
 FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server", "tier"]

@@ -18,6 +18,7 @@ PLANTED = [
 SCHEDULES = 600
 # Found too seldom to be asked for in every run; docs/internals/simulation.md has the figures.
 RARE = {
+    "the_slot_of_a_late_load_is_free_at_once",
     "what_a_key_is_now_is_held_for_a_tier",
     "a_clear_dooms_no_loads",
     "what_a_tier_brings_is_believed_to_be_what_was_asked_for",
