@@ -330,7 +330,7 @@ def test_a_lookup_of_which_the_index_had_a_part_tells_of_all_keys_until_it_is_do
 
 
 def test_what_was_loaded_for_one_reader_goes_once_that_has_read_it_in_place(node: Node) -> None:
-    node.serve(*TIER)
+    node.serve(*TIER, "--l1.eviction", "noop")  # else it stays while there is room
     client = node.client()
     keys = fill(node, client, 4)
     in_tier(client, 4)

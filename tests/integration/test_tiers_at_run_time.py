@@ -299,7 +299,7 @@ def test_what_a_lookup_finds_can_be_pinned_with_it(node: Node, tmp_path: Path) -
 
 
 def test_a_lookup_names_its_own_policy(node: Node, tmp_path: Path) -> None:
-    node.serve(*disk(tmp_path / "a"))
+    node.serve(*disk(tmp_path / "a"), "--l1.eviction", "noop")  # else all of it stays while there is room
     client = node.client()
     keys = fill(node, client, 0, 4)
     until(lambda: len(files(tmp_path / "a")) == 4, "the files")

@@ -54,6 +54,7 @@ class MemoryL1:
         self.quarantined: set[int] = set()
         self.shielded: dict[tuple[int, bytes, int], None] = {}  # namespace, key, generation
         self.room = 0  # below a watermark, which this L1 does not have
+        self.evicts = True
         self.let_go: list[int] = []  # how many of them at a time
         self.holds: dict[int, dict[int, int]] = {}  # read lease → position → slot
         self.loads: dict[int, dict[int, tuple[tuple[int, bytes], int]]] = {}

@@ -73,6 +73,17 @@ def test_what_is_loaded_while_there_is_room_stays_as_far_as_that_goes(doubles: A
     assert loop.l1.temporary == {(doubles.namespace, key) for key in list(contents)[3:]}
 
 
+def test_nothing_that_is_loaded_stays_where_nothing_is_ever_evicted(doubles: Any) -> None:
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
+    contents = doubles.contents(2)
+    loop.store(contents)
+    loop.idle()
+    _evict_all(loop)
+    loop.l1.room, loop.l1.evicts = 2, False
+    loop.fetch(list(contents))
+    assert loop.l1.temporary == {(doubles.namespace, key) for key in contents}
+
+
 def test_a_policy_that_fails_to_say_what_stays_costs_no_load(doubles: Any) -> None:
     class Failing(DefaultPrefetch):
         def retains(self, keys: Any, room: int) -> Any:

@@ -84,7 +84,7 @@ class AdoptingPolicy(EvictionPolicy):
 
     def __init__(self, inner: EvictionPolicy, make_more: Callable[[int], int]) -> None:
         self.inner = inner
-        self.wants_charges = inner.wants_charges
+        self.wants_charges, self.evicts = inner.wants_charges, inner.evicts
         self._make_more = make_more
         self._warm: dict[Entry, None] = {}
         self._leaving: list[Entry] | None = None  # of the warm ones, the last to leave first

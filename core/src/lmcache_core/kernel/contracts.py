@@ -75,6 +75,7 @@ class EvictionPolicy(ABC):
         """
 
     wants_charges: bool = False  # True: `charge` is called
+    evicts: bool = True  # False: it never names a victim, so what is loaded from a tier leaves with its reader
 
     def charge(self, namespace: int, nbytes: int) -> None:  # noqa: B027
         """`nbytes` more (negative: less) are taken by a namespace without an entry: they are being written, loaded or

@@ -14,7 +14,7 @@ class GuardedPolicy(EvictionPolicy):
 
     def __init__(self, policy: EvictionPolicy, on_fault: Callable[[str, Exception], None]) -> None:
         self.inner = policy
-        self.wants_charges = policy.wants_charges
+        self.wants_charges, self.evicts = policy.wants_charges, policy.evicts
         self._on_fault = on_fault
 
     def insert(self, entries: Sequence[Entry]) -> None:

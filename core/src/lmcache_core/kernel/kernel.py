@@ -493,6 +493,11 @@ class Kernel:
         """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""
         return self._writing.may_evict(layout_id, keys)
 
+    @property
+    def evicts(self) -> bool:
+        """Whether the policy ever makes room."""
+        return self._residents.policy.evicts
+
     def room_for(self, layout_id: int) -> int:
         """How many more objects of a layout fit below the watermark without an eviction. Costs next to nothing."""
         return self._writing.room_for(layout_id, self._trimmer.above_bytes)

@@ -10,6 +10,8 @@ from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 class NoopEviction(EvictionPolicy):
     """Never names a victim. For buffers whose objects leave by the store policy, not by age."""
 
+    evicts = False
+
     def __init__(self, settings: None = None) -> None:
         del settings
 

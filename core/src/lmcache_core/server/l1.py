@@ -285,6 +285,10 @@ class L1:
     def drop(self, namespace: int, wanted: Sequence[Named]) -> None:
         self.kernel.drop_incarnations(namespace, wanted, self.clock.now, Reason.DROPPED)
 
+    @property
+    def evicts(self) -> bool:
+        return self.kernel.evicts
+
     def room_for(self, layout_id: int) -> int:
         return self.kernel.room_for(layout_id)
 

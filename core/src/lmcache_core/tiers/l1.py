@@ -117,6 +117,11 @@ class L1(Protocol):
         error, and its successor stays."""
         ...
 
+    @property
+    def evicts(self) -> bool:
+        """Whether what stays in the L1 leaves it again when the room is needed."""
+        ...
+
     def room_for(self, layout_id: int) -> int:
         """How many more objects of this layout fit without an eviction, now or soon."""
         ...

@@ -236,6 +236,8 @@ class LookupController:
 
     def _retained(self, policy: PrefetchPolicy, request: Lookup, positions: Sequence[int]) -> set[int]:
         """Those of the positions that stay in the L1 although the plan does not say so."""
+        if not self._l1.evicts:  # they would stay for ever, and stores and loads find no room
+            return set()
         try:
             stays = policy.retains([request.keys[at] for at in positions], self._l1.room_for(request.layout_id))
             return {at for at, stay in zip(positions, stays, strict=True) if stay}
