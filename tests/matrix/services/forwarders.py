@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import select
 import socket
 import ssl
 import threading
@@ -17,7 +18,7 @@ _WAIT_S = 60.0  # a safety net: both sides end by themselves
 
 
 class Forwarder(ABC):
-    """Listens on loopback; a thread for each direction of each connection."""
+    """Listens on loopback; a thread for each connection."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
@@ -62,20 +63,21 @@ class Forwarder(ABC):
         near, far = ends
         with self._lock:
             self._open |= {near, far}
-        back = threading.Thread(target=self._carry, args=(far, near), daemon=True)
-        back.start()
-        self._carry(near, far)
-        back.join()
+        with contextlib.suppress(OSError, ValueError):  # `stop` closes them under our hands
+            self._carry(near, far)
         for sock in (near, far):
             self._close(sock)
 
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while piece := source.recv(_PIECE_BYTES):
-                target.sendall(piece)
-        for sock in (source, target):  # the other direction ends with this one
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def _carry(self, near: socket.socket, far: socket.socket) -> None:
+        """Until either side ends. Both directions in this one thread: two must not use a TLS connection at a time."""
+        other = {near: far, far: near}
+        while True:
+            ready = [each for each in other if isinstance(each, ssl.SSLSocket) and each.pending()]
+            for source in ready or select.select(list(other), [], [], _WAIT_S)[0]:
+                piece = source.recv(_PIECE_BYTES)
+                if not piece:
+                    return
+                other[source].sendall(piece)
 
     def _close(self, sock: socket.socket) -> None:
         with self._lock:
