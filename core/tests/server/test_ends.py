@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.results import Status
+from lmcache_core.errors import UsageError
 from lmcache_core.limits import LAYOUTS_MAX, WORKERS_MAX
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
@@ -43,6 +44,21 @@ def test_a_start_whose_last_word_cannot_be_said_leaves_nothing(tmp_path: Path) -
 
     with pytest.raises(BrokenPipeError):
         server.run(on_ready=nobody_listens)
+    assert nothing_left(server)
+
+
+def test_an_embedded_server_is_served_by_one_thread_however_it_is_started(tmp_path: Path) -> None:
+    def serving() -> int:
+        return sum(thread.name == "lmcache-server" for thread in threading.enumerate())
+
+    before = serving()
+    with Server(settings_for(tmp_path), load_plugins()).start() as server:
+        assert serving() == before + 1
+        with pytest.raises(UsageError, match="was started already"):
+            server.start()
+        with server.connect() as client:
+            client.noop()
+    assert serving() == before
     assert nothing_left(server)
 
 
@@ -146,8 +162,7 @@ def test_scribbled_tables_decide_nothing(
     server = start()
     with server.connect("before") as before:
         assert before.store(keys_of("a"), [payload(namespace, 1)], namespace=namespace).stored == 1
-        scribble(server, data)
-        repaired = _repaired(server)
+        repaired = _repaired(server, lambda: scribble(server, data))
         other = Namespace("other", Layout("uint8", (4096,)))
         with server.connect("after") as after:
             assert after.store(keys_of("b"), [payload(other, 2)], namespace=other).stored == 1
@@ -181,19 +196,23 @@ def test_a_scribbled_worker_table_is_none_of_the_end_s_business(start: Start, na
 @pytest.mark.skipif(native is None, reason="there is no index without the C extension")
 def test_a_zeroed_serving_word_is_written_again(start: Start, namespace: Namespace) -> None:
     server = start()
-    server.segment.buffer[SERVING_OFFSET : SERVING_OFFSET + 8] = bytes(8)
-    assert _repaired(server) == 1
+
+    def zero() -> None:
+        server.segment.buffer[SERVING_OFFSET : SERVING_OFFSET + 8] = bytes(8)
+
+    assert _repaired(server, zero) == 1
     assert server.segment.serving == server.kernel.epoch
 
 
-def _repaired(server: Server) -> int:
-    """Words that the next housekeeping put right."""
+def _repaired(server: Server, scribble: Callable[[], object]) -> int:
+    """Words that the next housekeeping puts right after this, with none in between."""
     master = server.segment.master
     assert master is not None
     done = threading.Event()
     before = master.repaired
 
     def keep_house() -> None:
+        scribble()
         server._chores_at_s = 0.0
         while server._chores_at_s == 0.0:  # first there may be room to make
             server._keep_house(server.clock.now)

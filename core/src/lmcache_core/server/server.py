@@ -20,7 +20,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.clock import Clock
-from lmcache_core.errors import UntrustedError
+from lmcache_core.errors import UntrustedError, UsageError
 from lmcache_core.kernel.effects import LeaseExpired
 from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
 from lmcache_core.plugins.registry import Registry
@@ -181,7 +181,9 @@ class Server:
         return 1 if self.end_faults else 0
 
     def start(self) -> Self:
-        """Embedded mode: serve on a thread of this process until `stop`."""
+        """Embedded mode: serve on a thread of this process until `stop`. Once: UsageError after that."""
+        if self._thread is not None:
+            raise UsageError(f"server {self.settings.name!r} was started already: a server serves once")
         self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
         self._thread.start()
         try:
@@ -452,7 +454,7 @@ class Server:
             log.warning("pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not)
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self.start() if self._thread is None else self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
