@@ -394,11 +394,11 @@ def test_an_eviction_policy_that_fails_costs_stores_and_no_lookups(tmp_path: Pat
         payloads = [node.payload(number) for number in range(400)]
         policy: Any = server.kernel._residents.policy
 
-        def broken(nbytes: int, entries_max: int) -> list[Any]:
+        def broken(nbytes: int) -> list[Any]:
             raise RuntimeError("the policy's own fault")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy.inner, "first_victims", broken)
+            patch.setattr(policy.inner, "victims", broken)
             statuses = client.store(keys, payloads, namespace=node.namespace).statuses
             there = statuses.count(Status.STORED)
             assert 0 < there < 400

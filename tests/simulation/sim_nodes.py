@@ -81,7 +81,6 @@ class ServerNode:
         Watch(self.world, self.shadow, server)
         assert server.populator.wait(60)
         server.kernel.add_memory(server.segment.info.data_bytes)
-        server.kernel._releases.step_objects = 2  # so that something comes between two steps
         server._thread = threading.current_thread()  # one among others: what is dropped here is not frozen
         for tier in self._tiers:
             tier.attach(server)

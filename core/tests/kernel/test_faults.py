@@ -103,38 +103,38 @@ def test_one_exception_of_a_policy_does_not_end_eviction(make_kernel: Callable[.
     class Stumbling(LruEviction):
         stumbles = False
 
-        def first_victims(self, nbytes: int, entries_max: int) -> list[Entry]:
+        def victims(self, nbytes: int) -> list[Entry]:
             if self.stumbles:
                 self.stumbles = False
                 raise ZeroDivisionError
-            return super().first_victims(nbytes, entries_max)
+            return super().victims(nbytes)
 
     policy = Stumbling()
     kernel = make_kernel(slots=2, policy=policy)
     store(kernel, 1, 2)
     policy.stumbles = True
     kernel.take_effects()
-    assert names(offer(kernel, 1, 3).statuses) == ["EXISTS", "GRANTED"]
-    assert [effect.method for effect in kernel.take_effects() if isinstance(effect, PolicyFailed)] == ["first_victims"]
+    assert names(offer(kernel, 1, 3).statuses) == ["EXISTS", "FULL"]
+    assert [effect.method for effect in kernel.take_effects() if isinstance(effect, PolicyFailed)] == ["victims"]
     assert kernel.usage().counters["policy_faults"] == 1
     assert "ZeroDivisionError" in kernel.usage().policy_error
-    assert found(kernel, 1, 3) == [True, False]
-    assert names(kernel.prepare_store(OTHER, NS, LAYOUT, keys(4), 0.0).statuses) == ["GRANTED"]
+    assert found(kernel, 1, 2) == [True, True]
+    assert names(kernel.prepare_store(OTHER, NS, LAYOUT, keys(3), 0.0).statuses) == ["GRANTED"]
 
 
-@pytest.mark.parametrize("method", ["insert", "access", "remove", "held", "released", "first_victims"])
+@pytest.mark.parametrize("method", ["insert", "access", "remove", "held", "released", "victims"])
 def test_no_method_of_a_policy_can_end_a_call_of_a_worker(make_kernel: Callable[..., Kernel], method: str) -> None:
     policy = LruEviction()
     kernel = make_kernel(slots=2, policy=policy)
 
-    def fails(*_: object) -> list[Entry]:
+    def fails(_: object) -> list[Entry]:
         raise KeyError(method)
 
     setattr(policy, method, fails)
     store(kernel, 1, 2)
     lease = read(kernel, 1, 2).lease_id
     assert set(kernel.finish_read(WORKER, lease, 0.0)) == {Settled.FINISHED}
-    assert found(kernel, 1, 3) == [True, False]
+    assert found(kernel, 1, 2) == [True, True]
     statuses = names(offer(kernel, 3).statuses)
     assert statuses in (["FULL"], ["GRANTED"])
     assert f"{method}: KeyError" in kernel.usage().policy_error
@@ -145,7 +145,7 @@ def test_no_method_of_a_policy_can_end_a_call_of_a_worker(make_kernel: Callable[
 
 def test_a_policy_that_names_what_is_no_object_costs_room_only(make_kernel: Callable[..., Kernel]) -> None:
     class Nonsense(LruEviction):
-        def first_victims(self, nbytes: int, entries_max: int) -> list[Entry]:
+        def victims(self, nbytes: int) -> list[Entry]:
             return [None, "a key", 7]  # type: ignore[list-item]
 
     kernel = make_kernel(slots=1, policy=Nonsense())

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 
 from lmcache_core.kernel.answers import Cleared
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable
-from lmcache_core.kernel.states import State
 
 
 class Clearing:
     """The tables that one clear detached. What stands in them is READY, still in its slot and still with the
-    policy, and nobody finds it any more. (What a lease has let go of unwritten may stand there, too: that is left to
-    `Releases`.) `cleared` grows as it is freed, and is whole once it is `done`.
+    policy, and nobody finds it any more. `cleared` grows as it is freed, and is whole once it is `done`.
     """
 
     __slots__ = ("_shard", "at_s", "cleared", "done", "session_id", "tables")
@@ -35,7 +33,7 @@ class Clearing:
         taken = []
         for item in objects:
             table = self.tables.get(item.namespace)
-            if table is not None and table.get(item.key) is item and item.state is State.READY:
+            if table is not None and table.get(item.key) is item:
                 table.remove(item.key)
                 taken.append(item)
         self._count(taken)
@@ -50,9 +48,7 @@ class Clearing:
             while self._shard < len(shards) and len(taken) < objects_max:
                 shard = shards[self._shard]
                 while shard and len(taken) < objects_max:
-                    item = shard.popitem()[1]
-                    if item.state is State.READY:
-                        taken.append(item)
+                    taken.append(shard.popitem()[1])
                 if not shard:
                     shards[self._shard] = {}  # an emptied dictionary keeps its room
                     self._shard += 1

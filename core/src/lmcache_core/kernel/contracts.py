@@ -74,11 +74,6 @@ class EvictionPolicy(ABC):
         Never an entry with holds. Names them only: asked again before any `remove`, it gives the same ones.
         """
 
-    def first_victims(self, nbytes: int, entries_max: int) -> list[Entry]:
-        """The first of what `victims` names, at most `entries_max`. A policy that can stop there should say so here:
-        where many small entries stand before a large one that is to come, to name them all takes long."""
-        return self.victims(nbytes)[:entries_max]
-
     wants_charges: bool = False  # True: `charge` is called
     evicts: bool = True  # False: it never names a victim, so what is loaded from a tier leaves with its reader
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache_core.kernel.allocator import SizeClass
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.objects import Incarnation
@@ -17,6 +18,7 @@ from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.residents import Residents
 
 STEP_OBJECTS = 256  # freed in one step: about a millisecond, half of what a page may hold the loop
+STEPS_FOR_ROOM_MAX = 8  # for one page that finds the pool full: the rest of what it needs, eviction finds
 
 
 class Fence:
@@ -57,6 +59,15 @@ class Fence:
             if table is not None:
                 former = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
                 self._free(clearing, clearing.take(former))
+
+    def make_room(self, size_class: SizeClass, slots: int) -> None:
+        """A store needs so many free slots: what was cleared goes before anything that may still be read."""
+        allocator = self._residents.allocator
+        for _ in range(STEPS_FOR_ROOM_MAX):
+            if size_class.slots_free >= slots or not self.step():
+                return
+            while size_class.slots_free < slots and allocator.grow(size_class):
+                pass
 
     def _free(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
         if taken:

@@ -42,13 +42,6 @@ class GuardedPolicy(EvictionPolicy):
             self._on_fault("victims", error)
             return []
 
-    def first_victims(self, nbytes: int, entries_max: int) -> list[Entry]:
-        try:
-            return list(dict.fromkeys(self.inner.first_victims(nbytes, entries_max)))
-        except Exception as error:  # noqa: BLE001 - the code of others
-            self._on_fault("first_victims", error)
-            return []
-
     def charge(self, namespace: int, nbytes: int) -> None:
         self._call("charge", lambda nbytes: self.inner.charge(namespace, nbytes), nbytes)
 

@@ -30,7 +30,6 @@ class Incarnation:
         "checksum",
         "generation",
         "holds",
-        "kept_by",
         "key",
         "layout_id",
         "namespace",
@@ -48,7 +47,6 @@ class Incarnation:
     namespace: int
     nbytes: int  # of its slot: what its eviction gives back
     holds: int  # read leases, promises and pins on it
-    kept_by: Any  # accounts of the ledger that these are charged to: see there
     older: Any
     newer: Any
     policy_data: Any
@@ -150,10 +148,6 @@ class ObjectTable:
             key = item.key
             del shards[(key[0] ^ key[31]) & mask][key]
         self._forget_if_empty(namespace)
-
-    def discard(self, objects: Iterable[Incarnation]) -> None:
-        """Take out those of the objects that stand in the table."""
-        self.remove([item for item in objects if self.of(item.namespace).get(item.key) is item])
 
     def detach(self, namespace: int | None) -> dict[int, NamespaceTable]:
         """Take out a whole namespace, or all (None), without looking at what stands there."""

@@ -46,7 +46,6 @@ class Residents:
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
         self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
-        self.touched = 0  # objects and keys looked at or changed since somebody set it to 0: what a turn has cost
         self.evictions = 0
         self.made_way = 0  # evicted, or cleared before its step, because somebody needed the room
         self.policy_faults = 0
@@ -61,7 +60,6 @@ class Residents:
         nothing has changed.
         """
         after = TRANSITIONS[before, event]
-        self.touched += len(objects)
         nbytes = 0
         offsets = []
         for at, item in enumerate(objects):
@@ -127,7 +125,6 @@ class Residents:
     def change_owner(self, objects: Sequence[Incarnation], state: State, row: int) -> None:
         """The worker of another row holds them now; they are in `state`, and stay in it."""
         if objects:
-            self.touched += len(objects)
             self.effects.append(SlotsMarked([item.offset for item in objects], state, row))
 
     def publish(self, objects: Sequence[Incarnation], live: State) -> None:
@@ -136,24 +133,12 @@ class Residents:
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
     def unwrite(
-        self,
-        objects: Sequence[Incarnation],
-        live: State,
-        event: Event,
-        reason: Reason,
-        row: int,
-        session_id: int,
-        *,
-        leased: bool = True,
+        self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int, session_id: int
     ) -> None:
         """Take what was being written out of the index: ABORT frees slots, EXPIRE and CLEAR quarantine. `session_id`
-        is who is to blame. Not `leased`: a clear that came meanwhile knew of no lease to doom, and may have taken some
-        out of the index already."""
+        is who is to blame."""
         if objects:
-            if leased:
-                self.table.remove(objects)
-            else:
-                self.table.discard(objects)
+            self.table.remove(objects)
             self.move(objects, live, event, row)
             if reason is not Reason.NONE:
                 self.reasons.note(objects, reason, session_id=session_id)
@@ -162,7 +147,6 @@ class Residents:
 
     def hold(self, objects: Sequence[Incarnation]) -> None:
         """Add one hold to each."""
-        self.touched += len(objects)
         fresh = []
         for item in objects:
             if not item.holds:
@@ -173,7 +157,6 @@ class Residents:
 
     def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
         """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
-        self.touched += len(objects)
         idle, gone, used_up = [], [], []
         for at, item in enumerate(reversed(objects)):  # last to first: a suffix goes before its prefix
             holds = item.holds - 1
@@ -231,39 +214,19 @@ class Residents:
         self.reasons.note(objects, reason, session_id=session_id, at_s=at_s)
         self.effects.append(Removed(list(objects), reason))
 
-    def victims(self, nbytes: int, objects_max: int) -> list[Incarnation]:
-        """The coldest by the policy, at most so many, without any that may not go: a policy is a plugin, and may err.
-        What tiers do not have yet comes last."""
-        found = self.coldest(nbytes, objects_max)
+    def victims(self, nbytes: int, *, needed: bool = True) -> list[Incarnation]:
+        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err. What tiers do not
+        have yet comes last. `needed` False: for headroom, which none of that goes for."""
+        found = self._may_go(self.policy.victims(nbytes) if needed else self.policy.surplus(nbytes))
         shield = self.shield
-        if shield.yields and len(shield):
+        if needed and shield.yields and len(shield):
             looks_left = VICTIMS_LOOKS_MAX  # what it uncovers may be covered by somebody's quota, and not be named
             while (missing := nbytes - sum(item.nbytes for item in found)) > 0 and looks_left:
-                if len(found) >= objects_max or not shield.uncover_for(missing):
+                if not shield.uncover_for(missing):
                     break
                 looks_left -= 1
-                found = self.coldest(nbytes, objects_max)
+                found = self._may_go(self.policy.victims(nbytes))
         return found
-
-    def coldest(self, nbytes: int, objects_max: int) -> list[Incarnation]:
-        """As `victims`, without any that a tier is still to get: to look only."""
-        named = self.policy.first_victims(nbytes, objects_max)
-        self.touched += len(named)
-        return self._may_go(named)
-
-    @property
-    def may_make_room(self) -> bool:
-        """Whether there is anything that may go, or was cleared and has not gone yet."""
-        return bool(
-            self.clearings
-            or self.untouched is not None
-            or self.coldest(1, 1)
-            or (self.shield.yields and len(self.shield))
-        )
-
-    def surplus(self, nbytes: int) -> list[Incarnation]:
-        """As `coldest`, for headroom that nobody needs yet."""
-        return self._may_go(self.policy.surplus(nbytes))
 
     @staticmethod
     def _may_go(named: Sequence[Entry]) -> list[Incarnation]:

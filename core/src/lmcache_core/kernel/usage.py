@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lmcache_core.kernel.answers import ClassUsage, HolderUsage, LeaseKind, Usage
+from lmcache_core.kernel.answers import ClassUsage, LeaseKind, Usage
 from lmcache_core.kernel.leases import LeaseBook
-from lmcache_core.kernel.ledger import Ledger
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.residents import Residents
@@ -18,7 +17,6 @@ def usage_of(
     sessions: SessionBook,
     quarantine: Quarantine,
     pins: Pins,
-    ledger: Ledger,
     expiries: int,
 ) -> Usage:
     """Costs the number of sessions, classes and units, never that of objects."""
@@ -38,21 +36,9 @@ def usage_of(
         quarantine_by_session={
             session.id: session.quarantined_bytes for session in sessions.by_id.values() if session.quarantined_bytes
         },
-        holders={
-            holder.name: HolderUsage(holder.sessions, *(account.nbytes for account in holder.accounts))
-            for holder in ledger.holders.values()
-            if holder.sessions or any(account.nbytes for account in holder.accounts)
-        },
-        held_by_session={
-            session.id: HolderUsage(1, *(account.nbytes for account in session.accounts))
-            for session in sessions.by_id.values()
-            if session.id and any(account.nbytes for account in session.accounts)
-        },
         pinned_bytes=pins.nbytes,
         pinned_objects=len(pins),
         fragmentation=1 - allocator.empty_bytes / free_bytes if free_bytes > 0 else 0.0,
-        emptying_bytes=allocator.used_bytes
-        - sum(each.slots_used * each.slot_bytes for each in allocator.classes.values()),
         slabs_free=allocator.units_free,
         policy_error=residents.policy_error,
         classes=[

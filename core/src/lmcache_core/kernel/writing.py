@@ -15,9 +15,7 @@ from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.leases import Lease, LeaseBook
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
 from lmcache_core.kernel.quota import Quarantine
-from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
-from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.kernel.sessions import SERVER_SESSION, Session
 from lmcache_core.kernel.states import Event, State
 from lmcache_core.limits import BATCH_KEYS_MAX, LEASE_KEYS_MAX, OBJECT_BYTES_MAX
@@ -35,27 +33,16 @@ def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
     check_keys(keys)
 
 
-class _MustWaitError(Exception):
-    """There is room to be had, in more than one step."""
-
-
 class Writing:
     """Leases to write, of workers and of lanes."""
 
     def __init__(
-        self,
-        config: KernelConfig,
-        residents: Residents,
-        fence: Fence,
-        leases: LeaseBook,
-        quarantine: Quarantine,
-        releases: Releases,
+        self, config: KernelConfig, residents: Residents, fence: Fence, leases: LeaseBook, quarantine: Quarantine
     ) -> None:
         self._residents = residents
         self._fence = fence
         self._leases = leases
         self._quarantine = quarantine
-        self._releases = releases
         self._ttl_s = config.write_ttl_s
         self._layouts: dict[int, SizeClass] = {}
         self._generation = 0
@@ -107,12 +94,10 @@ class Writing:
         keys: Sequence[bytes],
         now: float,
         lease_id: int,
-        live: State,
+        loading: bool,
         ttl_s: float | None,
-        wait_s: float = 0.0,
-    ) -> Grants | Preparation:
-        """`wait_s`: where room is to be had in more than one step, the answer is a `Preparation` that waits for it so
-        long; with 0 the keys without room are FULL."""
+    ) -> Grants:
+        live = State.LOADING if loading else State.WRITING
         lease = self._lease_to_extend(session, lease_id, namespace, live)
         check_batch(keys, lease)
         size_class = self._layouts.get(layout_id)
@@ -122,7 +107,6 @@ class Writing:
             session.may_lease()
 
         residents = self._residents
-        residents.touched += len(keys)
         if residents.clearings:
             self._fence.make_way(namespace, keys)
         table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
@@ -133,13 +117,7 @@ class Writing:
         if existing:
             residents.policy.access(existing[::-1])
         try:
-            refusal, placed = self._place(session, size_class, created, existing, may_wait=wait_s > 0)
-        except _MustWaitError:
-            residents.unclaim(created)
-            until_s = now + wait_s
-            return Preparation(
-                session, namespace, layout_id, size_class, keys, lease_id, live, ttl_s, len(created), existing, until_s
-            )
+            refusal, placed = self._place(session, size_class, created, existing)
         except BaseException:  # a policy is a plugin: its failure is this call's, and must not block these keys
             self._residents.unclaim(created)
             raise
@@ -163,22 +141,12 @@ class Writing:
         lease = self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
         assert lease is not None
         again = [at for at, status in enumerate(grants.statuses) if status == Grant.FULL]
-        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, State.WRITING, None)
-        assert isinstance(more, Grants)  # it does not wait for slabs
+        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, False, None)
         for at, status, offset in zip(again, more.statuses, more.offsets, strict=True):
             grants.statuses[at], grants.offsets[at] = status, offset
         self._leases.take_over(lease, more.lease_id, [grants.first + at for at in again])
         self._leases.renew(lease, now)
         grants.deadline = lease.deadline
-
-    def carry_out(self, waited: Preparation, now: float) -> Grants:
-        """What a store that has waited is granted, with the room that there is now."""
-        grants = self.prepare(
-            waited.session, waited.namespace, waited.layout_id, waited.keys, now, waited.lease_id, waited.live,
-            waited.ttl_s,
-        )  # fmt: skip
-        assert isinstance(grants, Grants)  # it does not wait twice
-        return grants
 
     def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
         if not lease_id:
@@ -221,7 +189,7 @@ class Writing:
                 item.generation = generation
                 item.state = live
                 item.temporary = False
-                item.checksum = item.kept_by = None
+                item.checksum = None
                 entries.append(item)
                 created.append(item)
             else:
@@ -234,16 +202,9 @@ class Writing:
         return entries, created, existing
 
     def _place(
-        self,
-        session: Session,
-        size_class: SizeClass,
-        created: list[Incarnation],
-        existing: list[Incarnation],
-        *,
-        may_wait: bool,
+        self, session: Session, size_class: SizeClass, created: list[Incarnation], existing: list[Incarnation]
     ) -> tuple[Grant, int]:
-        """Slots for as many as there is room for, first to last; what to answer the others. With `may_wait` it raises
-        `_MustWaitError` where more is to be had."""
+        """Slots for as many as there is room for, first to last; what to answer the others."""
         allocator = self._residents.allocator
         if not created:
             return Grant.FULL, 0
@@ -261,15 +222,11 @@ class Writing:
             # What this call says exists must not be what is evicted for the rest of its own prefix.
             self._residents.hold(existing)
             try:
-                missing, namespace = len(created) - placed, created[0].namespace
-                # What a clear left gives more room than any eviction, and nobody misses it: it is waited for.
-                enough = not (may_wait and self._residents.clearings) and make_room(
-                    self._residents, size_class, missing, namespace, may_wait=may_wait
-                )
+                if self._residents.clearings:
+                    self._fence.make_room(size_class, len(created) - placed)
+                make_room(self._residents, size_class, len(created) - placed, created[0].namespace)
             finally:
                 self._residents.release(existing)
-            if may_wait and not enough and self._residents.may_make_room:
-                raise _MustWaitError
             placed += allocator.place(size_class, created[placed:])
         return Grant.FULL, placed
 
@@ -360,14 +317,11 @@ class Writing:
         return lease.answered(positions)
 
     def give_up(self, lease: Lease, reason: Reason) -> None:
-        """The owner has answered for all of it, or is dead: it is settled now, and `Releases` takes the slots back."""
-        if lease.pending:
-            self._quarantine.charge(lease, -lease.charged_bytes)
-            self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
-            self._leases.close(lease)
+        """The owner has answered for all of it, or is dead."""
+        self._give_up(lease, None, reason)
 
     def _give_up(self, lease: Lease, positions: Sequence[int] | None, reason: Reason) -> None:
-        let_go, where = lease.settle(positions, Settled.ABORTED)
+        let_go, _ = lease.settle(positions, Settled.ABORTED)
         if not let_go:
             return
         live = [item for item in let_go if item.state is lease.live]
@@ -377,9 +331,7 @@ class Writing:
         if waiting:
             self._residents.move(waiting, QUARANTINED, Event.ANSWER)
             if lease.expired:
-                charged = zip(let_go, where, strict=True)
-                nbytes = sum(o.nbytes for o, at in charged if at < lease.overdue_to and o.state is State.FREE)
-                self._quarantine.charge(lease, -nbytes)
+                self._quarantine.charge(lease, -sum(item.nbytes for item in waiting))
         if not lease.pending:
             self._leases.close(lease)
 
@@ -388,7 +340,10 @@ class Writing:
     def expire(self, lease: Lease) -> None:
         """Time is up: the keys are free at once, the slots wait for the owner's answer."""
         self.expiries += 1
-        self._releases.overdue(lease)
+        held = lease.held()
+        live = [item for item in held if item.state is lease.live]
+        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id)
+        self._quarantine.charge(lease, sum(item.nbytes for item in held))
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         self._say_doomed(lease)
 

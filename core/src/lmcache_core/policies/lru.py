@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,10 +58,6 @@ class LruEviction(EvictionPolicy):
 
     def victims(self, nbytes: int) -> list[Entry]:
         """The oldest, until their bytes suffice."""
-        return self.first_victims(nbytes, sys.maxsize)
-
-    def first_victims(self, nbytes: int, entries_max: int) -> list[Entry]:
-        """As `victims`, and walks no further than it names."""
         found: list[Entry] = []
         end = self._end
         entry = end.newer
@@ -70,8 +65,6 @@ class LruEviction(EvictionPolicy):
             if not entry.holds:  # a caller that never says `held` has its held entries in the ring
                 found.append(entry)
                 nbytes -= entry.nbytes
-                if len(found) >= entries_max:
-                    break
             entry = entry.newer
         return found
 

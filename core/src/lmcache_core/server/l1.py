@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import ClearedError, LeaseExpiredError, LimitError
-from lmcache_core.kernel.answers import Grant, Grants, Reason, Settled
+from lmcache_core.kernel.answers import Grant, Reason, Settled
 from lmcache_core.kernel.effects import (
     Committed,
     Effect,
@@ -295,10 +295,9 @@ class L1:
     def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
         ttl_s = max(0.0, deadline - self.clock.now)
         self.before_store(layout_id, len(keys))
-        grants = self.kernel.begin_store(
+        grants = self.kernel.prepare_store(
             SERVER_SESSION, namespace, layout_id, keys, self.clock.now, loading=True, ttl_s=ttl_s
         )
-        assert isinstance(grants, Grants)  # it does not wait
         self.apply()
         answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
         return Loading(grants.lease_id, answers, grants.offsets, grants.generation)
