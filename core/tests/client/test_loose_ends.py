@@ -165,6 +165,22 @@ def interrupted_at(function: Callable[..., Any], text: str) -> Iterator[None]:
 # --- answers that come late -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("positions", [[0, 7, 2, 3], [3, 2, 1, 0], [5, 5, 0, 5], [1, 0, 3, 2]])
+def test_positions_are_settled_as_they_are_named_in_whatever_order(server: Server, positions: list[int]) -> None:
+    """As numbers, 0, 7, 2, 3 end as far from where they begin as the run 0, 1, 2, 3 does."""
+    with server.connect() as client:
+        with client.prepare_store(keys_of(8), namespace=SPACE) as lease:
+            for position in positions:
+                lease.view(position)[:] = bytes([position]) * NBYTES
+            lease.commit(positions)
+            stored = [at for at, status in enumerate(lease.statuses) if status is Status.STORED]
+        assert stored == sorted(set(positions))
+        read = [bytearray(NBYTES) for _ in range(8)]
+        found = client.retrieve(keys_of(8), read, namespace=SPACE, prefix=False, verify="always")
+        assert [at for at, status in enumerate(found.statuses) if status is Status.HIT] == stored
+        assert [read[at][0] for at in stored] == stored
+
+
 def test_a_handle_that_was_told_of_no_promise_leaves_none(server: Server, watcher: Client) -> None:
     with asking(server) as client:
         keys = fill(client)

@@ -203,11 +203,17 @@ class Lease(ABC):
                 reply = self._link_now().channel.call(
                     settle_page(kind, self.id, page, checksums[8 * first : 8 * (first + len(page))])
                 )
-                for position, status in zip(
-                    page, settled_statuses(expect(reply, m.SettledReply).outcomes), strict=True
-                ):
-                    self.statuses[position] = status
-                    self._unsettled.pop(position, None)
+                answers = settled_statuses(expect(reply, m.SettledReply).outcomes)
+                if len(answers) != len(page):
+                    raise DisconnectedError(f"the server answered for {len(answers)} of {len(page)} positions")
+                if page[-1] - page[0] == len(page) - 1:
+                    self.statuses[page[0] : page[-1] + 1] = answers
+                else:
+                    for position, status in zip(page, answers, strict=True):
+                        self.statuses[position] = status
+                forget = self._unsettled.pop
+                for position in page:
+                    forget(position, None)
         except CacheError as error:
             self.give_up(error)
             raise
@@ -221,11 +227,12 @@ class Lease(ABC):
             self._settle(kind, [position for position in list(self._unsettled) if position >= first], checksums)
 
     def _checked(self, positions: Iterable[int]) -> list[int]:
-        chosen = list(dict.fromkeys(positions))
+        """In ascending order, each once: runs of them are said as ranges."""
+        chosen = set(positions)
         for position in chosen:
             if position not in self._unsettled:
                 raise UsageError(f"position {position} is not open in this lease: it was not granted, or was settled")
-        return chosen
+        return sorted(chosen)
 
     def give_up(self, error: CacheError) -> None:
         """Our copies have ended, and this came of saying so. Where the server has not ended the lease by itself, it is

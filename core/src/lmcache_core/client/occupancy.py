@@ -437,7 +437,7 @@ def undoing(kind: type[m.Settle], first: int) -> Callable[[m.Reply], Callable[[i
 def settle_page(
     kind: type[m.Settle], lease_id: int, page: Sequence[int], checksums: bytes = b""
 ) -> Callable[[int], m.Settle]:
-    """A run of positions is said as a range: eight bytes for any number of them."""
+    """What settles these positions, which ascend. A run of them is said as a range: eight bytes for any number."""
     more = (checksums,) if checksums else ()
     if page and page[-1] - page[0] == len(page) - 1:
         return lambda rid: kind(rid, lease_id, page[0], len(page), b"", *more)
