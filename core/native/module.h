@@ -12,5 +12,6 @@ int hashing_add(PyObject *module);
 int copying_add(PyObject *module);
 int index_add(PyObject *module);
 int adoption_add(PyObject *module);
+int marking_add(PyObject *module);
 
 #endif

@@ -206,3 +206,9 @@ class Adoption:
         """(fingerprint, nbytes) by layout id."""
     def layout_of(self, namespace: int, /) -> int:
         """The id of the one layout that the namespace's pending objects have; 0 where none is pending."""
+
+# --- marking.c ---
+
+def mark_slots(known: Buffer, words: Buffer, offsets: list[int], data_offset: int, word: int, /) -> None:
+    """Write the word of the slot at each offset to both tables, aligned buffers of u64 with one for each page from
+    `data_offset` on. Raises IndexError for an offset outside of them, and then nothing is written."""

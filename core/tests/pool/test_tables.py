@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import LAYOUTS_MAX, PAGE_BYTES, SLAB_BYTES_MIN
+from lmcache_core.native import native
 from lmcache_core.pool import header as headers
 from lmcache_core.pool.backing import Backing
 from lmcache_core.pool.segment import Segment
-from lmcache_core.pool.tables import NO_ROW, LayoutRow, SlotState, Tables
+from lmcache_core.pool.tables import NO_ROW, LayoutRow, SlotState, Tables, mark_slots_plainly
 
 MIB = 1 << 20
 Make = Callable[..., Segment]
@@ -60,9 +62,24 @@ def test_a_slot_outside_the_data_is_refused(make: Make, offset: int) -> None:
     segment = make()
     assert segment.header.data_offset == PLAN.data_offset
     before = os.pread(segment.fileno(), PLAN.index_offset, 0)
-    with pytest.raises(UsageError, match="slot offset"):
-        segment.mark_slots([offset], SlotState.READY, 1)
+    with pytest.raises(UsageError, match=f"slot offset {offset} lies outside"):
+        segment.mark_slots([PLAN.data_offset, offset], SlotState.READY, 1)
     assert os.pread(segment.fileno(), PLAN.index_offset, 0) == before
+
+
+@pytest.mark.skipif(native is None, reason="there is no C extension here")
+@given(st.lists(st.integers(-2, 10).map(lambda page: 8 * PAGE_BYTES + page * PAGE_BYTES)), st.integers(0, 2**64 - 1))
+def test_c_and_python_mark_the_same_slots_or_none(offsets: list[int], word: int) -> None:
+    marked = []
+    for mark in (native.mark_slots, mark_slots_plainly):
+        known, words = (memoryview(bytearray(8 * 8)).cast("Q") for _ in range(2))
+        with contextlib.suppress(IndexError):
+            mark(known, words, offsets, 8 * PAGE_BYTES, word)
+        assert known == words
+        marked.append(words.tolist())
+    assert marked[0] == marked[1]
+    fits = all(8 <= offset // PAGE_BYTES < 16 for offset in offsets)
+    assert any(marked[0]) == (fits and bool(offsets) and word > 0)
 
 
 @pytest.mark.parametrize("offset", [PLAN.data_offset + 1, PLAN.data_offset - PAGE_BYTES, PLAN.segment_bytes])

@@ -6,7 +6,7 @@ disagree. All methods take whole batches.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,11 +61,11 @@ class Residents:
         """
         after = TRANSITIONS[before, event]
         nbytes = 0
-        offsets = []
-        for at, item in enumerate(objects):
+        offsets: list[int] = []
+        for item in objects:
             if item.state is not before:
                 refusal = f"{item!r} cannot {event.name}: expected {before.name}"
-                for moved in objects[:at]:
+                for moved in objects[: len(offsets)]:
                     moved.state = before
                 raise InvariantError(refusal)
             item.state = after
@@ -79,9 +79,8 @@ class Residents:
         self.count(before, -len(objects), -nbytes)
         if after is State.FREE:
             self.allocator.free(objects)
-            by_layout = self.objects_by_layout
-            for item in objects:
-                by_layout[item.layout_id] -= 1
+            for layout_id, freed in Counter([item.layout_id for item in objects]).items():
+                self.objects_by_layout[layout_id] -= freed
         else:
             self.count(after, len(objects), nbytes)
 

@@ -23,6 +23,7 @@ from enum import IntEnum
 
 from lmcache_core.errors import LimitError, PoolError, UsageError
 from lmcache_core.limits import PAGE_BYTES, SLAB_BYTES_MIN
+from lmcache_core.native import native
 from lmcache_core.pool.header import LAYOUT_ROW_BYTES, TALLY_BYTES, WORKER_ROW_BYTES, Header
 from lmcache_core.pool.master import Master
 
@@ -45,6 +46,21 @@ class SlotState(IntEnum):
     DOOMED = 3
     QUARANTINED = 4
     LOADING = 5
+
+
+def mark_slots_plainly(known: memoryview, words: memoryview, offsets: list[int], data_offset: int, word: int) -> None:
+    """As `_native.mark_slots`."""
+    # A negative index would wrap around to the end of the table without a sound.
+    if offsets and not data_offset <= min(offsets) <= max(offsets) < data_offset + len(words) * PAGE_BYTES:
+        raise IndexError
+    first_page = data_offset >> _PAGE_SHIFT
+    for offset in offsets:
+        at = (offset >> _PAGE_SHIFT) - first_page
+        known[at] = word
+        words[at] = word
+
+
+_mark_slots = mark_slots_plainly if native is None else native.mark_slots
 
 
 @dataclass(frozen=True)
@@ -78,22 +94,17 @@ class Tables:
     def mark_slots(self, offsets: Sequence[int], state: int, row: int = NO_ROW) -> None:
         """Write the slot word of each offset. The caller names starts of slots inside the data area.
 
-        About 75 ns a slot. An offset below the data, or past its end, raises, and others may have been marked by then.
+        About 12 ns a slot, 90 ns without the C extension. Raises `UsageError` for an offset outside the data, and then
+        nothing is marked.
         """
-        words, known = self._slots, self._known_slots
-        word = state | row << 8
-        first_page = self._header.data_offset >> _PAGE_SHIFT
-        # A negative index would wrap around to the end of the table without a sound.
-        if offsets and min(offsets) >> _PAGE_SHIFT < first_page:
-            raise UsageError(f"slot offset {min(offsets)} lies before the data at {self._header.data_offset}")
+        word, data_offset = state | row << 8, self._header.data_offset
         try:
-            for offset in offsets:
-                at = (offset >> _PAGE_SHIFT) - first_page
-                known[at] = word
-                words[at] = word
+            _mark_slots(self._known_slots, self._slots, list(offsets), data_offset, word)
         except IndexError:
+            outside = min(offsets) if min(offsets) < data_offset else max(offsets)
             raise UsageError(
-                f"slot offset {max(offsets)} lies past the segment's end at {self._header.segment_bytes}"
+                f"slot offset {outside} lies outside the data, which starts at {data_offset} and ends with the "
+                f"segment at {self._header.segment_bytes}"
             ) from None
 
     def slot(self, offset: int) -> tuple[int, int]:
