@@ -122,13 +122,20 @@ def test_one_exception_of_a_policy_does_not_end_eviction(make_kernel: Callable[.
     assert names(kernel.prepare_store(OTHER, NS, LAYOUT, keys(3), 0.0).statuses) == ["GRANTED"]
 
 
+class Panic(BaseException):
+    """As pyo3's is: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [KeyError, Panic])
 @pytest.mark.parametrize("method", ["insert", "access", "remove", "held", "released", "victims"])
-def test_no_method_of_a_policy_can_end_a_call_of_a_worker(make_kernel: Callable[..., Kernel], method: str) -> None:
+def test_no_method_of_a_policy_can_end_a_call_of_a_worker(
+    make_kernel: Callable[..., Kernel], method: str, error: type[BaseException]
+) -> None:
     policy = LruEviction()
     kernel = make_kernel(slots=2, policy=policy)
 
     def fails(_: object) -> list[Entry]:
-        raise KeyError(method)
+        raise error(method)
 
     setattr(policy, method, fails)
     store(kernel, 1, 2)
@@ -137,7 +144,7 @@ def test_no_method_of_a_policy_can_end_a_call_of_a_worker(make_kernel: Callable[
     assert found(kernel, 1, 2) == [True, True]
     statuses = names(offer(kernel, 3).statuses)
     assert statuses in (["FULL"], ["GRANTED"])
-    assert f"{method}: KeyError" in kernel.usage().policy_error
+    assert f"{method}: {error.__name__}" in kernel.usage().policy_error
     kernel.clear(0.0)
     kernel.end_session(WORKER, 0.0)
     assert used(kernel) == 0, "what a policy forgot can still be cleared"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.policies.lru import LruEviction
 from lmcache_core.serde.contract import Serde
 
 
@@ -105,3 +106,41 @@ def test_an_adapter_that_panics_costs_its_call_and_nothing_else(doubles: Any, me
     loop.jump(60.0)
     works(doubles, loop)
     loop.until(lambda: not any(lane["running"] for lane in loop.tiering.status()["tiers"][0]["lanes"].values()))
+
+
+METHODS = ["insert", "access", "remove", "held", "victims", "surplus"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(doubles: Any, method: str) -> None:
+    class Policy(LruEviction):
+        panics = False
+
+    def panics(self: Policy, argument: Any) -> Any:
+        if self.panics:
+            raise Panic("index out of bounds")
+        return getattr(LruEviction, method)(self, argument)
+
+    setattr(Policy, method, panics)
+    policy = Policy()
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter, capacity_bytes=4 << 20, eviction=policy)
+    loop = doubles.loop(doubles.l1(), tier)
+    loop.idle()
+    contents = doubles.contents(4)
+    policy.panics = True
+    loop.store(contents)
+    loop.idle()
+    for key in contents:
+        loop.l1.evict(key)
+    assert loop.fetch(list(contents)).hits == 4
+    tier.accounting.remove([entry.tier_key for shard in tier.accounting.shards() for entry in shard][:1])
+    tier.reclaim.medium_is_full()
+    loop.idle()
+    told = loop.tiering.status()
+    assert told["faults"] == 0, "each was the policy's, and no call's"
+    assert told["tiers"][0]["counts"]["eviction_failed"] > 0
+    assert f"its eviction policy failed in {method}: Panic" in told["tiers"][0]["last_error"]
+    assert told["tiers"][0]["bytes_reserved"] == 0
+    policy.panics = False
+    works(doubles, loop)

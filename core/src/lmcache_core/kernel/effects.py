@@ -82,7 +82,7 @@ class PolicyFailed:
     """The eviction policy raised in `method`. Nothing is to be done, but somebody should hear of it."""
 
     method: str
-    error: Exception
+    error: BaseException
 
 
 Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | LoadDoomed | PolicyFailed

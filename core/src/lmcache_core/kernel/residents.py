@@ -264,7 +264,7 @@ class Residents:
                 return Loss(namespace, Reason.CLEARED, clearing.at_s, clearing.session_id)
         return self.reasons.find(namespace, key)
 
-    def _policy_failed(self, method: str, error: Exception) -> None:
+    def _policy_failed(self, method: str, error: BaseException) -> None:
         self.policy_faults += 1
         self.policy_error = f"{method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX]
         self.effects.append(PolicyFailed(method, error))

@@ -92,7 +92,9 @@ class Companions:
         for name, companion in self._all.items():
             try:
                 shown[name] = companion.status()
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 log.exception("the companion %s has no status", name)
                 shown[name] = {"error": f"{type(error).__name__}: {error}"}
             if name in self._faults:
@@ -107,20 +109,26 @@ class Companions:
             for step in (companion.abandon, companion.close):
                 try:
                     step()
-                except Exception:
+                except KeyboardInterrupt:
+                    raise
+                except BaseException:
                     log.exception("the companion %s did not end in order", name)
 
     def _safely(self, name: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
         """What a companion's method gives. None: it raised, and is abandoned."""
         try:
             return call(*arguments)
-        except Exception as error:  # a plugin's fault is not the server's end
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's fault is not the server's end, nor a panic of Rust
             log.error("the companion %s failed and is abandoned", name, exc_info=error)
             self._faults[name] = f"{type(error).__name__}: {error}"
         companion = self._at_work.pop(name, None)
         if companion is not None:
             try:
                 companion.abandon()
-            except Exception:
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 log.exception("the companion %s could not be abandoned in order", name)
         return None

@@ -137,7 +137,9 @@ class Dispatch:
         except CacheError as error:
             self.counters[f"error_{error.code.lower()}"] += 1
             return error_reply(request.rid, error)
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a policy or a companion may be someone else's code, in Rust
             # A bug of ours must not take the node's cache down; the peer is told, the log has the trace.
             log.exception("request %s failed", type(request).__name__)
             self.counters["internal_errors"] += 1

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.limits import KEY_BYTES
 from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
@@ -80,6 +81,11 @@ class Accounting:
         self._scanned: Iterator[ScanEntry] = iter(())
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
+
+    @property
+    def policy_name(self) -> str:
+        """For people: of what chooses the victims."""
+        return type(self.policy.inner if isinstance(self.policy, GuardedPolicy) else self.policy).__name__
 
     # --- whose it is ----------------------------------------------------------------------------------------
     def reserve(self, namespace: int, nbytes: int) -> None:

@@ -128,7 +128,7 @@ class Reclaim:
     def _evict(self, entries: Sequence[TierEntry]) -> None:
         self.evicted += len(entries)
         keys = [entry.tier_key for entry in entries]
-        self._losses.note(keys, TierReason.EVICTED, type(self._accounting.policy).__name__)
+        self._losses.note(keys, TierReason.EVICTED, self._accounting.policy_name)
         self.delete(keys)
 
     def _submit(self, keys: Sequence[bytes], method: _Method, *, checks: bool = False) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError
+from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.limits import (
+    ERROR_EXCERPT_CHARS_MAX,
     TIER_BATCH_KEYS_MAX,
     TIER_CLOSE_S,
     TIER_LOOKUP_S,
@@ -77,14 +79,16 @@ class Tier:
         self._recount = Recount() if context is None else context.recount  # as the adapter was built with
         self.config = config
         self.chain = CodecChain(serdes)
-        self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, eviction)
-        self.reads = Breaker()
-        self.writes = Breaker()
         self.counts: Counter[str] = Counter()
-        self.draining = False
-        self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
         self._troubles = Trouble()
         self._quiet_until = 0.0
+        self._clock = Clock()  # the server's, from `start` on
+        guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
+        self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, guarded)
+        self.reads = Breaker()
+        self.writes = Breaker()
+        self.draining = False
+        self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
         self._stop = threading.Event()
         self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
@@ -451,6 +455,11 @@ class Tier:
         if self._clock.now >= self._quiet_until:
             self._quiet_until = self._clock.now + TIER_WARNING_PAUSE_S
             log.warning("tier %s: %s", self.name, error)
+
+    def _policy_failed(self, method: str, error: BaseException) -> None:
+        """Nothing leaves then: what needs room waits, or is answered FULL."""
+        self.counts["eviction_failed"] += 1
+        self._trouble("eviction", f"its eviction policy failed in {method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX])
 
     def _late(self, call: Call, breaker: Breaker, what: str) -> None:
         self.counts[f"{what}_late"] += 1
