@@ -226,7 +226,7 @@ def simulation(session: nox.Session) -> None:
 
     A schedule that breaks something is printed as short as it can be, and `-- --replay SCHEDULE` runs it again.
     """
-    install(session, tools=tuple(TEST_TOOLS), native="require")
+    install(session, PACKAGES["lmcache-policies"], tools=tuple(TEST_TOOLS), native="require")
     if not session.posargs:
         session.run("python", "-m", "pytest", "-q", "--timeout=600", "tests/simulation")
     jobs = str(len(os.sched_getaffinity(0)))

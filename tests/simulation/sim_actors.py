@@ -1,4 +1,4 @@
-"""What the threads of simulated processes do, one operation at a time, and what a plan of a schedule is."""
+"""What the threads of simulated processes do, one operation at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import sim_world
 from sim_nodes import ClientNode
-from sim_shadow import OBJECT_BYTES, Place, Shadow
+from sim_shadow import NAMESPACES, OBJECT_BYTES, Place, Shadow
 from sim_world import Broken, Task, World
 
 import lmcache_core.client.client as client_module
@@ -22,11 +22,7 @@ from lmcache_core.client.hits import Hits
 from lmcache_core.client.lookups import LookupHandle, Lookups
 from lmcache_core.client.results import Status
 from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
-from lmcache_core.pool.layout import Layout
-from lmcache_core.tokens.namespace import Namespace
 
-LAYOUT = Layout("uint8", (OBJECT_BYTES,))
-NAMESPACES = [Namespace(f"model {number}", LAYOUT) for number in range(2)]
 KEYS = 18
 ENDED = (DisconnectedError, LeaseExpiredError, ClearedError)
 
@@ -37,13 +33,15 @@ def key(number: int) -> bytes:
 
 @dataclass
 class Step:
-    """One item of a plan. `actor`: (client, thread) for an operation; for a fault whom it hits, at which step."""
+    """One item of a plan: an operation of a thread of a client, or a fault that hits a client at a step of the
+    schedule. `what`: what an operation of a scene is about, where chance does not say it."""
 
     kind: str
     client: int
     thread: int
     seed: int
     at_step: int = 0
+    what: str = ""
 
 
 class Actor:
@@ -57,14 +55,15 @@ class Actor:
         self.node = node
         self.promises = promises  # of all schedulers: (namespace, keys, promises)
         self.chance = random.Random(0)
+        self.what = ""  # the operation of now is about
 
     def run(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            self.chance = random.Random(step.seed)
+            self.chance, self.what = random.Random(step.seed), step.what
             task = self.world.task
             assert task is not None
             task.busy_since, task.began_step = self.world.now, self.world.steps
-            self.world.note(f"{self.node.name}.{step.thread}", step.kind)
+            self.world.note(f"{self.node.name}.{step.thread}", f"{step.kind} {step.what}".rstrip())
             try:
                 OPERATIONS[step.kind](self)
             except UsageError as error:
@@ -313,6 +312,86 @@ class Actor:
                     namespace=NAMESPACES[namespace],
                 )
 
+    # --- what a scene says, word for word -------------------------------------------------------------------
+
+    @property
+    def told_keys(self) -> tuple[int, list[int]]:
+        """`0:3-6`: of namespace 0 the keys 3 to 6."""
+        namespace, _, numbers = self.what.partition(":")
+        first, _, last = numbers.partition("-")
+        return int(namespace), list(range(int(first), int(last or first) + 1))
+
+    def put(self) -> None:
+        namespace, numbers = self.told_keys
+        self.client.store(
+            [key(number) for number in numbers], self.contents(namespace, numbers), namespace=NAMESPACES[namespace]
+        )
+
+    def fetch(self) -> None:
+        """Read what is in the pool or on a tier, and believe it."""
+        namespace, numbers = self.told_keys
+        keys = [key(number) for number in numbers]
+        found = self.client.lookup(
+            keys, namespace=NAMESPACES[namespace], hold=True, prefix=False, wait_s=4.0, deadline_s=4.0
+        )
+        self.shadow.told.update(found.promises)
+        into = [bytearray(OBJECT_BYTES) for _ in numbers]
+        result = self.client.retrieve(
+            keys, into, namespace=NAMESPACES[namespace], prefix=False, promises=found.promises, verify="never"
+        )
+        self.judge(numbers, namespace, result.statuses, into)
+
+    def ask(self) -> None:
+        """Have it loaded, and wait for nothing."""
+        namespace, numbers = self.told_keys
+        handle = self.client.lookup_nowait(
+            [key(number) for number in numbers], namespace=NAMESPACES[namespace], prefix=False, deadline_s=30.0
+        )
+        self.pause([0.01])
+        handle.wait(0.0)
+
+    def hold(self) -> None:
+        """Nothing of it can be evicted for a while."""
+        namespace, numbers = self.told_keys
+        with contextlib.suppress(DisconnectedError):
+            self.client.pin([key(number) for number in numbers], namespace=NAMESPACES[namespace], ttl_s=20.0)
+
+    def grab(self) -> None:
+        """Be granted slots for all of it, page by page, and write nothing."""
+        namespace, numbers = self.told_keys
+        with contextlib.ExitStack() as leases, contextlib.suppress(*ENDED):
+            for first in range(0, len(numbers), 3):
+                keys = [key(number) for number in numbers[first : first + 3]]
+                leases.enter_context(self.client.prepare_store(keys, namespace=NAMESPACES[namespace]))
+                self.pause([0.01])
+
+    def pause_for(self) -> None:
+        self.pause([float(self.what)])
+
+    def tiers_are(self) -> None:
+        """In this mood."""
+        for tier in self.node.server.tiers:
+            tier.set_mood(self.what)
+
+    def forget(self) -> None:
+        """What the pool has of the namespace, and no tier."""
+        self._clear(tiers=False)
+
+    def clear_tiers(self) -> None:
+        self._clear(tiers=True)
+
+    def _clear(self, *, tiers: bool) -> None:
+        with contextlib.suppress(DisconnectedError):
+            self.client.clear(NAMESPACES[int(self.what)], tiers=tiers)
+
+    def restart_server(self) -> None:
+        def restart() -> None:
+            self.node.server.kill()
+            self.node.server.start()
+
+        self.world.at(self.world.now, restart)  # by nobody: what a task starts is its process's
+        self.pause([0.01])
+
     # --- the rest -----------------------------------------------------------------------------------------
 
     def pin(self) -> None:
@@ -373,45 +452,17 @@ OPERATIONS: dict[str, Callable[[Actor], None]] = {
     "turn_over": Actor.turn_over,
     "lose_connection": Actor.lose_connection,
     "call": Actor.call,
+    "put": Actor.put,
+    "fetch": Actor.fetch,
+    "ask": Actor.ask,
+    "hold": Actor.hold,
+    "grab": Actor.grab,
+    "pause_for": Actor.pause_for,
+    "tiers_are": Actor.tiers_are,
+    "forget": Actor.forget,
+    "clear_tiers": Actor.clear_tiers,
+    "restart_server": Actor.restart_server,
 }
-WEIGHTS = [8, 2, 6, 5, 4, 3, 5, 5, 1, 2, 1, 2, 1, 0, 0, 0, 0, 0, 0, 0]  # the last ones come in scenes only
-SCENES: list[list[tuple[int, int, str]]] = [
-    # What meets too seldom by itself: (client, thread, operation). They come first, and the plan goes on from there.
-    [(0, 0, "read_slowly"), (1, 0, "pause_long"), (1, 0, "turn_over")],
-    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "close"), (1, 0, "pause_briefly"), (1, 0, "turn_over")],
-    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "end_session"), (1, 0, "turn_over")],
-    [(0, 0, "store_slowly"), (0, 1, "pause_briefly"), (0, 1, "lose_connection"), (0, 1, "call"), (0, 1, "turn_over")],
-]
-SCENES_OF_A_HUNDRED = 24  # schedules that begin with one
-FAULTS = ["kill_client", "stop_client", "cut", "kill_server", "restart_server", "stop_server", "tier"]
-FAULT_WEIGHTS = [3, 3, 4, 1, 3, 2, 6]
-
-
-def scene_of(seed: int) -> list[Step]:
-    """What a schedule begins with, if anything."""
-    chance = random.Random(f"{seed}/scene")
-    if chance.randrange(100) >= SCENES_OF_A_HUNDRED:
-        return []
-    return [Step(kind, client, thread, chance.getrandbits(32)) for client, thread, kind in chance.choice(SCENES)]
-
-
-def plan_of(seed: int) -> list[Step]:
-    """What is to happen in a schedule."""
-    chance = random.Random(f"{seed}/plan")
-    clients = chance.randint(2, 4)
-    steps = scene_of(seed)
-    for client in range(clients):
-        for thread in range(chance.choice([1, 2, 2])):
-            for _ in range(chance.randint(4, 12)):
-                kind = chance.choices(list(OPERATIONS), WEIGHTS)[0]
-                steps.append(Step(kind, client, thread, chance.getrandbits(32)))
-    operations = len(steps)
-    for _ in range(chance.choice([0, 1, 2, 3, 4, 6, 8])):
-        kind = chance.choices(FAULTS, FAULT_WEIGHTS)[0]
-        steps.append(
-            Step(kind, chance.randrange(clients), 0, chance.getrandbits(32), chance.randrange(10, 20 + 9 * operations))
-        )
-    return steps
 
 
 # --- copies, with others in between ---------------------------------------------------------------------------

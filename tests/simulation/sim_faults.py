@@ -162,4 +162,11 @@ _all: Sequence[Callable[[], None]] = [
     a_look_into_the_index_waits_for_a_link,
     *sim_tier_faults.FAULTS,
 ]
+# What steers a schedule to where one shows: a scene, in sim_plans.py.
+SCENES: dict[str, str] = {
+    "the_pins_of_a_slow_reader_expire": "a reader is slower than its lease",
+    "an_adopting_server_waits_for_no_former_worker": "a pool is adopted under a copy",
+    "a_client_ends_while_its_threads_copy": "a client reconnects under a copy",
+    **sim_tier_faults.SCENES,
+}
 PLANTED: dict[str, Callable[[], None]] = {plant.__name__: plant for plant in _all}

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sim_isolation import Store, watched
 from sim_shadow import Place, Shadow
 from sim_tier import SimulatedTier, beside
 from sim_watch import Watch
@@ -59,13 +60,14 @@ class ServerNode:
         self.world = world
         self.shadow = shadow
         self._build = build
-        self._tiers = tiers
+        self.tiers = tiers
         self.server: Server | None = None
         self.process = ServerProcess(self)
         self.incarnation = 0
         self.stopped_until = 0.0
         self.ran_since = 0.0  # without having been stopped
         self._sockets: list[Socket] = []
+        self._stores: list[Store] = []  # that tenants share
         self._wake = 0
         self._asked: dict[tuple[int, int], tuple[float, m.Request]] = {}  # what is not answered: when it came
         self._clears: dict[tuple[int, int], tuple[int, m.Clear]] = {}  # the same: at which step it came
@@ -82,15 +84,19 @@ class ServerNode:
         assert server.populator.wait(60)
         server.kernel.add_memory(server.segment.info.data_bytes)
         server._thread = threading.current_thread()  # one among others: what is dropped here is not frozen
-        for tier in self._tiers:
-            tier.attach(server)
-        if self._tiers:
+        self._stores = watched(self.world, server, [tier.attach(server) for tier in self.tiers])
+        if self.tiers:
             beside(server, self.process)
         self.server = server
         self.ran_since = self.shadow.server_since = self.world.now
         self._asked.clear()
         self._clears.clear()
         self.turn()
+
+    def check_tenants(self) -> None:
+        """Who has how much of pool and tiers is what their policies believe."""
+        for store in self._stores:
+            store.check()
 
     def kill(self) -> None:
         """kill -9: no line of its runs any more, and what it left in shared memory stays."""
@@ -195,6 +201,9 @@ class ServerNode:
         for wait in server.lookups._timed:
             if wait.reply_at_s < now:
                 raise Broken(f"a lookup that was to be answered {now - wait.reply_at_s:.6f} s ago still waits")
+        for store in server.store_waits._waits:
+            if store.reply_at_s < now:
+                raise Broken(f"a store that was to be answered {now - store.reply_at_s:.6f} s ago still waits")
 
     def _watch_request(self, peer: SimulatedPeer, frame: bytes) -> None:
         request = decode_request(memoryview(frame))

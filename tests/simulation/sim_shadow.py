@@ -14,7 +14,12 @@ from typing import Any
 
 from sim_world import Broken, World
 
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
 OBJECT_BYTES = 65536
+LAYOUT = Layout("uint8", (OBJECT_BYTES,))
+NAMESPACES = [Namespace(f"model {number}", LAYOUT) for number in range(2)]
 _WORD = struct.Struct("<IIQ")
 Place = tuple[int, int]  # inode of the segment, offset
 

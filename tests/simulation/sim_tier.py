@@ -12,6 +12,7 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import sim_isolation
 import sim_world
 from sim_shadow import OBJECT_BYTES, Shadow
 from sim_world import Broken, Killed, Task, World
@@ -20,6 +21,7 @@ import lmcache_core.tiers.lanes as lanes_module
 import lmcache_core.tiers.retry as retry_module
 from lmcache_core.client.copying import address_of
 from lmcache_core.errors import TierError
+from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import (
@@ -49,30 +51,36 @@ MOOD_WEIGHTS = [3, 2, 3, 3, 2]
 
 
 class SimulatedTier:
-    """One medium, which outlives its servers. `mood`: what it does to those who call it, until it changes."""
+    """One medium, which outlives its servers. `mood`: what it does to those who call it, until it changes.
 
-    def __init__(self, world: World, shadow: Shadow, name: str, chance: random.Random) -> None:
+    Scenes know three more: `stuck` hangs in all that moves or removes objects, `down` fails whatever is asked, and
+    `confused` gives another key's object for each that is loaded. In the end all are `prompt`: well, and never slow.
+    """
+
+    def __init__(
+        self, world: World, shadow: Shadow, name: str, chance: random.Random, capacity: int | None, eviction: str
+    ) -> None:
         self.world = world
         self.shadow = shadow
         self.name = name
         self.objects: dict[bytes, bytes] = {}
-        self.capacity = chance.choice([None, 5, 12])
+        self.capacity = capacity  # in objects
+        self._eviction = eviction
         self.mood = chance.choice(MOODS) if chance.random() < 0.4 else "well"
         self.has_lied = self.mood == "lies"
         self._hung: list[Callable[[], None]] = []
 
-    def attach(self, server: Server) -> None:
+    def attach(self, server: Server) -> Tier:
         """A new server begins to use it."""
-        tiering = server._tiering_made()
+        eviction: EvictionPolicy | None = None
+        if self.capacity is not None:
+            isolated = self._eviction == "isolated"
+            eviction = sim_isolation.policy(self.capacity, STORED_BYTES) if isolated else LruEviction()
         capacity_bytes = None if self.capacity is None else self.capacity * STORED_BYTES
-        tiering.add_tier(
-            Tier(
-                self.name,
-                Medium(self),
-                TierConfig(deadline_s=DEADLINE_S, capacity_bytes=capacity_bytes),
-                eviction=None if capacity_bytes is None else LruEviction(),
-            )
-        )
+        config = TierConfig(deadline_s=DEADLINE_S, capacity_bytes=capacity_bytes)
+        tier = Tier(self.name, Medium(self), config, eviction=eviction)
+        server._tiering_made().add_tier(tier)
+        return tier
 
     def change(self, chance: random.Random) -> None:
         """Another mood."""
@@ -81,8 +89,8 @@ class SimulatedTier:
     def set_mood(self, mood: str) -> None:
         self.world.note(self.name, f"is {mood} now")
         self.mood = mood
-        self.has_lied |= mood == "lies"
-        if mood != "hangs":
+        self.has_lied |= mood in ("lies", "confused")
+        if mood not in ("hangs", "stuck"):
             hung, self._hung = self._hung, []
             for wake in hung:
                 wake()
@@ -105,7 +113,7 @@ class Medium(L2Adapter):
     # --- the contract -------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
-        task = self._begin()
+        task = self._begin(moves=True)
         return self._end(task, [self._store(task, item) for item in items])
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
@@ -117,11 +125,11 @@ class Medium(L2Adapter):
         return there
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
-        task = self._begin()
+        task = self._begin(moves=True)
         return self._end(task, [self._load(task, item) for item in items])
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        task = self._begin()
+        task = self._begin(moves=True)
         outcomes = []
         for key in keys:
             refused = self._refused()
@@ -202,7 +210,9 @@ class Medium(L2Adapter):
             content = None
         if content is None:
             return refused or Outcome(Result.MISS)
-        if self._chance(0.4, "lies"):
+        if self._tier.mood == "confused":
+            content = self._another(content)
+        elif self._chance(0.4, "lies"):
             content = self._lie(content)
         header, payload = item.buffers
         header[:] = content[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
@@ -229,7 +239,12 @@ class Medium(L2Adapter):
             return content[: chance.randrange(len(content))]
         if kind == 2:
             return bytes(len(content))
-        return self._tier.objects[chance.choice(sorted(self._tier.objects))]
+        return self._another(content)
+
+    def _another(self, content: bytes) -> bytes:
+        """Of another key, if there is one."""
+        others = [key for key in sorted(self._tier.objects) if self._tier.objects[key] != content]
+        return self._tier.objects[self._world.chance.choice(others)] if others else content
 
     def _note(self, what: str, tier_key: bytes) -> None:
         key, namespace, epoch = split_tier_key(tier_key)
@@ -241,20 +256,22 @@ class Medium(L2Adapter):
     def _chance(self, share: float, mood: str) -> bool:
         return self._tier.mood == mood and self._world.chance.random() < share
 
-    def _begin(self) -> Task:
+    def _begin(self, *, moves: bool = False) -> Task:
         task = self._world.task
         assert task is not None
         if task.node.dead:
             raise Killed  # which a lane takes for a failure, and goes on
         task.busy_since = self._world.now
         self._lag(task)
-        if self._chance(0.4, "hangs"):
+        if self._chance(0.4, "hangs") or (moves and self._tier.mood == "stuck"):
             self._tier.hang(task)
-        if self._chance(0.3, "fails"):
+        if self._chance(0.3, "fails") or self._tier.mood == "down":
             raise TierError("connection reset", retryable=self._world.chance.random() < 0.5)
         return task
 
     def _lag(self, task: Task) -> None:
+        if self._tier.mood == "prompt":
+            return
         draw = self._world.chance.random()
         if self._tier.mood == "slow":
             seconds = draw * 0.5 if draw < 0.8 else draw * 2 * DEADLINE_S

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from sim_isolation import Store
+
 import lmcache_core.tiers.transfer as transfer_module
+from lmcache_core.kernel.clearing import Clearing
+from lmcache_core.kernel.contracts import Entry
+from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.leases import Lease
 from lmcache_core.kernel.objects import Incarnation, Named
 from lmcache_core.kernel.residents import Residents
@@ -19,8 +24,10 @@ from lmcache_core.tiers.l1 import Pinned, TierReason
 from lmcache_core.tiers.lanes import Call, Lane
 from lmcache_core.tiers.loads import Load, LoadTable
 from lmcache_core.tiers.order import KeyOrder
+from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.store import StoreController
+from lmcache_policies.isolated import IsolatedPolicy
 
 
 def what_a_key_is_now_is_held_for_a_tier() -> None:
@@ -51,13 +58,22 @@ def a_tier_gets_the_checksum_of_another_commit() -> None:
 
 
 def a_clear_dooms_no_loads() -> None:
-    """What a load brings after it becomes ready."""
-    doom = Writing.doom
+    """What a load brings after it becomes ready. Kernel and tiering would each see to that alone: neither does."""
+    doom, begin = Writing.doom, Fence.begin
 
     def lenient(self: Writing, lease: Lease, session_id: int) -> int:
         return 0 if lease.live is State.LOADING else doom(self, lease, session_id)
 
-    Writing.doom = lenient  # type: ignore[method-assign]
+    def sparing(self: Fence, *arguments: Any) -> Clearing:
+        clearing = begin(self, *arguments)
+        spared = [item for table in clearing.tables.values() for item in table if item.state is State.LOADING]
+        for item in clearing.take(spared):
+            table = self._residents.table.made(item.namespace, 1)
+            table.shards[(item.key[0] ^ item.key[31]) & table.mask][item.key] = item
+        return clearing
+
+    Writing.doom, Fence.begin = lenient, sparing  # type: ignore[method-assign]
+    LookupController.clear = lambda self, namespace: None  # type: ignore[method-assign]
 
 
 def what_changes_a_tier_key_may_overlap() -> None:
@@ -118,6 +134,21 @@ def what_was_stored_while_it_was_cleared_stays() -> None:
     Reclaim.delete_former = lambda self, keys: None  # type: ignore[method-assign]
 
 
+def what_is_being_written_is_charged_to_nobody() -> None:
+    """A tenant may take what another one's quota covers, as long as it commits nothing."""
+    IsolatedPolicy.charge = lambda self, namespace, nbytes: None  # type: ignore[method-assign]
+    Store.check = lambda self: None  # type: ignore[method-assign] # which would see that the sums are wrong
+
+
+def whoever_is_coldest_makes_room() -> None:
+    """In the pool and on tiers, whatever its quota says."""
+
+    def victims(self: IsolatedPolicy, nbytes: int) -> list[Entry]:
+        return [entry for tenant in self._tenants for entry in tenant.policy.victims(nbytes)]
+
+    IsolatedPolicy.victims = victims  # type: ignore[method-assign]
+
+
 FAULTS: Sequence[Callable[[], None]] = [
     what_a_key_is_now_is_held_for_a_tier,
     a_tier_gets_the_checksum_of_another_commit,
@@ -129,4 +160,15 @@ FAULTS: Sequence[Callable[[], None]] = [
     what_a_tier_brings_is_believed_to_be_what_was_asked_for,
     a_new_server_knows_no_epochs,
     what_was_stored_while_it_was_cleared_stays,
+    what_is_being_written_is_charged_to_nobody,
+    whoever_is_coldest_makes_room,
 ]
+# What steers a schedule to where one shows: the scene, in sim_plans.py.
+SCENES = {
+    "what_a_key_is_now_is_held_for_a_tier": "a key is stored again while it waits for a tier",
+    "a_clear_dooms_no_loads": "a clear meets loads",
+    "the_slot_of_a_late_load_is_free_at_once": "a load comes back once its slot is another's",
+    "what_a_tier_brings_is_believed_to_be_what_was_asked_for": "a tier gives one object for another",
+    "a_new_server_knows_no_epochs": "a server dies before its clear has deleted anything",
+    "what_is_being_written_is_charged_to_nobody": "a burst that commits nothing",
+}
