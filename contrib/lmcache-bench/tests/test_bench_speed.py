@@ -70,6 +70,14 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.parametrize("group", ["free", "cpu", "hits"])
+def test_what_clears_the_pool_clears_its_own_namespace_over_zmq(tmp_path: Path, group: str) -> None:
+    """Over tcp nobody is the server's own user, who alone may clear everything."""
+    records = bench(tmp_path, "rpc", "--only", group, "--carriers", "zmq tcp")
+    assert records
+    assert all(name.endswith(", zmq tcp") for name in records)
+
+
 @pytest.mark.parametrize("carrier", ["lifeline", "zmq ipc", "zmq tcp", "embedded"])
 def test_each_carriers_round_trip_stands_beside_a_bare_echo(tmp_path: Path, carrier: str) -> None:
     (noop,) = bench(tmp_path, "rpc", "--only", "noop", "--carriers", carrier).items()

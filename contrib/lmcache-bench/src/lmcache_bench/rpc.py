@@ -210,7 +210,7 @@ def _pipelined(start: Callable[[], Any], finish: Callable[[Any], object], second
 
 def _free(run: _Run, route: Route) -> None:
     with route.client() as client:
-        client.clear()
+        client.clear(NAMESPACE)
         for count in BATCHES:
             stores: list[float] = []
             reads: list[float] = []
@@ -249,7 +249,7 @@ def _cpu(run: _Run, route: Route) -> None:
         for state in ("free", "full"):
             costs_us = []
             for counts in run.rounds.of(max(3, run.effort.rounds // 3)):
-                client.clear() if state == "free" else _fill(client)
+                client.clear(NAMESPACE) if state == "free" else _fill(client)
                 batches = [_fresh_keys(CPU_BATCH) for _ in range(CPU_STORES)]
                 before_s = server_cpu_s(client)
                 for keys in batches:
@@ -269,7 +269,7 @@ def _hits(run: _Run, route: Route) -> None:
     into = [bytearray(PAGE_BYTES) for _ in keys]
     for use_index, hits in ((True, run.effort.hits), (False, run.effort.hits // 8)):
         with route.client(use_index=use_index) as client:
-            client.clear()
+            client.clear(NAMESPACE)
             client.store(keys, into, namespace=NAMESPACE)
             before_s, began_s = server_cpu_s(client), time.monotonic()
             for _ in range(hits // CPU_BATCH):
