@@ -27,6 +27,7 @@ from lmcache_core.limits import BATCH_KEYS_MAX, LEASES_PER_SESSION_MAX, NAMESPAC
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
@@ -223,6 +224,28 @@ def test_a_promise_that_was_dropped_before_the_reconnect_is_freed_by_it(server: 
         assert comes_to(watcher, NONE, client)
 
 
+@pytest.mark.parametrize("way", ["freed", "dropped"])
+def test_a_promise_that_was_given_back_to_a_server_that_hangs_is_freed_over_the_next_connection(
+    server: Server, watcher: Client, way: str
+) -> None:
+    """What was to say so had no room in the socket when the connection ended."""
+    with asking(server) as client:
+        keys = fill(client)
+        handles = [client.lookup_nowait(keys, namespace=SPACE, hold=True)]
+        found = handles[0].wait(WAIT_S) if way == "freed" else until(lambda: handles[0].done, "the answer")
+        channel = client._links._link.channel  # type: ignore[union-attr]
+        with hanging(server, client):
+            while not channel._owed:
+                channel.post(m.Noop)
+            if found is not None:
+                assert client.free_lookup_locks(found.promises) == 0
+            handles.clear()
+            gc.collect()
+            channel.listen()
+            hang_up(client)
+        assert comes_to(watcher, NONE, client)
+
+
 @pytest.mark.parametrize("way", [Client.end_session, None], ids=["end_session", "close"])
 def test_a_grant_that_comes_while_its_lease_is_let_go_of_is_given_back(
     server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, way: Callable[[Client], None] | None
@@ -364,17 +387,17 @@ def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
             handles = []
             while not link.channel._owed:
                 handles.append(client.lookup_nowait(keys, namespace=SPACE, hold=True))
-        send, others = link.channel.connection.send, []
+        send, others = link.channel.connection.send_waiting, []
 
-        def meanwhile(frame: bytes, deadline: float) -> bool:
-            sent = send(frame, deadline)
-            if sent and not others and link.channel._owed and frame is link.channel._owed[0]:
+        def meanwhile(frames: Any) -> None:
+            waiting = len(frames)
+            send(frames)
+            if len(frames) < waiting and not others:
                 others.append(threading.Thread(target=client.noop))
                 others[0].start()
                 others[0].join(0.05)  # it may wait for us
-            return sent
 
-        monkeypatch.setattr(link.channel.connection, "send", meanwhile)
+        monkeypatch.setattr(link.channel.connection, "send_waiting", meanwhile)
         until(lambda: all(handle.done for handle in handles), "the answers")
         others[0].join()
         told = [promise for handle in handles for promise in handle.result.promises]  # type: ignore[union-attr]
@@ -459,3 +482,22 @@ def test_registrations_of_lookups_that_nobody_waited_for_are_forgotten_by_age(se
             if number % 64 == 0:
                 client.noop()
         assert len(link._binding) <= NAMESPACES_PER_SESSION_MAX
+
+
+@pytest.mark.parametrize("kind", [WriteLease, ReadLease], ids=lambda kind: kind.__name__)
+def test_tensors_that_were_dropped_are_not_kept_by_their_lease(server: Server, kind: type) -> None:
+    torch = pytest.importorskip("torch")
+    with asking(server) as client:
+        keys = fill(client) if kind is ReadLease else keys_of(1)
+        with getattr(client, "prepare_retrieve" if kind is ReadLease else "prepare_store")(
+            keys, namespace=SPACE
+        ) as lease:
+            for _ in range(1000):
+                lease.tensor(0)
+            gc.collect()
+            alive = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.numel() == NBYTES]
+            assert not alive
+            assert not lease._holding.occupied  # so that whoever closes the client need not leave it
+            assert len(lease._holding.tensors) < 200
+            kept = lease.tensor(0)
+        assert kept.numel() == 0  # what somebody still has is empty when the lease is over

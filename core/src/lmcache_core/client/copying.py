@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import xxhash
@@ -193,3 +193,12 @@ def tensor_of(view: memoryview, layout: Layout) -> Any:
     import torch
 
     return torch.frombuffer(view, dtype=getattr(torch, layout.dtype)).reshape(layout.shape)
+
+
+def weakly(tensor: Any) -> Callable[[], Any]:
+    """What gives a tensor for as long as anybody has it, and None afterwards. One that Python has dropped may live on
+    in torch's C++, which a plain weak reference must not be asked about."""
+    from torch.utils.weak import TensorWeakRef
+
+    tie: Callable[[], Any] = TensorWeakRef(tensor)
+    return tie

@@ -56,7 +56,6 @@ class Lease(ABC):
         self.reasons: list[Reason] = []
         self._offsets: array[int] = array("Q")
         self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
-        self._tensors: list[Any] = []
         self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
         self._no_more: tuple[Status, Reason] | None = None  # what further pages answer
         self._occupancy.open(self, holding)
@@ -153,7 +152,7 @@ class Lease(ABC):
         `pin_memory`, which registers the writable mapping alone, nothing stops it)."""
         lender = self._lent(position, fenced=self._let_go is m.FinishRead)
         tensor = tensor_of(memoryview(lender).cast("B"), self._namespace.layout)
-        self._tensors.append(tensor)
+        self._holding.note_tensor(tensor)
         return tensor
 
     def _lent(self, position: int, *, fenced: bool = False) -> Any:
@@ -249,9 +248,7 @@ class Lease(ABC):
     def end(self) -> None:
         """Nothing of it is ours any more: views and tensors die."""
         self._occupancy.ended(self._holding)
-        for tensor in self._tensors:
-            tensor.set_()
-        self._tensors.clear()
+        self._holding.empty_tensors()
         # Somebody may still hold a slice of a view: the mapping stays for that slice, the slot does not.
         self._holding.take_back()
 

@@ -24,6 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.client.channel import Pending
+from lmcache_core.client.copying import weakly
 from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
@@ -73,9 +74,10 @@ class Holding:
         self.unheard: list[Page] = []  # given up with no answer: the lease may have them, at the server
         self.expired = False  # the server said so; it waits for our answer, which is the next settling call
         self.barred = ""  # why no slot is lent any more
-        # Those that the lease gave, and what lends the memory of slots; both by a number that is used once, so that
-        # one that is dead can be dropped while others come.
+        # Those that the lease gave, and what lends the memory of slots, all weakly and by a number that is used once,
+        # so that one that is dead can be dropped while others come.
         self.views: dict[int, weakref.ref[memoryview]] = {}
+        self.tensors: dict[int, Callable[[], Any]] = {}
         self.lent: dict[int, weakref.ref[Any]] = {}
         self._numbers = count()
         self._sweep_at = _SWEEP_AT
@@ -118,12 +120,26 @@ class Holding:
         self.views[next(self._numbers)] = weakref.ref(view)
         return view
 
+    def note_tensor(self, tensor: Any) -> None:
+        """The lease gives this one."""
+        self.tensors[next(self._numbers)] = weakly(tensor)
+
+    def empty_tensors(self) -> None:
+        """The tensors that somebody still has show nothing from now on. For the lease's own thread: a tensor cannot be
+        taken from another one that is at work in it."""
+        for each in list(self.tensors.values()):
+            tensor = each()
+            if tensor is not None:
+                tensor.set_()
+        self.tensors.clear()
+
     def note_lender(self, tie: weakref.ref[Any]) -> None:
         """This lends a slot's memory. Now and then those that are gone are forgotten: a lease may give any number of
         views, one after another."""
         self.lent[next(self._numbers)] = tie
         if len(self.lent) >= self._sweep_at:
-            for noted in (self.lent, self.views):
+            tables: tuple[dict[int, Any], ...] = (self.lent, self.views, self.tensors)
+            for noted in tables:
                 for number, each in list(noted.items()):
                     if each() is None:
                         noted.pop(number, None)
