@@ -11,6 +11,7 @@ from sim_world import Broken, Killed, World
 
 from lmcache_core.client.connection import Connection
 from lmcache_core.errors import DisconnectedError
+from lmcache_core.pool.atfork import Descriptor
 from lmcache_core.server.lifeline import LifelinePeer
 
 if TYPE_CHECKING:
@@ -179,9 +180,13 @@ class SimulatedConnection(Connection):
             if fd >= 0:
                 self._fd = fd
 
-    def take_fd(self) -> int:
+    def send_waiting(self, frames: deque[bytes]) -> None:
+        while frames and self.send(frames[0]):
+            frames.popleft()
+
+    def take_fd(self) -> Descriptor:
         fd, self._fd = self._fd, -1
-        return fd
+        return Descriptor.of(fd) if fd >= 0 else Descriptor()
 
     def ended(self) -> bool:
         return self._closed or self._socket is None or self._socket.ended
@@ -191,9 +196,7 @@ class SimulatedConnection(Connection):
 
     def close(self) -> None:
         self._closed = True
-        fd = self.take_fd()
-        if fd >= 0:
-            os.close(fd)
+        self.take_fd().close()
         if self._socket is not None:
             self._socket.close()
 

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -58,6 +59,10 @@ class Script(Connection):
             return False
         self.sent.append(decode_request(frame))
         return True
+
+    def send_waiting(self, frames: deque[bytes]) -> None:
+        while frames and self.send(frames[0], 0.0):
+            frames.popleft()
 
     def receive(self, deadline: float) -> memoryview | None:
         while not self.closed.is_set():

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from sys import _getframe
 from types import FrameType
@@ -35,6 +35,7 @@ from lmcache_core.limits import CALL_TIMEOUT_S, OWED_FRAMES_MAX
 from lmcache_core.protocol.codec import decode_reply, encode_request
 from lmcache_core.protocol.messages import (
     Cancel,
+    Done,
     EndSession,
     Error,
     FreeLookupLocks,
@@ -89,11 +90,12 @@ class _Undoable(weakref.ref[Pending]):
     """What the channel keeps of a call that is to be undone: its `Pending`, weakly, and how its answer is undone. Of
     any other call it keeps the `Pending` itself, until the answer has come."""
 
-    __slots__ = ("reply", "rid", "undo")
+    __slots__ = ("over", "reply", "rid", "undo")
 
     reply: Reply | None
     rid: int
     undo: Undo | None
+    over: object  # which channel the request that undoes it has gone out over
 
 
 class Orphans:
@@ -104,6 +106,15 @@ class Orphans:
     def __init__(self) -> None:
         self.answered: dict[int, _Undoable] = {}  # by their address
         self.dropped: deque[weakref.ref[Pending]] = deque()
+
+    def free_later(self, promises: Sequence[int]) -> None:
+        """Promises that their holder could tell no server of: the next channel does. Where they are very many, the
+        last ones wait for their time."""
+        if len(self.dropped) < OWED_FRAMES_MAX:
+            record = _Undoable(Pending(0, 0.0, 0))  # of a call that is gone
+            record.rid, record.reply, record.over = 0, Done(0), None
+            record.undo = lambda _: lambda rid: FreeLookupLocks(rid, list(promises))
+            self.dropped.append(record)
 
 
 class Channel:
@@ -132,6 +143,8 @@ class Channel:
         self._asked: dict[int, Pending | _Undoable] = {}  # until the answer has come
         self._orphans = orphans or Orphans()
         self._dropped = self._orphans.dropped
+        self._undoing: dict[int, _Undoable] = {}  # by the request that takes it back, until that is answered
+        self._itself = object()  # what is kept of a channel by those that go over to the next
         self._waiting: dict[threading.Lock, None] = {}  # taken locks: releasing one wakes its thread
         self._lock = threading.Lock()
         self._leader: FrameType | None = None  # of the call that reads for everybody
@@ -187,7 +200,7 @@ class Channel:
 
     def _undoable(self, pending: Pending, undo: Undo) -> _Undoable:
         record = _Undoable(pending, self._dropped.append)
-        record.rid, record.undo, record.reply = pending.rid, undo, None
+        record.rid, record.undo, record.reply, record.over = pending.rid, undo, None, None
         return record
 
     def send(self, pending: Pending, make: Callable[[int], Message], *, blocks: bool = True) -> None:
@@ -217,16 +230,19 @@ class Channel:
             self._give_up(pending, "the server does not read what it is sent")
             self._result(pending)
 
-    def post(self, make: Callable[[int], Message]) -> None:
+    def post(self, make: Callable[[int], Message], takes_back: _Undoable | None = None) -> None:
         """Send a request whose answer nobody waits for. Waits for nothing: what cannot go now goes when the server is
-        heard again."""
+        heard again. `takes_back`: if the connection ends before the answer, the next one is to do it."""
         if self._lost is not None:
             return
         if len(self._owed) >= OWED_FRAMES_MAX:
             # None of them may be lost: the next connection says what is still held, which is the same said in one.
             self._fail(DisconnectedError(f"the server has not read what {OWED_FRAMES_MAX} calls ended"))
             return
-        self._owed.append(encode_request(make(next(self._rids))))
+        rid = next(self._rids)
+        if takes_back is not None:
+            self._undoing[rid] = takes_back
+        self._owed.append(encode_request(make(rid)))
         self._send_owed()
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> Reply:
@@ -360,12 +376,11 @@ class Channel:
         return min(deadline, self._clock() + _OWED_POLL_S) if self._owed else deadline
 
     def _send_owed(self) -> None:
-        """One thread at a time: a lookup that two have sent is answered twice, and nobody has the second promise. An
-        interrupt may still send a frame twice; what ends something is refused the second time."""
+        """One thread at a time, and each frame once, whatever interrupts it: a lookup that was sent twice is answered
+        twice, and nobody has the second promise."""
         try:
             with self._lock:
-                while self._owed and self.connection.send(self._owed[0], 0.0):
-                    self._owed.popleft()
+                self.connection.send_waiting(self._owed)
         except DisconnectedError as error:
             self._fail(error)
 
@@ -456,7 +471,8 @@ class Channel:
         with self._lock:
             asked = self._asked.get(rid)
             if asked is None:
-                if isinstance(reply, Error) and rid == 0:  # said to all of the connection: nobody listens there
+                # Said to all of the connection: nobody listens there, or nobody knows us any more.
+                if isinstance(reply, Error) and (rid == 0 or reply.code == DisconnectedError.code):
                     raise DisconnectedError(reply.message)
             else:
                 undoable, pending = (None, asked) if isinstance(asked, Pending) else (asked, asked())
@@ -473,25 +489,42 @@ class Channel:
                 elif undoable is not None and undoable.undo is not None:
                     self._dropped.append(undoable)
                 del self._asked[rid]
-        if asked is None and isinstance(reply, LeaseExpired):
+        if asked is None:
+            self._deliver_unasked(reply)
+
+    def _deliver_unasked(self, reply: Reply) -> None:
+        """A notice, or the answer to what nobody waits for."""
+        if isinstance(reply, LeaseExpired):
             self._on_notice(reply)
+            return
+        undone = self._undoing.get(reply.rid)
+        if undone is not None:
+            self._settle_record(undone)
+            self._undoing.pop(reply.rid, None)
+
+    def _settle_record(self, record: _Undoable) -> None:
+        record.undo = None
+        self._orphans.answered.pop(id(record), None)
 
     def _undo_dropped(self) -> None:
         """Take back what answers have granted that nobody has taken. Twice is as good as once, so an interrupt here
-        leaves the rest to the next caller; and a channel that has ended, or on which the server does not know us yet,
-        leaves it to the next channel."""
+        leaves the rest to the next caller; and a channel that ends before the server has answered to it, or on which
+        the server does not know us yet, leaves it to the next channel."""
         for record in list(self._dropped):
             if self.state not in _SPOKEN_OVER:
                 return
             assert isinstance(record, _Undoable)
             reply, undo = record.reply, record.undo
             if reply is not None:  # otherwise `_deliver` will find its `Pending` gone
-                if undo is not None and (make := undo(reply)) is not None:
-                    self.post(make)
+                if record.over is self._itself:
+                    pass  # it waits for the answer to that
+                elif undo is not None and (make := undo(reply)) is not None:
+                    self.post(make, record)
                     if self._lost is not None:
                         return
-                record.undo = None
-                self._orphans.answered.pop(id(record), None)
+                    record.over = self._itself
+                else:
+                    self._settle_record(record)
             with contextlib.suppress(ValueError):  # another thread was here, too
                 self._dropped.remove(record)
 
@@ -511,6 +544,8 @@ class Channel:
             if self._lost is None:
                 self._lost = error
                 self.move(LinkEvent.END)
+            self._dropped.extend(self._undoing.values())  # whether the server has read that, nobody knows
+            self._undoing.clear()
             failed = list(self._asked.values())
             self._asked.clear()
             for asked in failed:

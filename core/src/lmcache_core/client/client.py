@@ -278,10 +278,12 @@ class Client:
         return lease
 
     def free_lookup_locks(self, promises: Sequence[int]) -> int:
-        """Give promises back unredeemed. Returns how many were still there; 0 where no server is."""
+        """Give promises back unredeemed. Returns how many were still there; 0 where no server is, which hears of it as
+        soon as there is one."""
         try:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, list(promises))), m.Done).count
         except DisconnectedError:
+            self._links.free_later(promises)
             return 0
 
     def pin_memory(self) -> bool:
@@ -354,8 +356,9 @@ class Client:
         return self._pages(keys, namespace, lambda rid, blob: m.Unpin(rid, namespace.id, blob))
 
     def query_prefetch_status(self, job: int) -> m.Found:
-        """How far the loads of a lookup are; `done` when they have ended."""
-        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryPrefetchStatus(rid, job)), m.Found))
+        """How far the loads of a lookup are; `done` when they have ended. Of a lookup with `hold` that found nothing at
+        first, the first query after its loads makes the promise, which is the caller's."""
+        return self._lookups.status_of(job)
 
     def query_lookup_hits(self, job: int) -> m.Found:
         """What will be a hit, as soon as the tiers have answered and before the loads end."""

@@ -5,7 +5,6 @@ Nothing here waits unless it is given a deadline to wait until: who opens a link
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
 import os
@@ -18,11 +17,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import DisconnectedError, UsageError
 from lmcache_core.limits import FRAME_BYTES_MAX, ZMQ_DESCRIPTORS
+from lmcache_core.pool.atfork import Descriptor
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
@@ -33,6 +34,11 @@ _DONTWAIT = int(socket.MSG_DONTWAIT)
 _WAIT, _DO_NOT_WAIT = (0,), (_DONTWAIT,)  # flags of a receive
 _BACKLOG_POLL_S = 0.001  # nothing tells when a full backlog has room again
 _FULL_POLL_S = 0.005  # nor when ZMQ's queue of 1,024 frames has, without taking the receiver's wake-up
+_FD = struct.Struct("i")
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_ROOM = (socket.CMSG_SPACE(_FD.size),)
+_LENGTH = itemgetter(0)
+_FIRST = ("first",)
 
 
 class Connection(ABC):
@@ -58,6 +64,12 @@ class Connection(ABC):
         Raises `DisconnectedError`."""
 
     @abstractmethod
+    def send_waiting(self, frames: deque[bytes]) -> None:
+        """Send as many of these frames as there is room for now, and take out those that were sent. Each is sent once,
+        also where an interrupt ends this half way and it is called again. One thread at a time; raises
+        `DisconnectedError`."""
+
+    @abstractmethod
     def receive(self, deadline: float) -> memoryview | None:
         """The next frame, or None at the deadline, and now and then before it. Raises `DisconnectedError`. The same
         frame again, until `received` is called: a reader that is interrupted on the way loses nothing."""
@@ -77,9 +89,9 @@ class Connection(ABC):
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connection without ending it."""
 
-    def take_fd(self) -> int:
-        """The descriptor that came with the last frame received by `receive_with_fd`, or -1; now the caller's."""
-        return -1
+    def take_fd(self) -> Descriptor:
+        """The pool's descriptor, that came with the first frame; now the caller's. A closed one where none came."""
+        return Descriptor()
 
 
 class LifelineConnection(Connection):
@@ -93,12 +105,13 @@ class LifelineConnection(Connection):
         self._trust = trust
         self._path = path
         self._connected = False
-        self._fd = -1
         self._buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))
         self._receive_now = partial(sock.recv_into, self._buffer, 0)
         self._lengths: deque[int] = deque()  # of the frame in the buffer, until `received`
         self.received = self._lengths.clear
-        self._welcomed = False
+        self._sent: deque[tuple[bytes, Any]] = deque(maxlen=1)
+        self._first: dict[str, Any] = {}  # what came of receiving the first frame, which may bring a descriptor
+        self._taken = False  # that one, by whoever owns it now
         sock.setblocking(False)
         if path is None:
             self._now_connected()
@@ -156,6 +169,14 @@ class LifelineConnection(Connection):
             except OSError as error:
                 raise DisconnectedError(f"the server went away: {error.strerror}") from error
 
+    def send_waiting(self, frames: deque[bytes]) -> None:
+        try:
+            _send_each_once(frames, self._sent, self._sock.send, _DO_NOT_WAIT)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise DisconnectedError(f"the server went away: {error.strerror}") from error
+
     def receive(self, deadline: float) -> memoryview | None:
         lengths = self._lengths
         if not lengths:
@@ -164,11 +185,12 @@ class LifelineConnection(Connection):
                 return None
             flags = _WAIT if left >= _POLL_S else _DO_NOT_WAIT
             try:
-                if self._welcomed:
-                    # All of it in C: an interrupt comes before or after it, never between a frame and its length.
+                # All of it in C: an interrupt comes before or after it, never between a frame and its length.
+                if self._first:
                     lengths.extend(map(self._receive_now, flags))
-                else:
-                    lengths.append(self._receive_with_fd(flags[0]))
+                else:  # it may carry the pool's descriptor; no later frame does
+                    first = map(self._sock.recvmsg_into, ([self._buffer],), _ROOM, (flags[0] | _CLOEXEC,))
+                    lengths.extend(map(_LENGTH, map(self._first.setdefault, _FIRST, first)))
             except BlockingIOError:
                 return None
             except OSError as error:
@@ -178,19 +200,13 @@ class LifelineConnection(Connection):
             raise DisconnectedError("the server closed the connection")
         return self._buffer[:nbytes]
 
-    def _receive_with_fd(self, flags: int) -> int:
-        """The first frame may carry the pool's descriptor; no later one does."""
-        room = socket.CMSG_SPACE(struct.calcsize("i"))
-        nbytes, ancillary, _, _ = self._sock.recvmsg_into([self._buffer], room, flags | socket.MSG_CMSG_CLOEXEC)
-        for _, kind, data in ancillary:
-            if kind == socket.SCM_RIGHTS:
-                self._fd = array.array("i", data)[0]
-        self._welcomed = True
-        return nbytes
-
-    def take_fd(self) -> int:
-        fd, self._fd = self._fd, -1
-        return fd
+    def take_fd(self) -> Descriptor:
+        passed = Descriptor()
+        if self._first and not self._taken:
+            received = [data for _, kind, data in self._first["first"][1] if kind == socket.SCM_RIGHTS]
+            fds = deque(_FD.unpack(received[0]) if received else ())
+            passed.fds, self._taken = fds, True  # no interrupt comes between the two
+        return passed
 
     def ended(self) -> bool:
         fd = self._sock.fileno()
@@ -201,16 +217,15 @@ class LifelineConnection(Connection):
         return bool(poller.poll(0))
 
     def abandon(self) -> None:
-        if self._fd >= 0:  # the welcome has come, and nobody has mapped the pool yet
-            os.close(self.take_fd())
+        self.take_fd().close()  # the welcome has come, and nobody has mapped the pool yet
         self._sock.close()
 
     def __del__(self) -> None:
+        self.take_fd()
         self._sock.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self.take_fd())
+        self.take_fd().close()
         if self._sock.fileno() >= 0:
             with contextlib.suppress(OSError):  # the peer may have ended it already
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in receive
@@ -248,6 +263,7 @@ class ZmqConnection(Connection):
         self._lock = threading.Lock()
         self._frames: deque[bytes] = deque()  # the frame received, until `received`
         self.received = self._frames.clear
+        self._sent: deque[tuple[bytes, Any]] = deque(maxlen=1)
         self._polling = False
         try:
             with contextlib.ExitStack() as undo:
@@ -264,6 +280,7 @@ class ZmqConnection(Connection):
         undo.callback(self._context.term)
         self._socket = self._context.socket(zmq.DEALER)
         undo.callback(self._socket.close)
+        self._send_now = partial(zmq.backend.Socket.send, self._socket)  # `Socket.send` is Python code around this
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 1024)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
@@ -313,6 +330,18 @@ class ZmqConnection(Connection):
             if sent or left <= 0:
                 return sent
             time.sleep(min(left, _FULL_POLL_S))
+
+    def send_waiting(self, frames: deque[bytes]) -> None:
+        zmq = self._zmq
+        with self._lock:
+            self._check()
+            try:
+                _send_each_once(frames, self._sent, self._send_now, (zmq.NOBLOCK,))
+            except zmq.Again:
+                return
+            finally:
+                if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    os.eventfd_write(self._wake_fd, 1)
 
     def receive(self, deadline: float) -> memoryview | None:
         zmq = self._zmq
@@ -386,6 +415,18 @@ class ZmqConnection(Connection):
         fd, self._wake_fd = self._wake_fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _send_each_once(
+    frames: deque[bytes], sent: deque[tuple[bytes, Any]], send: Callable[..., Any], flags: tuple[int]
+) -> None:
+    """Send and take out, until `send` raises. `sent`: the last one that went out, which an interrupt may have left in
+    `frames`."""
+    while frames:
+        frame = frames[0]
+        if not (sent and sent[0][0] is frame):
+            sent.extend(zip((frame,), map(send, (frame,), flags), strict=True))  # in C: sent and noted, or neither
+        frames.popleft()
 
 
 def _ready(fd: int, events: int, timeout_s: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from lmcache_core.trust import Trust
 if TYPE_CHECKING:
     from lmcache_core._native import Index
     from lmcache_core.client.channel import Pending
+    from lmcache_core.pool.atfork import Descriptor
 
 _V = TypeVar("_V")
 SOCKET_NAME = "lifeline"
@@ -197,17 +197,16 @@ class Link:
             raise NotAttachedError(f"this client does not map the pool: {self.why_not_mapped}")
         return self.segment
 
-    def map(self, fd: int, previous: Link | None, target: Target) -> tuple[int, int]:
+    def map(self, passed: Descriptor, previous: Link | None, target: Target) -> tuple[int, int]:
         """Map the pool (or keep the mapping of the same pool) and lock our row; the row, and what shows that we map it.
-        Owns `fd`. Raises `PoolError`."""
+        Takes what the server has passed. Raises `PoolError`."""
         if previous is not None and previous.segment is not None and previous.pool == self.pool:
             segment = previous.segment
             self.index = previous.index
             self._known = dict(previous._known)
-            if fd >= 0:
-                os.close(fd)
+            passed.close()
         else:
-            segment = _map(self.pool, fd, self.uid, target.trust)
+            segment = _map(self.pool, passed, self.uid, target.trust)
             self.index = open_index(segment) if target.use_index else None
         self.segment = segment
         self.life_lock = LifeLock.acquire(segment, self.row)
@@ -246,9 +245,9 @@ class Link:
         self.life_lock = None  # before the connection, which goes with the channel
 
 
-def _map(pool: PoolInfo, fd: int, uid: int, trust: Trust) -> Segment:
-    if fd >= 0:
-        return Segment.attach_fd(fd, pool, trust=trust)
+def _map(pool: PoolInfo, passed: Descriptor, uid: int, trust: Trust) -> Segment:
+    if not passed.closed:
+        return Segment.attach_fd(passed, pool, trust=trust)
     return Segment.attach_name(pool.name, pool, uid=uid, trust=trust)
 
 

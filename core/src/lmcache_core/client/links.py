@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lmcache_core.client.channel import Orphans
@@ -125,6 +125,10 @@ class Links:
         """Have a call sent as soon as any other call finds the link open, in the order of these; until then `step` gave
         None for it. It is kept weakly."""
         self._unsent.append(weakref.ref(call))
+
+    def free_later(self, promises: Sequence[int]) -> None:
+        """Promises that no server could be told of are to be freed over the next link."""
+        self._orphans.free_later(promises)
 
     def now(self) -> float:
         """By the client's clock."""

@@ -69,8 +69,10 @@ class Hearer:
         self.told = False
 
     def undo(self, reply: Reply) -> Callable[[int], m.Message] | None:
-        """What takes an answer back."""
-        promise = reply.promise if isinstance(reply, m.Found) and not self.told else 0
+        """What takes an answer back: the promise that it made. It has no time left where the answer only names one that
+        was made before, as the answer to a query does, and which somebody has heard of."""
+        made = isinstance(reply, m.Found) and reply.deadline_s > 0 and not self.told
+        promise = reply.promise if made and isinstance(reply, m.Found) else 0
         return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
 
 
@@ -258,6 +260,14 @@ class Lookups:
         statuses = [Status.GRANTED if byte else Status.UNREACHABLE for byte in found.ljust(len(keys), b"\0")]
         hits = len(found) if options.prefix else found.count(1)
         return LookupResult(statuses, [Reason.NONE] * len(keys), hits)
+
+    def status_of(self, job: int) -> m.Found:
+        """How far a lookup is. The promise that this question may have made is freed unless its answer is returned."""
+        hearer, channel = Hearer(), self._links.current(patient=True).channel
+        pending = channel.start(lambda rid: m.QueryPrefetchStatus(rid, job), hearer.undo)
+        found = self.whole(expect(channel.wait(pending), m.Found))
+        hearer.told = True
+        return found
 
     def whole(self, found: m.Found) -> m.Found:
         """What the server says of a job, with the keys that it was not asked for."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.limits import HUGE_PAGE_BYTES, POOL_NAME_BYTES_MAX
+from lmcache_core.pool.atfork import Descriptor
 
 SHM_DIR = Path("/dev/shm")
 FILE_PREFIX = "lmcache-core."
@@ -77,10 +78,10 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
-def reopen(fd: int) -> int:
+def reopen(fd: int) -> Descriptor:
     """A second open file description of the same segment: no lock and no position is shared with the first."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        return Descriptor(os.open, f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         none_left = error.errno in (errno.EMFILE, errno.ENFILE)
         cure = (

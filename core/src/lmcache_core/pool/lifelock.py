@@ -14,7 +14,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import PoolError, RowTakenError
-from lmcache_core.pool.atfork import PrivateDescriptor, forget_in_child
+from lmcache_core.pool.atfork import Descriptor, PrivateDescriptor, forget_in_child
 from lmcache_core.pool.backing import reopen
 from lmcache_core.pool.tables import NO_ROW
 
@@ -30,7 +30,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 class LifeLock(PrivateDescriptor):
     """The proof that this process lives. `closed` in a forked child: that one must connect by itself."""
 
-    def __init__(self, fd: int, row: int) -> None:
+    def __init__(self, fd: int | Descriptor, row: int) -> None:
         super().__init__(fd)
         self.row = row
 
@@ -40,20 +40,17 @@ class LifeLock(PrivateDescriptor):
         has it."""
         if row == NO_ROW:
             return cls._acquire_any(segment)
-        fd = reopen(segment.fileno())
+        ours = reopen(segment.fileno())
         try:
             wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, segment.life_offset(row), 1, 0)
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
-            return cls(fd, row)
+            fcntl.fcntl(ours.fileno(), fcntl.F_OFD_SETLK, wanted)
+            return cls(ours, row)
         except BlockingIOError:
-            os.close(fd)
+            ours.close()
             raise RowTakenError(
                 f"the life lock of worker row {row} in pool {segment.info.name!r} is held by another process: "
                 "connect again for a row of your own"
             ) from None
-        except BaseException:
-            os.close(fd)
-            raise
 
     @classmethod
     def _acquire_any(cls, segment: Segment) -> LifeLock:

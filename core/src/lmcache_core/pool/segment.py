@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,7 @@ from lmcache_core.errors import (
 from lmcache_core.limits import REPAIR_STEP_BYTES
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
-from lmcache_core.pool.atfork import forget_in_child
+from lmcache_core.pool.atfork import Descriptor, forget_in_child
 from lmcache_core.pool.backing import SHM_DIR, Access, Backing
 from lmcache_core.pool.header import MAGIC, TALLY_BYTES, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
@@ -48,9 +47,11 @@ __all__ = ["Access", "Backing", "OnStale", "PoolInfo", "Segment", "name_exists"]
 class Segment:
     """A mapped pool. One thread uses its tables; views may be used from any."""
 
-    def __init__(self, fd: int, header: Header, locks: Sequence[OwnerLock] = (), path: Path | None = None) -> None:
-        """For `create` and `attach_*`. Owns `fd` from here on, and `locks`, the segment's own first."""
-        self._fd = fd
+    def __init__(
+        self, descriptor: Descriptor, header: Header, locks: Sequence[OwnerLock] = (), path: Path | None = None
+    ) -> None:
+        """For `create` and `attach_*`. Takes the descriptor, and `locks`, the segment's own first."""
+        self._descriptor = descriptor
         self._locks = tuple(locks)
         self.path = path  # None where the backing has no name, or this process does not know it
         self.header = header
@@ -61,7 +62,7 @@ class Segment:
         self._former_epoch = 0
         self._epoch = 0  # of our own serving
         self.keeping = False  # `close` leaves it to the next server
-        self._mapping: Mapping | None = Mapping(fd, header.segment_bytes)
+        self._mapping: Mapping | None = Mapping(descriptor.fileno(), header.segment_bytes)
         self._fenced: Mapping | None = None  # the same without write permission
         self._fencing = threading.Lock()
         self._buffer = self._mapping.view()
@@ -76,9 +77,6 @@ class Segment:
         self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
         self._forked = False
         forget_in_child(self)
-        # A worker that reconnects may just drop the old pool: an open descriptor would keep its memory for ever.
-        self._close_fd = weakref.finalize(self, _close_quietly, fd)
-        self._close_fd.atexit = False
 
     # --- making and attaching -----------------------------------------------------------------------------
 
@@ -121,15 +119,18 @@ class Segment:
             adopted = owned is not None and owned.adopted is not None
             if not adopted:
                 check_room(header.segment_bytes, room(backing, mount=shm_dir), what=f"pool {name!r}")
-            fd = backings.reopen(locks[0].fileno()) if path else backings.create_memfd(name, backing)
-            undo.callback(lambda: segment.close() if segment else os.close(fd))
+            if path:
+                descriptor = backings.reopen(locks[0].fileno())
+            else:
+                descriptor = Descriptor.of(backings.create_memfd(name, backing))
+            undo.callback(lambda: segment.close() if segment else descriptor.close())
             segment: Segment | None = None
             if owned is not None and owned.adopted is not None:
                 # The same boot: workers that map it go on with their mapping.
                 header = replace(header, boot_id=owned.adopted.boot_id, created_ns=owned.adopted.created_ns)
             else:
-                size(fd, header, access, gids)
-            segment = cls(fd, header, locks, path)
+                size(descriptor.fileno(), header, access, gids)
+            segment = cls(descriptor, header, locks, path)
             segment.adopted = segment.keeping = adopted
             if owned is not None:
                 segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
@@ -159,19 +160,26 @@ class Segment:
         return self.master
 
     @classmethod
-    def attach_fd(cls, fd: int, expected: PoolInfo, *, trust: Trust | None = None) -> Segment:
+    def attach_fd(cls, fd: int | Descriptor, expected: PoolInfo, *, trust: Trust | None = None) -> Segment:
         """Map the segment behind a descriptor that the server passed. `fd` belongs to us from now on, and is
         closed if this raises. PoolMismatchError, before anything is mapped, if it is not `expected`; UntrustedError if
         it belongs to somebody whom `trust` (None: our uid and root) does not name."""
+        passed = fd if isinstance(fd, Descriptor) else Descriptor.of(fd)
         try:
-            os.set_inheritable(fd, False)
-            (trust or Trust.of_client()).check_segment(fd, f"the segment of pool {expected.name!r}")
-            header = read_header(fd)
-            headers.compare(header.info, expected)
-            return cls(fd, header)
+            os.set_inheritable(passed.fileno(), False)
+            return cls._attach(passed, expected, trust, f"the segment of pool {expected.name!r}")
         except BaseException:
-            os.close(fd)
+            passed.close()  # now, and not when the traceback goes
             raise
+
+    @classmethod
+    def _attach(
+        cls, passed: Descriptor, expected: PoolInfo | None, trust: Trust | None, what: str, path: Path | None = None
+    ) -> Segment:
+        (trust or Trust.of_client()).check_segment(passed.fileno(), what)
+        header = read_header(passed.fileno())
+        headers.compare(header.info, expected or header.info)
+        return cls(passed, header, path=path)
 
     @classmethod
     def attach_name(
@@ -196,7 +204,7 @@ class Segment:
                 'lifeline, or set l1.backing = "shm" for the server'
             )
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            found = Descriptor(os.open, path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise PoolError(
                 f"{path} is not there: no server with this pool name and backing shm runs here, its name was "
@@ -208,15 +216,12 @@ class Segment:
                 'access = "group" with one of your gids'
             ) from error
         try:
-            (trust or Trust.of_client()).check_segment(fd, str(path))
-            header = read_header(fd)
-            headers.compare(header.info, expected or header.info)
-            return cls(fd, header, path=path)
+            return cls._attach(found, expected, trust, str(path), path)
         except UntrustedError as error:  # as if it were not there: over ZMQ one can do without
-            os.close(fd)
+            found.close()
             raise PoolError(str(error)) from error
         except BaseException:
-            os.close(fd)
+            found.close()
             raise
 
     # --- memory -------------------------------------------------------------------------------------------
@@ -269,11 +274,11 @@ class Segment:
         """This process's descriptor of the segment. It carries no lock; it is not the one to send."""
         if self._mapping is None:
             raise self._gone()
-        return self._fd
+        return self._descriptor.fileno()
 
     def worker_fd(self) -> int:
         """A second, independent open of the segment, to be sent to one worker. The caller closes it."""
-        return backings.reopen(self.fileno())
+        return backings.reopen(self.fileno()).detach()
 
     # --- the index ----------------------------------------------------------------------------------------
 
@@ -425,8 +430,7 @@ class Segment:
         self._serving = self._proof = memoryview(bytearray(8)).cast("Q")  # nobody
         self._tables = self.master = None
         self.mark_slots = _no_slots
-        self._fd = -1
-        self._close_fd()
+        self._descriptor.close()
 
     def after_fork_in_child(self) -> None:
         """The child has no mapping (MADV_DONTFORK), owns nothing and removes nothing. What a worker has lent out stays
@@ -438,14 +442,14 @@ class Segment:
         ]
         self._locks = ()  # they have closed themselves
         self._forked = True
-        fd = self._fd
-        self._close_fd.detach()  # a copy of it may not be had: there may be no descriptor left
+        # A copy of it may not be had: there may be no descriptor left.
+        descriptor, self._descriptor = self._descriptor, Descriptor()
         try:
             self._let_go()
             for map_again in again:
-                map_again(fd)
+                map_again(descriptor.fileno())
         finally:
-            os.close(fd)  # or a dead parent's memory would live as long as the child
+            descriptor.close()  # or a dead parent's memory would live as long as the child
 
     def __enter__(self) -> Self:
         return self
@@ -454,11 +458,6 @@ class Segment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _close_quietly(fd: int) -> None:
-    with contextlib.suppress(OSError):  # in a finalizer or a forked child there is nobody to tell
-        os.close(fd)
 
 
 def _no_slots(offsets: Sequence[int], state: int, row: int) -> None:

@@ -236,6 +236,7 @@ class Dispatch:
         if len(request.promises) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(request.promises)} promises in one frame, and the limit is {BATCH_KEYS_MAX}")
         freed = self._kernel.free_lookup_locks(session.id, request.promises, self._l1.clock.now)
+        self._lookups.freed(session, request.promises)
         return m.Done(request.rid, freed)
 
     # --- the two phases -----------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Lookups:
         self._waits: dict[int, Wait] = {}  # by job id: those, and the last that ended …
         self._remembered: deque[Wait] = deque()  # … in this order
         self._keys_remembered = 0  # of the latter
+        self._made_late: dict[int, Wait] = {}  # by the promise that a query after its loads made
         self._asking: dict[Wait, None] = {}  # those with queries to be answered once the hits are known
         self._by_session: Counter[int] = Counter()  # of those under way
         self.throttled = 0
@@ -119,7 +120,20 @@ class Lookups:
         loads have ended, for this is who hears of it."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
-        return self._look_again(session, wait, rid, hold=wait.request.hold and wait.job.ended and not wait.promise)
+        hold = wait.request.hold and wait.job.ended and not wait.promise
+        found = self._look_again(session, wait, rid, hold=hold)
+        if hold and wait.promise:
+            self._made_late[wait.promise] = wait
+        return found
+
+    def freed(self, session: Session, promises: Sequence[int]) -> None:
+        """The client has given these promises back. One that an answer to `status_of` made, and that nobody heard of,
+        is among them: the next question makes another."""
+        for promise in promises if self._made_late else ():
+            wait = self._made_late.get(promise)
+            if wait is not None and wait.session.client_id == session.client_id:
+                del self._made_late[promise]
+                wait.promise = 0
 
     def hits_of(self, session: Session, rid: int, job_id: int) -> Found | None:
         """What will be a hit, or None: the reply follows once the tiers have answered."""
@@ -279,6 +293,7 @@ class Lookups:
         while len(self._remembered) > JOBS_REMEMBERED or self._keys_remembered > JOB_KEYS_REMEMBERED:
             oldest = self._remembered.popleft()
             self._keys_remembered -= len(oldest.keys)
+            self._made_late.pop(oldest.promise, None)
             if oldest.job is not None:
                 del self._waits[oldest.job.id]
 
