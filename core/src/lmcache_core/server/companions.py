@@ -55,18 +55,20 @@ class Companions:
     def next_step(self) -> float | None:
         """When the first of them wants to work; None: none does."""
         first: float | None = None
-        for name, companion in list(self._at_work.items()):
-            due = self._safely(name, companion.next_step)
-            if due is not None and (first is None or due < first):
-                first = due
+        if self._at_work:  # every turn of the loop asks, and most servers have no companion
+            for name, companion in list(self._at_work.items()):
+                due = self._safely(name, companion.next_step)
+                if due is not None and (first is None or due < first):
+                    first = due
         return first
 
     def step(self, now: float) -> None:
         """Let those work whose time has come. Never raises."""
-        for name, companion in list(self._at_work.items()):
-            due = self._safely(name, companion.next_step)
-            if due is not None and due <= now:
-                self._safely(name, companion.step, now)
+        if self._at_work:
+            for name, companion in list(self._at_work.items()):
+                due = self._safely(name, companion.next_step)
+                if due is not None and due <= now:
+                    self._safely(name, companion.step, now)
 
     def offers(self) -> dict[str, dict[str, Any]]:
         """For `Welcome`."""

@@ -262,9 +262,7 @@ class Server:
             check = self.sessions.next_check()
         if now >= self._housekeeping_at_s:
             self._keep_house(now)
-        step = self.companions.next_step()
-        if step is not None and step <= now:
-            self.companions.step(now)
+        self.companions.step(now)
         self.l1.apply()
         if self._drain_until_s is not None and self._drained(now):
             self.loop.stop()
