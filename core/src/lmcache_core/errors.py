@@ -116,6 +116,14 @@ class DisconnectedError(CacheError):
     retry = Retry.RECONNECT
 
 
+class ForgottenError(DisconnectedError):
+    """The server answers, and does not know our session any more: it ended it to make room, or after a long silence. It
+    has done nothing of what was asked, which may be asked again in a new session. Made by the client: on the wire it is
+    `DISCONNECTED`."""
+
+    code = "FORGOTTEN"
+
+
 class RowTakenError(PoolError, DisconnectedError):
     """The worker row that a server gave us is another worker's: a new server has given it away since. The next
     connection gets another."""

@@ -451,7 +451,7 @@ def test_an_interrupt_before_the_session_is_ended_leaves_leases_that_can_be_ende
 ) -> None:
     with asking(server) as client:
         lease = client.prepare_retrieve(fill(client), namespace=SPACE)
-        with interrupted_at(Links.end_session, "self.current(patient=True)"):
+        with interrupted_at(Links.end_session, "self.asked("):
             client.end_session()
         lease.close()
         assert comes_to(watcher, NONE, client)

@@ -30,7 +30,7 @@ import msgspec
 from lmcache_core.client.connection import Connection
 from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
 from lmcache_core.client.presence import runs_elsewhere, runs_here
-from lmcache_core.errors import CacheError, DisconnectedError, by_code
+from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, by_code
 from lmcache_core.limits import CALL_TIMEOUT_S, OWED_FRAMES_MAX
 from lmcache_core.protocol.codec import decode_reply, encode_request
 from lmcache_core.protocol.messages import (
@@ -153,6 +153,7 @@ class Channel:
         self._owed: deque[bytes] = deque()  # frames that nobody waits for, not sent yet
         self._probe_at_s = 0.0
         self._lost: DisconnectedError | None = None
+        self.forgotten = False  # it ended as the server, which answers, does not know this session any more
 
     @property
     def lost(self) -> bool:
@@ -215,14 +216,14 @@ class Channel:
         self._asked[rid] = pending.record or pending
         if self._lost is not None:  # looked at after that: whoever notes the loss looks for calls after it
             self._asked.pop(rid, None)
-            raise DisconnectedError(str(self._lost))
+            raise _anew(self._lost)
         if self._owed:
             self._send_owed()
         try:
             sent = not (self._owed and not blocks) and self.connection.send(frame, pending.due_s if blocks else 0.0)
         except DisconnectedError as error:
             self._fail(error)
-            raise
+            raise _anew(self._lost or error) from error  # another thread may have found out more
         if not sent and not blocks and len(self._owed) < OWED_FRAMES_MAX // 2:  # the rest is for what ends something
             self._owed.append(frame)
         elif not sent:
@@ -317,8 +318,11 @@ class Channel:
         return reply
 
     def _refusal(self, reply: Error) -> CacheError:
-        error = by_code(reply.code)(reply.message)
-        if isinstance(error, DisconnectedError):  # another server answers there now, or it has forgotten us
+        kind = by_code(reply.code)
+        if kind is DisconnectedError:  # another server answers there now, or it has forgotten us
+            kind = ForgottenError
+        error = kind(reply.message)
+        if isinstance(error, DisconnectedError):
             self._fail(error)
         return error
 
@@ -473,7 +477,7 @@ class Channel:
             if asked is None:
                 # Said to all of the connection: nobody listens there, or nobody knows us any more.
                 if isinstance(reply, Error) and (rid == 0 or reply.code == DisconnectedError.code):
-                    raise DisconnectedError(reply.message)
+                    raise DisconnectedError(reply.message) if rid == 0 else ForgottenError(reply.message)
             else:
                 undoable, pending = (None, asked) if isinstance(asked, Pending) else (asked, asked())
                 if undoable is not None:
@@ -542,7 +546,7 @@ class Channel:
         error = _anew(error)
         with self._lock:
             if self._lost is None:
-                self._lost = error
+                self._lost, self.forgotten = error, isinstance(error, ForgottenError)
                 self.move(LinkEvent.END)
             self._dropped.extend(self._undoing.values())  # whether the server has read that, nobody knows
             self._undoing.clear()

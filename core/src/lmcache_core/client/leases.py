@@ -19,7 +19,14 @@ from lmcache_core.client.links import Links
 from lmcache_core.client.occupancy import PARENTS, Holding, Page, settle_page
 from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import Status, grant_statuses, miss_reasons, settled_statuses
-from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.errors import (
+    CacheError,
+    ClearedError,
+    DisconnectedError,
+    ForgottenError,
+    LeaseExpiredError,
+    UsageError,
+)
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.pool.mapping import Mapping
@@ -96,15 +103,12 @@ class Lease(ABC):
             return
         self._asked = None
         try:
-            link = holding.link or self._links.current()
-            link.bind(self._namespace)
-            link.mapped()
-            self._occupancy.asking(holding, link)
-            reply = expect(
-                link.in_namespace(self._namespace, lambda: self._granting(link, make, first, count)), m.Granted
-            )
-            if reply.lease and not self._occupancy.granted(holding, link, reply.lease):
-                raise DisconnectedError("the link was lost while this was granted")
+            try:
+                reply = self._page_over(holding.link or self._links.current(), make, first, count)
+            except ForgottenError:
+                if holding.id:  # of a lease that has begun, only the session that has it gives more
+                    raise
+                reply = self._page_over(self._links.current(), make, first, count)  # see `Links.asked`
         except CacheError as error:
             self._occupancy.give_page_up(holding, self._asked)
             ended = _ENDED.get(type(error))
@@ -118,6 +122,16 @@ class Lease(ABC):
         statuses, granted = self.statuses, Status.GRANTED
         self._unsettled.update(dict.fromkeys(at for at in range(first, first + count) if statuses[at] is granted))
         holding.page = self._asked = None
+
+    def _page_over(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Granted:
+        holding = self._holding
+        link.bind(self._namespace)
+        link.mapped()
+        self._occupancy.asking(holding, link)
+        reply = expect(link.in_namespace(self._namespace, lambda: self._granting(link, make, first, count)), m.Granted)
+        if reply.lease and not self._occupancy.granted(holding, link, reply.lease):
+            raise DisconnectedError("the link was lost while this was granted")
+        return reply
 
     def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Reply:
         holding, channel = self._holding, link.channel

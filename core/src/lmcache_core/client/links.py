@@ -8,14 +8,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lmcache_core.client.channel import Orphans
 from lmcache_core.client.handshake import Handshake
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.occupancy import Occupancy
 from lmcache_core.client.results import Status, refused
-from lmcache_core.errors import CacheError, DisconnectedError, UsageError
+from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
     HANDSHAKE_S_MAX,
@@ -29,6 +29,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.messages import LeaseExpired
 
 log = logging.getLogger("lmcache_core.client")
+_V = TypeVar("_V")
 
 
 class Unsent(Protocol):
@@ -104,6 +105,14 @@ class Links:
             return self._made(patient)
         finally:
             self._afterwards()
+
+    def asked(self, ask: Callable[[Link], _V], *, patient: bool = False) -> _V:
+        """What is asked over the link, as `current` gives it. Where the server has forgotten our session, and so done
+        nothing, it is asked once more over the next link."""
+        try:
+            return ask(self.current(patient=patient))
+        except ForgottenError:
+            return ask(self.current(patient=patient))
 
     def step(self) -> Link | None:
         """The link, or None while it is being made: for who must not wait. Raises `DisconnectedError` where there is no
@@ -240,6 +249,9 @@ class Links:
 
     def _begin(self, previous: Link | None, now: float) -> Handshake:
         occupancy = self.occupancy
+        if previous is not None and previous.channel.forgotten:
+            previous.channel.forgotten = False  # once: should it hang from now on, nobody waits for it again
+            self._met = False  # it answers, so calls wait for it as for a server that they have not met yet
         return Handshake(
             self._target,
             self._client_id,
@@ -369,7 +381,7 @@ class Links:
         """Release every lease and promise, but for what a thread is still inside of after `timeout_s`."""
         leases, busy = self.occupancy.end(timeout_s, "its session was ended")
         try:
-            self.current(patient=True).channel.call(lambda rid: m.EndSession(rid, False, leases))
+            self.asked(lambda link: link.channel.call(lambda rid: m.EndSession(rid, False, leases)), patient=True)
         except CacheError:  # it will hear of it, or is gone
             self.occupancy.forget_idle(busy)
             raise

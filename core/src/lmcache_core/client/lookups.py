@@ -14,7 +14,7 @@ from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
-from lmcache_core.errors import CacheError, DisconnectedError, UnknownNamespaceError, UsageError
+from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED
 from lmcache_core.protocol import messages as m
@@ -263,16 +263,20 @@ class Lookups:
 
     def status_of(self, job: int) -> m.Found:
         """How far a lookup is. The promise that this question may have made is freed unless its answer is returned."""
-        hearer, channel = Hearer(), self._links.current(patient=True).channel
-        pending = channel.start(lambda rid: m.QueryPrefetchStatus(rid, job), hearer.undo)
-        found = self.whole(expect(channel.wait(pending), m.Found))
-        hearer.told = True
+        answers = Answers()
+
+        def ask(link: Link) -> Reply:
+            pending = link.channel.start(lambda rid: m.QueryPrefetchStatus(rid, job), answers.hearer.undo)
+            answers.add(pending)
+            return link.channel.wait(pending)
+
+        found = self.whole(expect(self._links.asked(ask, patient=True), m.Found))
+        answers.hearer.told = True
         return found
 
     def whole(self, found: m.Found) -> m.Found:
         """What the server says of a job, with the keys that it was not asked for."""
-        link = self._links.current(patient=True)
-        part = self._parts.get((link.epoch, found.job))
+        part = self._parts.get((self._links.current(patient=True).epoch, found.job))
         if part is None:
             return found
         count, rest = len(part.keys), set(part.rest)
@@ -280,7 +284,8 @@ class Lookups:
         options = LookupOptions(prefix=part.prefix, tiers=[])
         # Looked up again, as the server does: they may have been evicted since.
         blob = join_keys([part.keys[at] for at in had])
-        still = expect(link.ask(part.namespace, asking(part.namespace, blob, options)), m.Found)
+        make, space = asking(part.namespace, blob, options), part.namespace
+        still = expect(self._links.asked(lambda link: link.ask(space, make), patient=True), m.Found)
         statuses, reasons = bytearray([Grant.MISS]) * count, bytearray(count)
         _scatter(still, had, statuses, reasons)
         hits = still.hits
@@ -302,8 +307,13 @@ class Lookups:
 
     def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
         answers = Answers()
+
+        def ask(link: Link) -> LookupResult:
+            answers.drop()
+            return lookup_pages(link, keys, namespace, options, answers)
+
         try:
-            result = lookup_pages(self._links.current(), keys, namespace, options, answers)
+            result = self._links.asked(ask)
         except CacheError as error:
             return unserved(len(keys), *self._links.refused(error))
         answers.hearer.told = True
@@ -361,7 +371,7 @@ class LookupHandle:
         self._wanted = wanted
         self._asked: _Asked | None = None
         self._error: CacheError | None = None  # the caller's mistake
-        self._again = True  # a namespace that the server has forgotten is registered again, once
+        self._again = True  # where the server has forgotten the namespace, or our session, it is asked again, once
         self._result = result
         self._cancelled = False
 
@@ -430,6 +440,12 @@ class LookupHandle:
                     self._give_up()
             if (asked := self._asked) is not None:
                 self._hear(asked)
+        except ForgottenError as error:
+            self._asked = None  # it was not done: once more, over the next link
+            if self._again:
+                self._again = False
+            else:
+                self._result = self._lookups.refused(self._wanted, error)
         except UnknownNamespaceError as error:
             if self._again and (asked := self._asked) is not None:
                 asked.link.forget_binding(self._wanted.namespace)

@@ -1,0 +1,153 @@
+"""A session that its server has dropped, over ZMQ, where the connection stands: nothing was done of what is asked then,
+so the call itself opens the next session and asks again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.errors import LeaseExpiredError
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+
+pytest.importorskip("zmq")
+
+NBYTES = 4096
+SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
+KEYS = [number.to_bytes(32, "big") for number in range(4)]
+WAIT_S = 60.0  # a safety net
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = make_settings(
+        name=f"f{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 4 << 20}, drain_s=0.1, zmq={"ipc": str(tmp_path / "zmq")},
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        with server.connect() as other:
+            assert other.store(KEYS, [b"o" * NBYTES] * len(KEYS), namespace=SPACE).stored == len(KEYS)
+        yield server
+
+
+@pytest.fixture(params=[True, False], ids=["maps the pool", "maps no pool"])
+def client(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """One that asks for every hit."""
+    with closing(Client.connect(address=f"ipc://{tmp_path}/zmq", maps_pool=request.param, use_index=False)) as client:
+        client.register_layout(SPACE)
+        yield client
+
+
+def drop(server: Server) -> None:
+    """The server makes room, as it does at its limit of sessions."""
+    dropped = threading.Event()
+
+    def make_room() -> None:
+        for session in server.sessions:
+            if session.carrier == "zmq":
+                server.sessions._end_to_make_room(session, server.loop.clock.now)
+        dropped.set()
+
+    server.loop.call(make_room)
+    assert dropped.wait(WAIT_S)
+
+
+def lookup(client: Client) -> Any:
+    return client.lookup(KEYS, namespace=SPACE).hits
+
+
+def held_lookup(client: Client) -> Any:
+    found = client.lookup(KEYS, namespace=SPACE, hold=True)
+    assert client.free_lookup_locks(found.promises) == 1
+    return found.hits
+
+
+def lookup_nowait(client: Client) -> Any:
+    result = client.lookup_nowait(KEYS, namespace=SPACE).wait(WAIT_S)
+    assert result is not None
+    return result.hits
+
+
+def retrieve(client: Client) -> Any:
+    return client.retrieve(KEYS, [bytearray(NBYTES) for _ in KEYS], namespace=SPACE).hits
+
+
+def store(client: Client) -> Any:
+    return client.store([b"n" * 32], [b"n" * NBYTES], namespace=SPACE).statuses
+
+
+def read_in_place(client: Client) -> Any:
+    with client.prepare_retrieve(KEYS, namespace=SPACE) as lease:
+        return len(lease.granted)
+
+
+def pin(client: Client) -> Any:
+    return len([status for status in client.pin(KEYS, namespace=SPACE) if status is Status.GRANTED])
+
+
+def explain(client: Client) -> Any:
+    return len(client.explain(KEYS, namespace=SPACE))
+
+
+def ping(client: Client) -> Any:
+    return client.ping(b"x")
+
+
+def clear(client: Client) -> Any:
+    return client.clear(SPACE).objects
+
+
+def end_session(client: Client) -> Any:
+    return client.end_session()
+
+
+ANYBODY = {lookup: 4, held_lookup: 4, lookup_nowait: 4, pin: 4, explain: 4, ping: b"x", clear: 4, end_session: None}
+WORKERS = {retrieve: 4, store: [Status.STORED], read_in_place: 4}
+
+
+@pytest.mark.parametrize("call", [*ANYBODY, *WORKERS], ids=lambda call: call.__name__)
+def test_a_call_in_a_session_that_was_dropped_is_answered_all_the_same(
+    server: Server, client: Client, call: Callable[[Client], Any]
+) -> None:
+    if call in WORKERS and not client._links._target.maps_pool:
+        pytest.skip("needs the pool")
+    before = client._links._link
+    drop(server)
+    assert call(client) == {**ANYBODY, **WORKERS}[call]
+    assert client._links._link is not before
+
+
+def test_calls_of_other_threads_that_meet_the_same_end_are_answered_too(server: Server, client: Client) -> None:
+    for _ in range(20):
+        drop(server)
+        found: list[int] = []
+        threads = [threading.Thread(target=lambda: found.append(lookup(client))) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert found == [4] * 4
+
+
+def test_a_lease_of_a_session_that_was_dropped_is_not_asked_for_anew(server: Server, tmp_path: Path) -> None:
+    """Its slots are nobody's to say: the next page may not stand under another lease."""
+    with closing(Client.connect(address=f"ipc://{tmp_path}/zmq", use_index=False)) as client:
+        lease = client.prepare_store([b"w" * 32], namespace=SPACE)
+        lease.view(0)[:] = b"w" * NBYTES
+        drop(server)
+        lease.ask([b"x" * 32])
+        assert lease.statuses[1] is Status.UNREACHABLE
+        with pytest.raises(LeaseExpiredError):
+            lease.commit()
