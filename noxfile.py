@@ -47,7 +47,7 @@ LONG = [
 
 
 # What knows of core's C extension: tests of it, and those that hold it and the way in Python together.
-NATIVE = ["tests/native", "tests/tokens", "tests/client/test_hits.py"]
+NATIVE = ["tests/native", "tests/tokens", "tests/client/test_hits.py", "tests/client/test_pages.py"]
 # Those that build programs and packages of their own, which a sanitizer around the interpreter would only slow down.
 NATIVE_BUILDS = ["test_build.py", "test_programs.py", "test_hunt.py"]
 

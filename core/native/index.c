@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "index_find.h"
+#include "index_lent.h"
 #include "index_write.h"
 
 /* Keys that are looked up with the GIL held: 2,048 of them take about 20 µs. */
@@ -375,6 +376,25 @@ static int make_verified(Index *self) {
     self->verified = memory;
     return 0;
 }
+
+int index_lend(PyObject *index, const index_view **view, _Atomic uint32_t **verified) {
+    if (Py_TYPE(index)->tp_dealloc != (destructor)index_dealloc) {
+        PyErr_Format(PyExc_TypeError, "index is a %s, not an Index", Py_TYPE(index)->tp_name);
+        return -1;
+    }
+    Index *self = (Index *)index;
+    if (!enter(self))
+        return -1;
+    if (make_verified(self) < 0) {
+        leave(self);
+        return -1;
+    }
+    *view = &self->writer.view;
+    *verified = self->verified;
+    return 0;
+}
+
+void index_take_back(PyObject *index) { leave((Index *)index); }
 
 static int check_targets(const Py_buffer *targets, uint64_t n) {
     if ((uint64_t)targets->len != n * 8 || (uintptr_t)targets->buf % 8 != 0) {

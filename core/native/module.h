@@ -13,5 +13,6 @@ int copying_add(PyObject *module);
 int index_add(PyObject *module);
 int adoption_add(PyObject *module);
 int marking_add(PyObject *module);
+int pages_add(PyObject *module);
 
 #endif

@@ -35,8 +35,8 @@ typedef struct {
     pthread_mutex_t lock; /* of what follows */
     pthread_cond_t left;
     unsigned holders; /* who still needs this memory: the caller, and every thread made */
-    unsigned working;
-    int closed; /* the caller has found nothing more to do: who comes now may not touch `ctx` */
+    unsigned working; /* threads that may be inside an item: in team_run, all but the caller */
+    int closed;       /* the caller has found nothing more to do: who comes now may not touch `ctx` */
 } team_job;
 
 static inline void team_work(team_job *job) {
@@ -64,7 +64,7 @@ static inline void *team_member(void *given) {
         team_work(job);
         pthread_mutex_lock(&job->lock);
         if (--job->working == 0)
-            pthread_cond_signal(&job->left);
+            pthread_cond_broadcast(&job->left);
     }
     team_release(job);
     return NULL;
@@ -86,20 +86,21 @@ static inline void team_elsewhere(pthread_attr_t *attributes) {
 #endif
 }
 
-/* Make up to `count` threads that work on the job. */
-static inline void team_call_up(team_job *job, unsigned count) {
+/* Make up to `count` threads that work on the job; how many were made. */
+static inline unsigned team_call_up(team_job *job, unsigned count) {
     pthread_attr_t attributes;
     pthread_t made;
     sigset_t all, before;
+    unsigned called = 0;
     if (pthread_attr_init(&attributes) != 0)
-        return;
+        return 0;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, TEAM_STACK_BYTES);
     team_elsewhere(&attributes);
     /* Signals are for the threads that the process knows of: Python's handlers, or another library's. */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (; count; count--) {
+    for (; called < count; called++) {
         pthread_mutex_lock(&job->lock);
         job->holders++;
         pthread_mutex_unlock(&job->lock);
@@ -112,6 +113,69 @@ static inline void team_call_up(team_job *job, unsigned count) {
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     pthread_attr_destroy(&attributes);
+    return called;
+}
+
+/* A job that nobody works on yet, held by the caller, who ends it with team_close. NULL: there is no memory. */
+static inline team_job *team_open(size_t items, void (*item)(void *ctx, size_t i), void *ctx) {
+    team_job *job = malloc(sizeof *job);
+    if (!job)
+        return NULL;
+    *job = (team_job){.item = item, .ctx = ctx, .items = items, .holders = 1};
+    atomic_init(&job->next, 0);
+    pthread_mutex_init(&job->lock, NULL); /* neither of the two can fail with default attributes */
+    pthread_cond_init(&job->left, NULL);
+    return job;
+}
+
+/* Do one item, if there is one that nobody has begun. */
+static inline int team_work_on_one(team_job *job) {
+    size_t i = atomic_load_explicit(&job->next, memory_order_relaxed);
+    if (i >= job->items || (i = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed)) >= job->items)
+        return 0;
+    job->item(job->ctx, i);
+    return 1;
+}
+
+/* Begin no more items. Those that are being worked on go on. */
+static inline void team_stop(team_job *job) {
+    atomic_store_explicit(&job->next, job->items, memory_order_relaxed);
+}
+
+/* Take part as one of the threads; false where the job is closed. The caller has the job held. */
+static inline int team_enter(team_job *job) {
+    pthread_mutex_lock(&job->lock);
+    int open = !job->closed;
+    job->working += (unsigned)open;
+    job->holders += (unsigned)open;
+    pthread_mutex_unlock(&job->lock);
+    return open;
+}
+
+static inline void team_leave(team_job *job) {
+    pthread_mutex_lock(&job->lock);
+    if (--job->working == 0)
+        pthread_cond_broadcast(&job->left);
+    team_release(job);
+}
+
+/* Wait until nobody is inside an item, and let nobody into another. The caller, who has the job held, then sees all
+ * that was written, and nobody uses `ctx`. */
+static inline void team_shut(team_job *job) {
+    team_stop(job);
+    pthread_mutex_lock(&job->lock);
+    job->closed = 1;
+    job->holders++;
+    while (job->working)
+        pthread_cond_wait(&job->left, &job->lock);
+    team_release(job);
+}
+
+/* The same, and the end of the caller's own hold. */
+static inline void team_close(team_job *job) {
+    team_shut(job);
+    pthread_mutex_lock(&job->lock);
+    team_release(job);
 }
 
 /* How many threads to use for `bytes`, of at most `threads` (0 counts as 1). */
@@ -133,23 +197,15 @@ static inline void team_run(size_t items, unsigned threads, void (*item)(void *c
     if (threads > items)
         threads = (unsigned)items;
     if (threads > 1)
-        job = malloc(sizeof *job);
+        job = team_open(items, item, ctx);
     if (!job) {
         for (size_t i = 0; i < items; i++)
             item(ctx, i);
         return;
     }
-    *job = (team_job){.item = item, .ctx = ctx, .items = items, .holders = 1};
-    atomic_init(&job->next, 0);
-    pthread_mutex_init(&job->lock, NULL); /* neither of the two can fail with default attributes */
-    pthread_cond_init(&job->left, NULL);
     team_call_up(job, threads - 1);
     team_work(job);
-    pthread_mutex_lock(&job->lock);
-    job->closed = 1;
-    while (job->working)
-        pthread_cond_wait(&job->left, &job->lock);
-    team_release(job);
+    team_close(job);
 }
 
 #endif

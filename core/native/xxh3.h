@@ -335,17 +335,11 @@ static inline xxh3_stripes *xxh3_chosen(int how, const void *to) {
 #endif
 }
 
-/* The checksum of n > 240 bytes by that form, which leaves the bytes at `to` unless it only hashes. */
-static inline uint64_t xxh3_long(xxh3_stripes *take, int how, unsigned char *to, const unsigned char *from, size_t n) {
-    uint64_t lanes[8] = {XXH3_P32_3, XXH3_P64_1, XXH3_P64_2, XXH3_P64_3,
-                         XXH3_P64_4, XXH3_P32_2, XXH3_P64_5, XXH3_P32_1};
-    size_t stripes = (n - 1) / XXH3_STRIPE_BYTES, taken = stripes * XXH3_STRIPE_BYTES;
-    take(lanes, from, stripes, to);
-    if (how != XXH3_HASH)
-        memcpy(to + taken, from + taken, n - taken);
-    /* The last 64 bytes are a stripe of their own, whatever came before them, under a secret of their own. */
+/* What becomes of the lanes when all stripes are taken. `last`: the last 64 of the n bytes, which are a stripe of their
+ * own, whatever came before them, under a secret of their own. */
+static inline uint64_t xxh3_finished(uint64_t lanes[8], const unsigned char *last, size_t n) {
     for (int i = 0; i < 8; i++) {
-        uint64_t word = xxh3_u64(from + n - XXH3_STRIPE_BYTES + 8 * i);
+        uint64_t word = xxh3_u64(last + 8 * i);
         uint64_t keyed = word ^ xxh3_u64(xxh3_secret + XXH3_LAST_AT + 8 * i);
         lanes[i ^ 1] += word;
         lanes[i] += (keyed & 0xFFFFFFFFu) * (keyed >> 32);
@@ -355,6 +349,17 @@ static inline uint64_t xxh3_long(xxh3_stripes *take, int how, unsigned char *to,
         h += xxh3_folded(lanes[i] ^ xxh3_u64(xxh3_secret + 11 + 8 * i),
                          lanes[i + 1] ^ xxh3_u64(xxh3_secret + 19 + 8 * i));
     return xxh3_avalanche(h);
+}
+
+/* The checksum of n > 240 bytes by that form, which leaves the bytes at `to` unless it only hashes. */
+static inline uint64_t xxh3_long(xxh3_stripes *take, int how, unsigned char *to, const unsigned char *from, size_t n) {
+    uint64_t lanes[8] = {XXH3_P32_3, XXH3_P64_1, XXH3_P64_2, XXH3_P64_3,
+                         XXH3_P64_4, XXH3_P32_2, XXH3_P64_5, XXH3_P32_1};
+    size_t stripes = (n - 1) / XXH3_STRIPE_BYTES, taken = stripes * XXH3_STRIPE_BYTES;
+    take(lanes, from, stripes, to);
+    if (how != XXH3_HASH)
+        memcpy(to + taken, from + taken, n - taken);
+    return xxh3_finished(lanes, from + n - XXH3_STRIPE_BYTES, n);
 }
 
 static inline uint64_t xxh3_short(const unsigned char *p, size_t n) {

@@ -74,6 +74,15 @@ def test_the_use_from_python_runs(node: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_example_of_pages_runs(node: Any) -> None:
+    node.serve()
+    code = fenced((ROOT / "docs/guide/pages.md").read_text(), "python")[0]
+    code = code.replace(".connect()", f".connect({node.name!r}, runtime_dir={str(node.run)!r})")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3 of 3 stored\n3 hits; not to be trusted: []\n"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_in_python_parse(page: Path) -> None:
     for code in fenced(page.read_text(), "python"):

@@ -14,6 +14,8 @@ from lmcache_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from lmcache_core.client.client import Client
+    from lmcache_core.client.pages import PageEntry
+    from lmcache_core.client.regions import PageGroup, Region
     from lmcache_core.pool.layout import Layout
     from lmcache_core.server.server import Server
     from lmcache_core.tokens.namespace import Namespace
@@ -32,7 +34,10 @@ __all__ = [
     "Kind",
     "Layout",
     "Namespace",
+    "PageEntry",
+    "PageGroup",
     "PluginInfo",
+    "Region",
     "Server",
     "__version__",
     "hookimpl",
@@ -42,6 +47,9 @@ _LAZY = {
     "Client": "lmcache_core.client.client",
     "Layout": "lmcache_core.pool.layout",
     "Namespace": "lmcache_core.tokens.namespace",
+    "PageEntry": "lmcache_core.client.pages",
+    "PageGroup": "lmcache_core.client.regions",
+    "Region": "lmcache_core.client.regions",
     "Server": "lmcache_core.server.server",
 }
 

@@ -140,6 +140,61 @@ class Index:
     # (namespace, layout, keys a batch, keys) -> hits, seconds of the loop in C alone
     def _find_row(self, namespace: int, layout: int, batch_keys: int, keys: Buffer, /) -> tuple[int, float]: ...
 
+# --- pages.c ---
+
+@final
+class PageTables:
+    """Regions of pages, in groups. Of each group: the regions as words (base, page_bytes, page_stride for each), pages,
+    pages_per_object, null_page or None, alias, exact (see `client.regions.Tables`). The caller holds the memory."""
+
+    def __new__(cls, groups: tuple[tuple[Any, ...], ...]) -> Self: ...
+
+@final
+class PageBatch:
+    """The pages of one call, checked whole. Of each entry: group, number of keys, page ids (a buffer of i64),
+    skip_pages, valid_pages. `writes`: no page may be there twice. Raises ValueError in words for the caller."""
+
+    def __new__(
+        cls, tables: PageTables, entries: tuple[tuple[int, int, Buffer, int, int], ...], writes: bool
+    ) -> Self: ...
+    def ids(self, entry: int, /) -> bytes:
+        """The page ids of an entry, as i64; -1 for those that are not touched."""
+
+@final
+class PageJob:
+    """Objects of a batch on their way, from pages into slots (`gather`) or from slots into pages. Its threads use
+    nothing of Python. Dropping it stops it, and waits until they have left.
+
+    A part is (entry, positions, addresses of slots, checksums or None), or (entry, positions, keys, index, namespace,
+    layout id, verify) for what is to be found in the index. Positions, addresses and checksums are buffers of u64, one
+    for each object; a checksum of 0 is not compared. `by_region`: the first region of all objects first.
+    """
+
+    def __new__(
+        cls, batch: PageBatch, parts: tuple[tuple[Any, ...], ...], gather: bool, by_region: bool, keep: object
+    ) -> Self: ...
+    @property
+    def running(self) -> bool:
+        """Whether a thread may be inside a slot or a page. False in a forked child."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes to copy."""
+    def start(self, threads: int, waits: bool, /) -> None:
+        """Begin, once, by at most so many threads. With `waits` the caller is one of them, and all is done when it
+        returns; less than 1 MiB is done at once in any case."""
+    def wait(self, seconds: float, region: int = -1, /) -> bool:
+        """Take part until this region (counted through all groups; -1: all of it) is done, for so long; whether it
+        is."""
+    def ask_to_stop(self) -> None:
+        """Have the threads leave soon. Waits for nothing, takes no lock."""
+    def stop(self) -> None:
+        """Have the threads leave, and return when they have."""
+    def statuses(self, part: int, /) -> bytes:
+        """One byte an object: 0 not there, 1 copied, 2 changed while it was copied, 3 damaged, 4 not done; and 16 where
+        something was written for it."""
+    def checksums(self, part: int, /) -> bytes:
+        """The xxh3_64 of each object, as u64: of a gather, what its slot holds now."""
+
 # --- adoption.c ---
 
 class Adoption:

@@ -39,6 +39,7 @@ COPY_THREADS_AUTO_MAX = 4  # of one job, if nothing is asked for: a few fill any
 FRAME_BYTES_MAX = 64 << 10  # below SEQPACKET's default of 212,960 with room for several in flight
 BATCH_KEYS_MAX = 1024  # keys in one frame: the kernel's work on it stays below 2 ms
 STORE_PAGE_KEYS = 512  # keys a client stores with one call: each may cost an eviction, and others wait for the page
+PAGE_JOBS_MAX = 64  # page jobs of one client under way at once, each with `copy_threads` threads of its own
 OPERATION_KEYS_MAX = 1 << 20  # keys in one call of the client, in pages of BATCH_KEYS_MAX under one lease
 ERROR_CHARS_MAX = 4096  # of an error's message: it may quote the request, and has to fit into a frame
 SESSIONS_MAX = 4096  # two descriptors or three each: below the usual hard limit of open files

@@ -20,7 +20,10 @@ from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.links import Links
 from lmcache_core.client.lookups import LookupHandle, LookupOptions, Lookups
+from lmcache_core.client.page_jobs import PagesResult
+from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.presence import Presence
+from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.client.retrieving import Retriever, promise_of
 from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UnknownNamespaceError, UsageError
@@ -185,6 +188,51 @@ class Client:
         found = spans(into, len(keys), namespace.layout, writable=True)
         level = self._verify if verify is None else verify_level(verify)
         return self._retriever.retrieve(keys, found, namespace, prefix, promises, level)
+
+    # --- an engine's pages --------------------------------------------------------------------------------
+
+    def register_pages(self, groups: Sequence[PageGroup]) -> Pages:
+        """Pages of the caller's own memory, from which `store` gathers objects and into which `retrieve` scatters them,
+        without a copy in between. The memory must stay where it is for as long as the `Pages` are used.
+
+        Raises `UsageError` for regions that do not fit into their buffers, pages of a group that lie over one another,
+        and a layout that is not as large as an object's pages. Groups may share memory.
+        """
+        return Pages(self._links, self._hits, groups, self._copy_threads, self._verify)
+
+    def store_strided(
+        self,
+        keys: Sequence[bytes],
+        regions: Sequence[Region],
+        page_ids: Any,
+        *,
+        namespace: Namespace,
+        pages_per_object: int = 1,
+        valid_pages: int | None = None,
+    ) -> StoreResult:
+        """Store objects out of memory that is not registered, as it moves from call to call. See `Pages.store`."""
+        pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
+        return StoreResult(pages.store([PageEntry(0, keys, page_ids, 0, valid_pages)]).statuses[0])
+
+    def retrieve_strided(
+        self,
+        keys: Sequence[bytes],
+        regions: Sequence[Region],
+        page_ids: Any,
+        *,
+        namespace: Namespace,
+        pages_per_object: int = 1,
+        skip_pages: int = 0,
+        valid_pages: int | None = None,
+        promises: Sequence[int] = (),
+        verify: str | None = None,
+    ) -> PagesResult:
+        """Copy objects into memory that is not registered. Each key stands for itself. See `Pages.retrieve`."""
+        pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
+        entry = PageEntry(0, keys, page_ids, skip_pages, valid_pages)
+        return pages.retrieve([entry], promises=[promises], verify=verify)
+
+    # --- what is there --------------------------------------------------------------------------------------
 
     def lookup(
         self,

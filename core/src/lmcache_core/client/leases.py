@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import xxhash
 
-from lmcache_core.client.channel import expect
+from lmcache_core.client.channel import Pending, expect
 from lmcache_core.client.copying import checksums_of, tensor_of
 from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
@@ -110,18 +110,26 @@ class Lease(ABC):
                     raise
                 reply = self._page_over(self._links.current(), make, first, count)  # see `Links.asked`
         except CacheError as error:
-            self._occupancy.give_page_up(holding, self._asked)
-            ended = _ENDED.get(type(error))
-            self._no_more = self._links.refused(error) if ended is None else (ended, Reason.NONE)
-            self.add_ungranted(*self._no_more, count)
+            self.refuse(error, count)
             return
+        self._take(reply, first, count)
+
+    def _take(self, reply: m.Granted, first: int, count: int) -> None:
+        """Note what was granted of a page."""
         self.statuses += grant_statuses(reply.statuses)
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
         self._checksums.extend(unpack_u64(reply.checksums) if reply.checksums else _ZERO * count)
         statuses, granted = self.statuses, Status.GRANTED
         self._unsettled.update(dict.fromkeys(at for at in range(first, first + count) if statuses[at] is granted))
-        holding.page = self._asked = None
+        self._holding.page = self._asked = None
+
+    def refuse(self, error: CacheError, count: int) -> None:
+        """Nothing of a page was granted, or what was goes back. Raises the error where it is the caller's mistake."""
+        self._occupancy.give_page_up(self._holding, self._asked)
+        ended = _ENDED.get(type(error))
+        self._no_more = self._links.refused(error) if ended is None else (ended, Reason.NONE)
+        self.add_ungranted(*self._no_more, count)
 
     def _page_over(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Granted:
         holding = self._holding
@@ -140,6 +148,46 @@ class Lease(ABC):
         self._asked = holding.page = Page(first, count, link, pending)
         channel.send(pending, lambda rid: make(rid, holding.id))
         return channel.wait(pending)
+
+    # --- for who must not wait ------------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> Holding:
+        """What it holds, for the occupancy."""
+        return self._holding
+
+    def start(self, link: Link, make: Callable[[int, int], m.Message], count: int) -> Pending:
+        """As `extend`, for the first page and no other, without waiting: the call under way, for `hear`. Where it
+        fails, now or later, it is for `refuse`."""
+        self._occupancy.asking(self._holding, link)
+        pending = link.channel.expecting()
+        self._asked = self._holding.page = Page(0, count, link, pending)
+        link.channel.send(pending, lambda rid: make(rid, 0), blocks=False)
+        return pending
+
+    def hear(self, link: Link, reply: m.Reply, count: int) -> None:
+        """The server has answered what was started."""
+        granted = expect(reply, m.Granted)
+        if granted.lease and not self._occupancy.granted(self._holding, link, granted.lease):
+            raise DisconnectedError("the link was lost while this was granted")
+        self._take(granted, 0, count)
+
+    def tell(self, kind: type[m.Settle], positions: Sequence[int], checksums: bytes = b"") -> Pending:
+        """Say what became of positions, one frame of them at most, without waiting for the answer. Nobody touches
+        their slots any more. Raises `DisconnectedError`: then `leave` says it when the server can be reached."""
+        link = self._link
+        assert link is not None
+        pending = link.channel.start(settle_page(kind, self.id, positions, checksums), blocks=False)
+        for position in positions:
+            self._unsettled.pop(position, None)
+        return pending
+
+    def leave(self) -> None:
+        """Nothing of it is ours any more, and the server is told so, without waiting, of what it does not know yet."""
+        if self._unsettled or self._holding.page is not None:
+            self._occupancy.let_go(self._holding)
+        else:
+            self._occupancy.ended(self._holding)
 
     def add_ungranted(self, status: Status, reason: Reason, count: int) -> None:
         """Positions that nobody was asked for, or that nobody answered."""
@@ -400,6 +448,11 @@ class ReadLease(Lease):
             return _ZERO * len(keys)
         return array("Q", index.generations(self._namespace.id, layout, list(keys), offsets))
 
+    def untouched(self, positions: Sequence[int]) -> list[bool]:
+        """Of each of these: whether its slot is shown to hold what it held when it was granted, and did all the while.
+        Asks nobody."""
+        return [self._untouched([position]) for position in positions]
+
     def _untouched(self, positions: Sequence[int]) -> bool:
         """Whether the slots at these positions hold what they held when they were granted, and did all the while."""
         if not all(position < len(self._generations) and self._generations[position] for position in positions):
@@ -429,6 +482,10 @@ class ReadLease(Lease):
                 self.report_damaged(damaged)
             for position in damaged:
                 self.statuses[position], self.reasons[position] = Status.MISS, Reason.DAMAGED
+
+    def checksums_at(self, positions: Iterable[int]) -> array[int]:
+        """Of what the slots at these positions are to hold; 0 where it is not to be checked, or not known."""
+        return array("Q", [self._checksums[position] for position in positions])
 
     def unverifiable(self, first: int) -> list[int]:
         """Positions from `first` on whose checksum nobody knows."""

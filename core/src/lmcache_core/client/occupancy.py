@@ -4,7 +4,8 @@ Every lease of a client has a `Holding` here, from before the server is asked un
 touches its slots. Nothing is settled, said goodbye to or unlocked while a holding is *occupied*:
 
 - by a copy: the call that makes it is still on its thread's stack (`Presence`);
-- by a view or tensor: the object that lends its memory lives for as long as anything shows that memory.
+- by a view or tensor: the object that lends its memory lives for as long as anything shows that memory;
+- by threads of the extension (`Work`), which copy on while nobody waits for them: it says whether one may be inside.
 
 These are facts, which no interrupt can skip. What a lease that nobody has any more still holds is let go of by whoever
 calls the server next. The life lock is kept alive by the holdings that were granted under it, and by the link: it ends,
@@ -21,15 +22,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_core.client.channel import Pending
 from lmcache_core.client.copying import weakly
 from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import Status
-from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, LimitError, UsageError
 from lmcache_core.kernel.answers import Grant
-from lmcache_core.limits import BATCH_KEYS_MAX
+from lmcache_core.limits import BATCH_KEYS_MAX, PAGE_JOBS_MAX
 from lmcache_core.pool.lifelock import LifeLock
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import pack_positions
@@ -39,6 +40,17 @@ if TYPE_CHECKING:
 
 _SWEEP_AT = 64  # views of one lease, before the first look at which of them are gone
 _LOOK_S = 0.01  # whoever waits for views to go looks so often: nothing runs when the last one does
+
+
+class Work(Protocol):
+    """Copies by threads of the extension, which go on when the call that began them has returned."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a thread may be inside a slot, or in the caller's memory."""
+
+    def stop(self) -> None:
+        """Begin nothing more, and return when no thread is inside. Soon: they look up after each MiB."""
 
 
 class Page:
@@ -66,6 +78,7 @@ class Holding:
         self.statuses: list[Status] = []
         self.over = False
         self.copying = copying  # the call in which slots are copied to or from, if they are not lent to the caller
+        self.work: Work | None = None  # the same, for threads of the extension
         self.link: Link | None = None  # that the server is spoken to over
         self.life_locks: tuple[LifeLock, ...] = ()  # of the rows under which the server may know it
         self.id = 0
@@ -89,7 +102,15 @@ class Holding:
         copying = self.copying  # its thread may end it while we look
         if copying is not None and copying.lasts:
             return True
+        if self.worked_in:
+            return True
         return any(lender() is not None for lender in list(self.lent.values()))
+
+    @property
+    def worked_in(self) -> bool:
+        """Whether threads of the extension may be inside its slots."""
+        work = self.work
+        return work is not None and work.running
 
     @property
     def occupied_by_others(self) -> bool:
@@ -99,7 +120,7 @@ class Holding:
         copying = self.copying
         if copying is not None and copying.lasts:
             return not copying.is_ours
-        return bool(self.borrowers - {threading.get_ident()})
+        return self.worked_in or bool(self.borrowers - {threading.get_ident()})
 
     def bar(self, why: str) -> None:
         """Lend nothing from now on, and take back the views that nobody is using."""
@@ -161,7 +182,7 @@ class Holding:
             self.statuses[position] = Status.ABORTED
         self.unsettled.clear()
         self._kept_by_lenders(None)
-        self.copying = self.page = None
+        self.copying = self.page = self.work = None
         self.life_locks = ()
 
     def leave_to_borrowers(self) -> None:
@@ -195,6 +216,7 @@ class Occupancy:
         self._ties: dict[int, _Tie] = {}  # to their leases
         self.copying: dict[int, Holding] = {}  # by the thread that copies
         self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
+        self._works: dict[int, Work] = {}  # that were begun, by their address
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
         self._owed: list[Callable[[int], m.Message]] = []  # what ended since it was told
         self._closed = ""
@@ -268,6 +290,25 @@ class Occupancy:
             raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
         return lender
 
+    def begin(self, work: Work, holdings: Sequence[Holding]) -> None:
+        """Threads of the extension are about to go into the slots of these holdings (and, in any case, into the
+        caller's memory). Raises `LeaseExpiredError` where one of these has ended, `UsageError` where the client is
+        closed, and `LimitError`: then nothing may be begun. Whoever ends something looks at what was begun after it
+        has barred it, and stops it."""
+        for begun in list(self._works.values()):
+            if not begun.running:
+                self.has_ended(begun)
+        if len(self._works) >= PAGE_JOBS_MAX:
+            raise LimitError(f"{PAGE_JOBS_MAX} page jobs of this client are under way: wait for some, or cancel them")
+        self._works[id(work)] = work
+        for holding in holdings:
+            holding.work = work
+        if self._closed:
+            raise UsageError(self._closed)
+        for holding in holdings:
+            if holding.barred or holding.over:
+                raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
+
     # --- out ------------------------------------------------------------------------------------------------
 
     def ended(self, holding: Holding) -> None:
@@ -281,6 +322,10 @@ class Occupancy:
         for ender in list(self._enders):
             ender.put(None)
 
+    def has_ended(self, work: Work) -> None:
+        """None of its threads is anywhere any more. A single operation: a finalizer may call this."""
+        self._works.pop(id(work), None)
+
     def tidy(self) -> None:
         """Let go of what was left behind: by a lease that is no more, by a copy that was interrupted. There is nothing
         to do while both `gone` and `copying` are empty."""
@@ -288,8 +333,11 @@ class Occupancy:
             assert isinstance(tie, _Tie)
             holding, lease = self._holdings.get(tie.of), self._ties.get(tie.of)
             left = lease is None or lease() is None
-            if holding is not None and (left or holding.barred) and not holding.occupied:
-                self.let_go(holding)
+            if holding is not None and (left or holding.barred):
+                if holding.worked_in:
+                    continue  # its threads leave soon: the next call looks again
+                if not holding.occupied:
+                    self.let_go(holding)
             with contextlib.suppress(ValueError):  # another thread was here, too
                 self.gone.remove(tie)
         mine = self.copying.get(threading.get_ident())
@@ -335,6 +383,9 @@ class Occupancy:
         holdings = list(self._holdings.values())
         for holding in holdings:
             holding.bar(why)
+        for work in list(self._works.values()):
+            work.stop()
+            self.has_ended(work)
         self._wait_for_others(holdings, time.monotonic() + timeout_s)
         busy = [each for each in holdings if id(each) in self._holdings and each.occupied]
         idle = [each for each in holdings if id(each) in self._holdings and each not in busy]
@@ -426,7 +477,8 @@ class Occupancy:
             if holding.let_go is m.AbortStore:
                 holding.bar(PARENTS)
             holding.barred = PARENTS
-            holding.life_locks, holding.copying = (), None
+            holding.life_locks, holding.copying, holding.work = (), None, None
+        self._works.clear()
         self._closed = PARENTS
 
 

@@ -1,0 +1,331 @@
+/* Objects between slots of the pool and an engine's pages.
+ *
+ * An engine's memory is regions of pages, at a stride of their own, in groups. An object of a group is, for each of
+ * its regions in order, so many pages of that region: `pages_per_object` ids say which. In a slot all of this lies in a
+ * row. What lies in a row on both sides is one copy: consecutive pages of a region without gaps, or the pages of
+ * regions that follow each other.
+ *
+ * A job is a list of items, each of them a range of bytes of some objects, done in order by whichever thread comes.
+ * A checksum goes through an object from its start to its end, so such an object is one range; others are cut into
+ * pieces, by region if the regions are to be ready one after another. Threads look at `stop` before each piece.
+ *
+ * Where an object was found in the index, its entry is looked at again behind each range (index_find.h says why that is
+ * enough): if it moved, the range is worth nothing, and neither are those that were written before it.
+ */
+#ifndef LMCACHE_CORE_PAGES_H
+#define LMCACHE_CORE_PAGES_H
+
+#include "index_find.h"
+#include "team.h"
+#include "xxh3_pieces.h"
+
+/* A thread takes about so many bytes at once, and looks around after as many. */
+#define PAGES_PIECE_BYTES ((uint64_t)1 << 20)
+#define PAGES_UNTOUCHED ((int64_t)-1) /* in place of the id of a page that is neither read nor written */
+
+enum { PAGES_WRITTEN = 1, PAGES_MISSED = 2, PAGES_CHANGED = 4, PAGES_DAMAGED = 8 };
+
+typedef struct {
+    unsigned char *base;
+    uint64_t page_bytes, page_stride;
+    uint64_t slot_at; /* where this region's part begins in the slot */
+} pages_region;
+
+typedef struct {
+    const pages_region *regions;
+    size_t count;
+    size_t first; /* number of its first region among those of all groups */
+    uint64_t pages, pages_per_object, object_bytes;
+    int64_t null_page;
+    bool has_null;
+    uint64_t alias; /* groups with the same number may share memory */
+    bool exact;     /* … and equal ids do not tell whether two of them do: the places do */
+} pages_group;
+
+typedef struct {
+    const pages_group *group;
+    const int64_t *ids;     /* pages_per_object of them */
+    unsigned char *slot;    /* NULL: it is not there */
+    const index_view *view; /* NULL: a lease keeps the slot */
+    index_place place;
+    _Atomic uint32_t *verified; /* where to note that this process has seen the bytes whole, or NULL */
+    bool check;
+    uint64_t checksum;     /* that the bytes have, or are to have */
+    _Atomic uint32_t left; /* items that have not come to their end */
+    _Atomic unsigned found;
+} pages_object;
+
+typedef struct {
+    size_t object, count;
+    uint64_t from, to;      /* bytes of each object */
+    size_t region, regions; /* that lie in there, counted over all groups */
+} pages_item;
+
+typedef struct {
+    pages_object *objects;
+    size_t count;
+    pages_item *items;
+    size_t items_count, items_room;
+    _Atomic size_t *regions_left; /* items for each region */
+    size_t regions;
+    _Atomic size_t left; /* items */
+    _Atomic bool stop;
+    bool gather; /* from pages into slots */
+    uint64_t bytes;
+    pthread_mutex_t lock; /* of nothing but the waiting for `moved` */
+    pthread_cond_t moved; /* a region, or all of it, is done */
+} pages_job;
+
+/* --- which bytes ------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    size_t region;
+    uint64_t page, in_page;
+    uint64_t at;
+} pages_cursor;
+
+typedef struct {
+    unsigned char *memory; /* NULL: pages that are not touched */
+    uint64_t at, n;        /* bytes of the slot */
+} pages_piece;
+
+static inline size_t pages_region_at(const pages_group *group, uint64_t at) {
+    size_t low = 0, high = group->count;
+    while (high - low > 1) {
+        size_t middle = low + (high - low) / 2;
+        if (group->regions[middle].slot_at <= at)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static inline pages_cursor pages_seek(const pages_group *group, uint64_t at) {
+    pages_cursor cursor = {.region = pages_region_at(group, at), .at = at};
+    const pages_region *region = &group->regions[cursor.region];
+    cursor.page = (at - region->slot_at) / region->page_bytes;
+    cursor.in_page = (at - region->slot_at) % region->page_bytes;
+    return cursor;
+}
+
+/* The next bytes up to `to` that lie in a row on both sides. False: there are none. */
+static inline bool pages_next(const pages_group *group, const int64_t *ids, pages_cursor *cursor, uint64_t to,
+                              pages_piece *piece) {
+    *piece = (pages_piece){.at = cursor->at};
+    while (cursor->at < to && piece->n < PAGES_PIECE_BYTES) {
+        const pages_region *region = &group->regions[cursor->region];
+        int64_t id = ids[cursor->page];
+        unsigned char *here = NULL;
+        if (id != PAGES_UNTOUCHED)
+            here = region->base + (uint64_t)id * region->page_stride + cursor->in_page;
+        if (piece->n && (here ? !piece->memory || here != piece->memory + piece->n : piece->memory != NULL))
+            break;
+        uint64_t n = region->page_bytes - cursor->in_page;
+        if (n > to - cursor->at)
+            n = to - cursor->at;
+        if (n > PAGES_PIECE_BYTES - piece->n)
+            n = PAGES_PIECE_BYTES - piece->n;
+        if (!piece->n)
+            piece->memory = here;
+        piece->n += n;
+        cursor->at += n;
+        cursor->in_page += n;
+        if (cursor->in_page == region->page_bytes) {
+            cursor->in_page = 0;
+            if (++cursor->page == group->pages_per_object) {
+                cursor->page = 0;
+                cursor->region++;
+            }
+        }
+    }
+    return piece->n != 0;
+}
+
+/* --- copies ------------------------------------------------------------------------------------------------ */
+
+static inline void pages_copy(const pages_job *job, const pages_object *object, const pages_piece *piece,
+                              xxh3_pieces *sum) {
+    unsigned char *slot = object->slot + piece->at, *to = job->gather ? slot : piece->memory;
+    const unsigned char *from = job->gather ? piece->memory : slot;
+    int how = job->bytes >= COPY_STREAM_BYTES ? XXH3_STREAM : XXH3_COPY;
+    if (job->gather && !piece->memory) { /* what stood in the slot before is nobody's to read */
+        memset(slot, 0, piece->n);
+        from = slot;
+        to = NULL;
+    }
+    if (sum)
+        xxh3_pieces_add(sum, to, from, piece->n, how);
+    else if (to && from)
+        copy_bytes_of(to, from, piece->n, job->bytes);
+}
+
+/* A range of one object. False: it was stopped on the way. */
+static inline bool pages_copy_range(const pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
+    const pages_group *group = object->group;
+    pages_cursor cursor = pages_seek(group, from);
+    pages_piece piece;
+    bool summed = job->gather || object->check;
+    xxh3_pieces sum;
+    if (summed)
+        xxh3_pieces_begin(&sum, group->object_bytes);
+    while (pages_next(group, object->ids, &cursor, to, &piece)) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
+            return false;
+        pages_copy(job, object, &piece, summed ? &sum : NULL);
+    }
+#if defined(__x86_64__)
+    if (summed)
+        _mm_sfence();
+#endif
+    uint64_t checksum = summed ? xxh3_pieces_end(&sum) : 0;
+    if (job->gather)
+        object->checksum = checksum;
+    else if (object->check && checksum != object->checksum)
+        atomic_fetch_or_explicit(&object->found, PAGES_DAMAGED, memory_order_relaxed);
+    return true;
+}
+
+/* Whether what was read so far was this object's. */
+static inline bool pages_unchanged(pages_object *object) {
+    if (!object->view)
+        return true;
+#ifdef __x86_64__
+    __builtin_ia32_lfence();
+#endif
+    if (index_unchanged(object->view, &object->place))
+        return true;
+    atomic_fetch_or_explicit(&object->found, PAGES_CHANGED, memory_order_relaxed);
+    return false;
+}
+
+static inline bool pages_do_range(const pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
+    if (atomic_load_explicit(&object->found, memory_order_relaxed) & ~PAGES_WRITTEN || !pages_unchanged(object))
+        return true;
+    atomic_fetch_or_explicit(&object->found, PAGES_WRITTEN, memory_order_relaxed);
+    if (!pages_copy_range(job, object, from, to))
+        return false;
+    if (pages_unchanged(object) && object->check && object->verified &&
+        !(atomic_load_explicit(&object->found, memory_order_relaxed) & PAGES_DAMAGED))
+        atomic_store_explicit(object->verified, index_verified_tag(object->place.sequence), memory_order_relaxed);
+    return true;
+}
+
+static inline void pages_tell(pages_job *job) {
+    pthread_mutex_lock(&job->lock);
+    pthread_cond_broadcast(&job->moved);
+    pthread_mutex_unlock(&job->lock);
+}
+
+static inline void pages_do_item(void *ctx, size_t i) {
+    pages_job *job = ctx;
+    const pages_item *item = &job->items[i];
+    for (size_t at = item->object; at < item->object + item->count; at++) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
+            !pages_do_range(job, &job->objects[at], item->from, item->to)) {
+            pages_tell(job);
+            return;
+        }
+        atomic_fetch_sub_explicit(&job->objects[at].left, 1, memory_order_release);
+    }
+    bool tell = false;
+    for (size_t region = item->region; region < item->region + item->regions; region++)
+        tell |= atomic_fetch_sub_explicit(&job->regions_left[region], 1, memory_order_acq_rel) == 1;
+    if (atomic_fetch_sub_explicit(&job->left, 1, memory_order_acq_rel) == 1 || tell)
+        pages_tell(job);
+}
+
+/* --- which items ------------------------------------------------------------------------------------------- */
+
+/* One more item; false: there is no memory. Small ranges of neighbours become one. */
+static inline bool pages_add_item(pages_job *job, size_t object, uint64_t from, uint64_t to) {
+    const pages_group *group = job->objects[object].group;
+    pages_item *before = job->items_count ? &job->items[job->items_count - 1] : NULL;
+    job->bytes += to - from;
+    atomic_fetch_add_explicit(&job->objects[object].left, 1, memory_order_relaxed);
+    if (before && before->object + before->count == object && before->from == from && before->to == to &&
+        job->objects[before->object].group == group && (before->count + 1) * (to - from) <= PAGES_PIECE_BYTES) {
+        before->count++;
+        return true;
+    }
+    if (job->items_count == job->items_room) {
+        size_t room = job->items_room ? 2 * job->items_room : 64;
+        pages_item *items = realloc(job->items, room * sizeof *items);
+        if (!items)
+            return false;
+        job->items = items;
+        job->items_room = room;
+    }
+    size_t first = pages_region_at(group, from), last = pages_region_at(group, to - 1);
+    job->items[job->items_count++] = (pages_item){.object = object, .count = 1, .from = from, .to = to,
+                                                  .region = group->first + first, .regions = last - first + 1};
+    return true;
+}
+
+static inline bool pages_add_pieces(pages_job *job, size_t object, uint64_t from, uint64_t to) {
+    for (uint64_t at = from; at < to; at += PAGES_PIECE_BYTES)
+        if (!pages_add_item(job, object, at, to - at < PAGES_PIECE_BYTES ? to : at + PAGES_PIECE_BYTES))
+            return false;
+    return true;
+}
+
+/* All items of the job, in the order in which they are begun. False: there is no memory. */
+static inline bool pages_plan(pages_job *job, bool by_region) {
+    for (size_t i = 0; i < job->count; i++) {
+        pages_object *object = &job->objects[i];
+        if (!object->slot)
+            atomic_fetch_or_explicit(&object->found, PAGES_MISSED, memory_order_relaxed);
+        else if (job->gather || object->check) { /* first: all regions wait for these */
+            if (!pages_add_item(job, i, 0, object->group->object_bytes))
+                return false;
+        } else if (!by_region && !pages_add_pieces(job, i, 0, object->group->object_bytes))
+            return false;
+    }
+    for (size_t number = 0; by_region && number < job->regions; number++)
+        for (size_t i = 0; i < job->count; i++) {
+            pages_object *object = &job->objects[i];
+            const pages_group *group = object->group;
+            if (!object->slot || job->gather || object->check || number < group->first ||
+                number >= group->first + group->count)
+                continue;
+            const pages_region *region = &group->regions[number - group->first];
+            uint64_t end = region->slot_at + region->page_bytes * group->pages_per_object;
+            if (!pages_add_pieces(job, i, region->slot_at, end))
+                return false;
+        }
+    for (size_t i = 0; i < job->items_count; i++)
+        for (size_t at = 0; at < job->items[i].regions; at++)
+            atomic_fetch_add_explicit(&job->regions_left[job->items[i].region + at], 1, memory_order_relaxed);
+    atomic_store_explicit(&job->left, job->items_count, memory_order_relaxed);
+    return true;
+}
+
+/* Whether a region, or with `region` at their number all of it, is done: what was written is seen by the caller. */
+static inline bool pages_done(pages_job *job, size_t region) {
+    if (region < job->regions)
+        return atomic_load_explicit(&job->regions_left[region], memory_order_acquire) == 0;
+    return atomic_load_explicit(&job->left, memory_order_acquire) == 0;
+}
+
+/* --- pages that are written by two ------------------------------------------------------------------------- */
+
+typedef struct {
+    uintptr_t from, to;
+} pages_span;
+
+static inline int pages_span_order(const void *a, const void *b) {
+    uintptr_t left = ((const pages_span *)a)->from, right = ((const pages_span *)b)->from;
+    return (left > right) - (left < right);
+}
+
+/* Whether any two of these spans have a byte in common. */
+static inline bool pages_spans_meet(pages_span *spans, size_t count) {
+    if (count)
+        qsort(spans, count, sizeof *spans, pages_span_order);
+    for (size_t i = 1; i < count; i++)
+        if (spans[i].from < spans[i - 1].to)
+            return true;
+    return false;
+}
+
+#endif

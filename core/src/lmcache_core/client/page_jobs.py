@@ -1,0 +1,794 @@
+"""Pages on their way: jobs that go on by threads of the extension, and get on whenever somebody asks how far they are.
+
+A client has no thread of its own (decision 0001), and neither has a job one that runs Python: its threads copy and do
+nothing else. What has to be said to the server is said, and heard, by the calls that start a job, wait for it, or look
+at it (decision 0018). Every lease of a job is looked after by the occupancy, which also knows of the job's threads: so
+whatever ends the client, its session or the server finds them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lmcache_core.client.channel import Pending, expect
+from lmcache_core.client.hits import CHANGED, DAMAGED, READ, VERIFY, Hits
+from lmcache_core.client.leases import Lease, ReadLease, WriteLease
+from lmcache_core.client.link import Link
+from lmcache_core.client.links import Links
+from lmcache_core.client.presence import Presence
+from lmcache_core.client.regions import Tables
+from lmcache_core.client.results import Status, settled_statuses
+from lmcache_core.client.retrieving import promise_of
+from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UnknownNamespaceError
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.limits import BATCH_KEYS_MAX, STORE_PAGE_KEYS
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.tokens.namespace import Namespace
+
+_WRITTEN = 16  # added to what a job says of an object: some of its pages were written to
+_LOOK_S = 0.0005
+_SLICE_S = 0.05  # a wait in C hears no interrupt
+_Outcome = tuple[Status, Reason]
+
+
+@dataclass(frozen=True)
+class PagesResult:
+    """What became of each key, by entry and then by key, and of the pages.
+
+    `untrusted`: for each entry the ids of the pages that were, or may have been, written to, and do not hold what their
+    keys stand for: the object left the pool meanwhile, proved damaged, or the job was cancelled. What a hit has written
+    is right, and pages of neither kind are as they were. Of a store it is always empty.
+    """
+
+    statuses: Sequence[Sequence[Status]]
+    reasons: Sequence[Sequence[Reason]]
+    untrusted: Sequence[Sequence[int]]
+
+    @property
+    def hits(self) -> int:
+        """How many keys were read."""
+        return sum(list(statuses).count(Status.HIT) for statuses in self.statuses)
+
+    @property
+    def stored(self) -> int:
+        """How many keys can be read now: stored by this call, or there already."""
+        return sum(status in (Status.STORED, Status.EXISTS) for each in self.statuses for status in each)
+
+
+class Entry(NamedTuple):
+    """Keys of one group."""
+
+    namespace: Namespace
+    keys: list[bytes]
+
+
+class Ground(NamedTuple):
+    """What jobs of one registration stand on."""
+
+    links: Links
+    hits: Hits
+    threads: int
+    tables: Tables  # whose owners keep the memory of the pages
+    engine: Any  # `_native`, or `pages_plain`
+    has_index: bool
+
+
+class Frame:
+    """Keys of one entry that the server is asked for in one message, and the lease that comes of it."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        entry: int,
+        positions: Sequence[int],
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        make_lease: Callable[[], Lease],
+        message: Callable[[int, int], m.Message],
+    ) -> None:
+        self.entry = entry
+        self.positions = positions  # of its keys among those of the entry
+        self.keys = keys
+        self.lease = make_lease()
+        self.heard = False
+        self._links = ground.links
+        self._namespace = namespace
+        self._make_lease = make_lease
+        self._message = message
+        self._link: Link | None = None
+        self._binding: Pending | None = None
+        self._pending: Pending | None = None
+        self._again = True  # a namespace that the server has forgotten is registered again, once
+
+    def get_on(self, patient: bool = False) -> bool:
+        """Ask, or hear the answer, if it has come; whether it has. `patient`: wait for a link as any call does."""
+        if self.heard:
+            return True
+        try:
+            if self._pending is None:
+                self._send(self._links.current() if patient else self._links.step())
+            self.heard = self._hear()
+        except UnknownNamespaceError as error:
+            assert self._link is not None
+            self._link.forget_binding(self._namespace)
+            if not self._again:
+                self._refuse(error)
+                return True
+            self.lease.leave()
+            self.lease, self._pending, self._binding, self._again = self._make_lease(), None, None, False
+        except CacheError as error:
+            self._refuse(error)
+        return self.heard
+
+    def _send(self, link: Link | None) -> None:
+        if link is None:
+            return
+        link.mapped()
+        self._link = link
+        # The server answers in order: by the time it comes to the question, the namespace is registered.
+        self._binding = link.start_binding(self._namespace)
+        self._pending = self.lease.start(link, self._message, len(self.keys))
+
+    def _hear(self) -> bool:
+        link, binding, pending = self._link, self._binding, self._pending
+        if link is None or pending is None:
+            return False
+        if binding is not None:
+            bound = link.channel.poll(binding)
+            if bound is None:
+                return False
+            link.note_bound(self._namespace.id, self._namespace.layout, bound)
+            self._binding = None
+        reply = link.channel.poll(pending)
+        if reply is None:
+            return False
+        self.lease.hear(link, reply, len(self.keys))
+        if isinstance(self.lease, ReadLease):
+            self.lease.watch(self.keys)
+        return True
+
+    def _refuse(self, error: CacheError) -> None:
+        self.heard = True
+        self.lease.refuse(error, len(self.keys))
+
+    def give_up(self, outcome: _Outcome) -> None:
+        """No answer is wanted any more: what it grants, should it come, goes back."""
+        if not self.heard:
+            self.heard = True
+            self.lease.leave()
+            self.lease.add_ungranted(*outcome, len(self.keys))
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something has come, at most for that long."""
+        waits_for = self._binding or self._pending
+        if self._link is None or waits_for is None:
+            self._links.wait(timeout_s)
+        else:
+            _wait_for(self._link, waits_for, timeout_s)
+
+
+def _wait_for(link: Link, pending: Pending, timeout_s: float) -> None:
+    try:
+        link.channel.wait_for(pending, timeout_s)
+    except CacheError:
+        return  # whoever polls it next hears of it
+
+
+def _frames_of(
+    ground: Ground,
+    number: int,
+    entry: Entry,
+    positions: Sequence[int],
+    size: int,
+    make_lease: Callable[[], Lease],
+    message: Callable[[bytes, int], Callable[[int, int], m.Message]],
+) -> list[Frame]:
+    """`message`: from the keys and the position of the first of them among `positions`."""
+    frames = []
+    for first in range(0, len(positions), size):
+        some = positions[first : first + size]
+        keys = [entry.keys[at] for at in some]
+        frames.append(Frame(ground, number, some, entry.namespace, keys, make_lease, message(join_keys(keys), first)))
+    return frames
+
+
+class _Answer:
+    """What the server says to the end of a lease, for positions of which nothing else shows what became of them."""
+
+    def __init__(self, frame: Frame, link: Link, pending: Pending, told: list[int], unproven: set[int]) -> None:
+        self.frame = frame
+        self.link = link
+        self.pending = pending
+        self._told = told
+        self._unproven = unproven
+
+    def hear(self) -> list[tuple[int, Status]] | None:
+        """(Position in the entry, status); None: it has not come."""
+        try:
+            reply = self.link.channel.poll(self.pending)
+            if reply is None:
+                return None
+            settled = settled_statuses(expect(reply, m.SettledReply).outcomes)
+        except CacheError as error:
+            settled = [_status_of(error)] * len(self._told)
+        return [
+            (self.frame.positions[at], status)
+            for at, status in zip(self._told, settled, strict=True)
+            if at in self._unproven
+        ]
+
+
+def _status_of(error: CacheError) -> Status:
+    if isinstance(error, ClearedError):
+        return Status.CLEARED
+    return Status.UNREACHABLE if isinstance(error, DisconnectedError) else Status.EXPIRED
+
+
+class Job(ABC):
+    """Keys of several groups on their way. `done`, `done_region`, `result` and `cancel` do not wait for the server. One
+    that is dropped is cancelled, and its threads leave soon after."""
+
+    _gather: bool
+
+    def __init__(self, ground: Ground, batch: Any, entries: Sequence[Entry], deadline_s: float | None) -> None:
+        self._ground = ground
+        self._occupancy = ground.links.occupancy
+        self._batch = batch
+        self._entries = entries
+        self._statuses = [[Status.MISS] * len(entry.keys) for entry in entries]
+        self._reasons = [[Reason.NONE] * len(entry.keys) for entry in entries]
+        self._dirty: list[set[int]] = [set() for _ in entries]  # positions of which pages were written to
+        self._works: list[Any] = []
+        self._lock = threading.Lock()
+        self._inside: Presence | None = None  # the call that gets on with it
+        self._given_up = False
+        self._answers: list[_Answer] = []
+        self._result: PagesResult | None = None
+        self._until = None if deadline_s is None else time.monotonic() + deadline_s
+
+    def __del__(self) -> None:
+        for work in getattr(self, "_works", ()):
+            work.ask_to_stop()
+            self._occupancy.has_ended(work)
+
+    def done(self) -> bool:
+        """Whether `result` is there. Whatever can be done without waiting is done by asking."""
+        if self._result is None and self._enter():
+            try:
+                if self._given_up:
+                    self._end(Status.ABORTED, Reason.NONE)
+                elif self._until is not None and time.monotonic() >= self._until:
+                    self._end(Status.MISS, Reason.LATE)
+                elif self._get_on():
+                    self._finish()
+            finally:
+                self._inside = None
+        return self._result is not None
+
+    def _enter(self) -> bool:
+        """Have the job get on in this call, which sets `_inside` to None at its end. False: another call does. One that
+        was interrupted before its end is over all the same."""
+        with self._lock:
+            inside = self._inside
+            if self._result is not None or (inside is not None and inside.lasts):
+                return False
+            self._inside = Presence(1)
+            return True
+
+    @property
+    def result(self) -> PagesResult | None:
+        """None until it is done."""
+        return self._result if self.done() else None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, at most for that long (None: for as long as it takes). The caller's thread copies,
+        too."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._wait(self.done, -1, until)
+
+    def _wait(self, done: Callable[[], bool], region: int, until: float | None) -> bool:
+        while not done():
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return False
+            ends = [each - now for each in (until, self._until) if each is not None]
+            self._wait_a_while(min([_SLICE_S, *ends]), region)
+        return True
+
+    def cancel(self) -> None:
+        """Give it up. When this returns, no thread writes to the pages, or reads them, any more; the result says what
+        was done by then, and is `ABORTED` for the rest."""
+        self._given_up = True
+        self._stop_works()  # and what another call may be about to begin is not begun any more
+        while not self.done():
+            time.sleep(_LOOK_S)
+
+    def _begin(self, parts: Sequence[tuple[Any, ...]], by_region: bool, frames: Sequence[Frame], waits: bool) -> Any:
+        """Have these copied. Raises as `Occupancy.begin`."""
+        ground = self._ground
+        leases = [frame.lease for frame in frames if frame.lease.granted]
+        # What the threads are inside of, and the locks that say that we live: let go of when they have left.
+        keep = (ground.tables, [(lease.slots(0)[0], lease.holding.life_locks) for lease in leases])
+        work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep)
+        self._works.append(work)
+        try:
+            self._occupancy.begin(work, [lease.holding for lease in leases])
+            if self._given_up:  # looked at only now: whoever gives it up looks at `_works` after that
+                work.stop()
+            work.start(ground.threads, waits)
+        except BaseException:
+            work.stop()
+            self._occupancy.has_ended(work)
+            raise
+        return work
+
+    def _stop_works(self) -> None:
+        for work in self._works:
+            work.stop()
+            self._occupancy.has_ended(work)
+
+    def _note(self, entry: int, position: int, status: Status, reason: Reason = Reason.NONE) -> None:
+        self._statuses[entry][position], self._reasons[entry][position] = status, reason
+        if status is Status.HIT:
+            self._dirty[entry].discard(position)
+
+    def _note_ungranted(self, frame: Frame) -> None:
+        for at, position in enumerate(frame.positions):
+            status = frame.lease.statuses[at]
+            if status is not Status.GRANTED:
+                self._note(frame.entry, position, status, frame.lease.reasons[at])
+
+    def _hear_answers(self) -> bool:
+        for answer in list(self._answers):
+            heard = answer.hear()
+            if heard is None:
+                return False
+            for position, status in heard:
+                self._note(answer.frame.entry, position, status)
+            self._answers.remove(answer)
+        return True
+
+    def _wait_for_answer(self, timeout_s: float) -> None:
+        for answer in list(self._answers):
+            _wait_for(answer.link, answer.pending, timeout_s)
+            return
+        time.sleep(min(timeout_s, _LOOK_S))  # another thread gets on with it
+
+    def _finish(self) -> None:
+        untrusted = []
+        for number, positions in enumerate(self._dirty):
+            pages: list[int] = []
+            if positions:
+                ids = memoryview(self._batch.ids(number)).cast("q")
+                per_object = len(ids) // len(self._entries[number].keys)
+                for position in sorted(positions):
+                    pages += [each for each in ids[position * per_object : (position + 1) * per_object] if each >= 0]
+            untrusted.append(pages)
+        for work in self._works:
+            self._occupancy.has_ended(work)
+        self._result = PagesResult(self._statuses, self._reasons, untrusted)
+
+    @abstractmethod
+    def _get_on(self) -> bool:
+        """Whatever can be done without waiting; whether nothing is left."""
+
+    @abstractmethod
+    def _wait_a_while(self, timeout_s: float, region: int) -> None:
+        """For whatever comes next."""
+
+    @abstractmethod
+    def _end(self, status: Status, reason: Reason) -> None:
+        """Stop, and say so of what is not done."""
+
+
+class _Leased:
+    """Objects that are read under leases: asked for, copied, and let go of."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self.frames = frames
+        self.work: Any = None
+        self.parts: list[tuple[Frame, array[int]]] = []  # with the lease's positions
+        self.over = False
+
+    def blocking(self) -> Frame | None:
+        """The first that waits for an answer."""
+        return next((frame for frame in self.frames if not frame.heard), None)
+
+
+class RetrieveJob(Job):
+    """From slots into pages: by the index what it has, under leases what the server has beyond that."""
+
+    _gather = False
+
+    def __init__(
+        self,
+        ground: Ground,
+        batch: Any,
+        entries: Sequence[Entry],
+        promises: Sequence[Sequence[int]],
+        by_region: bool,
+        deadline_s: float | None,
+        verify: int,
+        waits: bool,
+    ) -> None:
+        super().__init__(ground, batch, entries, deadline_s)
+        self._promises = promises
+        self._by_region = by_region
+        self._verify = verify
+        self._waits = waits
+        self._told = False  # of a region that is done: no thread may write to it again
+        self._found: list[tuple[int, array[int]]] = []  # entry and positions, a part each
+        self._indexed: Any = None
+        self._leased: list[_Leased] = []
+        parts, rest = self._look()
+        if rest:
+            self._ask(rest)
+        if parts:
+            self._indexed = self._begin(parts, by_region, (), waits)
+
+    def _look(self) -> tuple[list[tuple[Any, ...]], list[tuple[int, Sequence[int]]]]:
+        """Parts for what the index has, and the positions of what it has not, by entry."""
+        ground = self._ground
+        parts: list[tuple[Any, ...]] = []
+        rest: list[tuple[int, Sequence[int]]] = []
+        for number, (namespace, keys) in enumerate(self._entries):
+            found = ground.hits.find(keys, namespace, False, mark=True) if ground.has_index else None
+            link = ground.links.look()
+            layout = None if link is None else link.layout_of(namespace)
+            there = [] if found is None else [at for at, byte in enumerate(found) if byte]
+            # A promise is redeemed as a whole, by who asks the server; where nothing is to be asked it is given back.
+            if any(self._promises[number]) and len(there) < len(keys):
+                there = []
+            if link is None or link.index is None or layout is None:
+                there = []
+            if there:
+                assert link is not None
+                positions = array("Q", there)
+                wanted = [bytes(keys[at]) for at in there]
+                parts.append((number, positions, wanted, link.index, namespace.id, layout, self._verify))
+                self._found.append((number, positions))
+            if len(there) < len(keys):
+                had = set(there)
+                rest.append((number, [at for at in range(len(keys)) if at not in had]))
+        return parts, rest
+
+    def _ask(self, rest: Sequence[tuple[int, Sequence[int]]]) -> None:
+        ground, verify = self._ground, self._verify > 0
+        frames: list[Frame] = []
+        for number, positions in rest:
+            entry = self._entries[number]
+            promises = self._promises[number] if len(positions) == len(entry.keys) else ()
+
+            def message(
+                blob: bytes, first: int, entry: Entry = entry, promises: Sequence[int] = promises
+            ) -> Callable[[int, int], m.Message]:
+                space, promise = entry.namespace.id, promise_of(promises, first)
+                return lambda rid, lease: m.PrepareRetrieve(rid, space, blob, lease, promise, False, verify)
+
+            def lease(entry: Entry = entry) -> Lease:
+                return ReadLease(ground.links, entry.namespace)
+
+            frames += _frames_of(ground, number, entry, positions, BATCH_KEYS_MAX, lease, message)
+        self._leased.append(_Leased(frames))
+        for frame in frames:
+            frame.get_on(self._waits and self._until is None)
+
+    # --- on the way -----------------------------------------------------------------------------------------
+
+    def done_region(self, region: int) -> bool:
+        """Whether all pages of this region have been written that are going to be. Regions are counted through all
+        groups in order. Objects that are checked are done as a whole. A key whose region is done may still fail in a
+        later one; the result says so."""
+        self._check_region(region)
+        if not self.done() and self._enter():
+            try:
+                if all(self._has_region(each, region) for each in self._under_way()):
+                    self._told = True
+                    return True
+            finally:
+                self._inside = None
+        return self._result is not None
+
+    def _under_way(self) -> list[Any]:
+        """What copies, or will; None for what is not begun yet."""
+        indexed = [] if self._indexed is None else [self._indexed]
+        return indexed + [leased.work for leased in self._leased if not (leased.over and leased.work is None)]
+
+    @staticmethod
+    def _has_region(work: Any, region: int) -> bool:
+        return work is not None and work.wait(0.0, region)
+
+    def wait_region(self, region: int, timeout_s: float | None = None) -> bool:
+        """Wait until that region is done, at most for that long. The caller's thread copies, too."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._wait(lambda: self.done_region(region), region, until)
+
+    def _check_region(self, region: int) -> None:
+        count = sum(len(group.regions) for group in self._ground.tables.groups)
+        if not 0 <= region < count:
+            raise IndexError(f"there is no region {region}: {count} are registered")
+
+    def _get_on(self) -> bool:
+        finished = [self._get_leased_on(leased) for leased in self._leased]
+        if not all(finished) or (self._indexed is not None and not _over(self._indexed)):
+            return False
+        if self._found:
+            again = self._note_found()
+            if again:
+                self._ask(again)
+                return self._get_on()
+        return self._hear_answers()
+
+    def _note_found(self) -> list[tuple[int, Sequence[int]]]:
+        """What became of what the index had; what the server is to be asked for instead."""
+        again: list[tuple[int, Sequence[int]]] = []
+        for part, (number, positions) in enumerate(self._found):
+            failed = []
+            for position, byte in zip(positions, self._indexed.statuses(part), strict=True):
+                if byte & _WRITTEN:
+                    self._dirty[number].add(position)
+                status = byte & ~_WRITTEN
+                if status == READ:
+                    self._note(number, position, Status.HIT)
+                elif status in (0, CHANGED, DAMAGED):
+                    self._note(number, position, Status.MISS, Reason.DAMAGED if status == DAMAGED else Reason.NONE)
+                    failed.append(position)
+                else:
+                    self._note(number, position, Status.ABORTED)
+            if failed and not self._told:
+                again.append((number, failed))
+            elif not failed and any(self._promises[number]):
+                self._give_back(self._promises[number])
+        self._found = []
+        return again
+
+    def _give_back(self, promises: Sequence[int]) -> None:
+        link = self._ground.links.look()
+        if link is not None:
+            held = [promise for promise in promises if promise]
+            link.channel.post(lambda rid: m.FreeLookupLocks(rid, held))
+
+    def _get_leased_on(self, leased: _Leased) -> bool:
+        if leased.over:
+            return True
+        if leased.work is None:
+            heard = [frame.get_on() for frame in leased.frames]
+            if not all(heard):
+                return False
+            self._copy_leased(leased)
+        if leased.work is not None:
+            if not _over(leased.work):
+                return False
+            self._settle(leased)
+        leased.over = True
+        return True
+
+    def _copy_leased(self, leased: _Leased) -> None:
+        parts = []
+        for frame in leased.frames:
+            self._note_ungranted(frame)
+            lease = frame.lease
+            assert isinstance(lease, ReadLease)
+            unknown = set(lease.unverifiable(0)) if self._verify == VERIFY["always"] else set()
+            for at in unknown:
+                self._note(frame.entry, frame.positions[at], Status.MISS, Reason.UNVERIFIABLE)
+            if not lease.granted:
+                lease.leave()
+                continue
+            mapping, slots = lease.slots(0)
+            chosen = [(at, offset) for at, offset in slots if at not in unknown]
+            own = array("Q", [at for at, _ in chosen])
+            positions = array("Q", [frame.positions[at] for at in own])
+            addresses = array("Q", [mapping.address + offset for _, offset in chosen])
+            parts.append((frame.entry, positions, addresses, lease.checksums_at(own)))
+            leased.parts.append((frame, own))
+        if parts:
+            try:
+                leased.work = self._begin(parts, self._by_region, [frame for frame, _ in leased.parts], self._waits)
+            except LeaseExpiredError:
+                for frame, own in leased.parts:
+                    for at in own:
+                        self._note(frame.entry, frame.positions[at], Status.ABORTED)
+                    frame.lease.leave()
+
+    def _settle(self, leased: _Leased) -> None:
+        for part, (frame, own) in enumerate(leased.parts):
+            lease, damaged, read = frame.lease, [], []
+            assert isinstance(lease, ReadLease)
+            for at, byte in zip(own, leased.work.statuses(part), strict=True):
+                if byte & _WRITTEN:
+                    self._dirty[frame.entry].add(frame.positions[at])
+                if byte & ~_WRITTEN == DAMAGED:
+                    self._note(frame.entry, frame.positions[at], Status.MISS, Reason.DAMAGED)
+                    damaged.append(at)
+                elif byte & ~_WRITTEN == READ:
+                    read.append(at)
+                else:
+                    self._note(frame.entry, frame.positions[at], Status.ABORTED)
+            proven = [at for at, same in zip(read, lease.untouched(read), strict=True) if same]
+            for at in proven:
+                self._note(frame.entry, frame.positions[at], Status.HIT)
+            self._let_go(frame, damaged, set(read) - set(proven))
+
+    def _let_go(self, frame: Frame, damaged: list[int], unproven: set[int]) -> None:
+        """Tell the server; what it answers is waited for where nothing else shows that the slots were ours all the
+        while."""
+        lease = frame.lease
+        left = [at for at in lease.granted if at not in damaged]
+        link = lease.holding.link
+        try:
+            if damaged:
+                lease.tell(m.ReportDamaged, damaged)
+            if left:
+                pending = lease.tell(m.FinishRead, left)
+                if unproven and link is not None:
+                    self._answers.append(_Answer(frame, link, pending, left, unproven))
+                    unproven = set()
+        except CacheError as error:
+            for at in unproven:
+                self._note(frame.entry, frame.positions[at], _status_of(error))
+        else:
+            for at in unproven:
+                self._note(frame.entry, frame.positions[at], Status.ABORTED)
+        lease.leave()
+
+    def _wait_a_while(self, timeout_s: float, region: int) -> None:
+        works = [work for work in self._under_way() if work is not None and not _over(work)]
+        for work in works:
+            if not work.wait(0.0, region):
+                work.wait(timeout_s, region)
+                return
+        for leased in self._leased:
+            frame = leased.blocking()
+            if frame is not None:
+                frame.wait(timeout_s)
+                return
+        for work in works:
+            work.wait(timeout_s)
+            return
+        self._wait_for_answer(timeout_s)
+
+    def _end(self, status: Status, reason: Reason) -> None:
+        self._stop_works()
+        self._told = True  # nothing is asked for again
+        for leased in self._leased:
+            for frame in leased.frames:
+                frame.give_up((status, reason))
+            if leased.work is None and not leased.over:
+                for frame in leased.frames:
+                    self._note_ungranted(frame)
+                    for at in frame.lease.granted:
+                        self._note(frame.entry, frame.positions[at], status, reason)
+                    frame.lease.leave()
+                leased.over = True
+        self._get_on()
+        for answer in self._answers:  # what nobody can say now is not trusted
+            for position in answer.frame.positions:
+                if self._statuses[answer.frame.entry][position] is not Status.HIT:
+                    self._note(answer.frame.entry, position, status, reason)
+        self._answers.clear()
+        for number, statuses in enumerate(self._statuses):
+            for position, each in enumerate(statuses):
+                if each is Status.ABORTED:
+                    self._note(number, position, status, reason)
+        self._finish()
+
+
+def _over(work: Any) -> bool:
+    """Whether none of its threads copies any more, as it is done or was stopped."""
+    return bool(work.wait(0.0)) or not work.running
+
+
+class StoreJob(Job):
+    """From pages into slots. Everything is gathered when this is made; the commits are on their way."""
+
+    _gather = True
+
+    def __init__(self, ground: Ground, batch: Any, entries: Sequence[Entry], deadline_s: float | None) -> None:
+        super().__init__(ground, batch, entries, deadline_s)
+        self._frames: list[Frame] = []
+        try:
+            self._ask()
+            self._hear(deadline_s)
+            self._copy()
+        except BaseException:
+            self._stop_works()
+            for frame in self._frames:
+                frame.lease.leave()
+            raise
+
+    def _ask(self) -> None:
+        ground = self._ground
+        for number, entry in enumerate(self._entries):
+
+            def message(blob: bytes, first: int, entry: Entry = entry) -> Callable[[int, int], m.Message]:
+                del first
+                space = entry.namespace.id
+                return lambda rid, lease: m.PrepareStore(rid, space, blob, lease)
+
+            def lease(entry: Entry = entry) -> Lease:
+                return WriteLease(ground.links, entry.namespace)
+
+            positions = range(len(entry.keys))
+            self._frames += _frames_of(ground, number, entry, positions, STORE_PAGE_KEYS, lease, message)
+        for frame in self._frames:
+            frame.get_on(patient=self._until is None)
+
+    def _hear(self, deadline_s: float | None) -> None:
+        """All answers, or those that come in time."""
+        del deadline_s
+        for frame in self._frames:
+            while not frame.get_on(patient=self._until is None):
+                left = _SLICE_S if self._until is None else self._until - time.monotonic()
+                if left <= 0:
+                    frame.give_up((Status.UNREACHABLE, Reason.LATE))
+                else:
+                    frame.wait(min(left, _SLICE_S))
+            self._note_ungranted(frame)
+        self._until = None  # what is gathered is stored, however long the server takes to say so
+
+    def _copy(self) -> None:
+        granted = [frame for frame in self._frames if frame.lease.granted]
+        parts = []
+        for frame in granted:
+            mapping, slots = frame.lease.slots(0)
+            positions = array("Q", [frame.positions[at] for at, _ in slots])
+            parts.append((frame.entry, positions, array("Q", [mapping.address + at for _, at in slots]), None))
+        for frame in self._frames:
+            if not frame.lease.granted:
+                frame.lease.leave()
+        if not parts:
+            return
+        try:
+            work = self._begin(parts, False, granted, waits=True)
+        except LeaseExpiredError:
+            for frame in granted:
+                self._abort(frame, range(len(frame.positions)))
+            return
+        for part, frame in enumerate(granted):
+            self._commit(frame, work.statuses(part), work.checksums(part))
+        self._occupancy.has_ended(work)
+
+    def _commit(self, frame: Frame, statuses: bytes, checksums: bytes) -> None:
+        lease = frame.lease
+        positions, link = lease.granted, lease.holding.link
+        if link is None or len(positions) != len(statuses) or statuses.count(READ | _WRITTEN) != len(statuses):
+            self._abort(frame, range(len(frame.positions)))  # it was ended from elsewhere, on the way
+            return
+        try:
+            pending = lease.tell(m.CommitStore, positions, checksums)
+            self._answers.append(_Answer(frame, link, pending, positions, set(positions)))
+        except CacheError as error:
+            for at in positions:
+                self._note(frame.entry, frame.positions[at], _status_of(error))
+        lease.leave()
+
+    def _abort(self, frame: Frame, positions: Sequence[int]) -> None:
+        for at in positions:
+            if self._statuses[frame.entry][frame.positions[at]] is Status.MISS:
+                self._note(frame.entry, frame.positions[at], Status.ABORTED)
+        frame.lease.leave()
+
+    def _get_on(self) -> bool:
+        return self._hear_answers()
+
+    def _wait_a_while(self, timeout_s: float, region: int) -> None:
+        del region
+        self._wait_for_answer(timeout_s)
+
+    def _end(self, status: Status, reason: Reason) -> None:
+        """What is on its way is stored all the same; nobody hears of it."""
+        self._hear_answers()
+        for answer in self._answers:
+            for at in answer.frame.positions:
+                if self._statuses[answer.frame.entry][at] is Status.MISS:
+                    self._note(answer.frame.entry, at, status, reason)
+        self._answers.clear()
+        self._finish()

@@ -1,0 +1,201 @@
+"""`Client.register_pages`: objects between an engine's own memory and the pool, whole batches over all groups."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from lmcache_core.client import pages_plain
+from lmcache_core.client.hits import Hits, verify_level
+from lmcache_core.client.links import Links
+from lmcache_core.client.page_jobs import Entry, Ground, PagesResult, RetrieveJob, StoreJob
+from lmcache_core.client.regions import PageGroup, Tables
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import OPERATION_KEYS_MAX
+from lmcache_core.native import native
+
+
+class PageEntry(NamedTuple):
+    """Keys of one group, and the pages that they are about. A plain tuple does as well.
+
+    `page_ids`: a buffer of int64 (numpy, array("q"), a torch tensor on the CPU) or a list, `pages_per_object` ids for
+    each key in order. `skip_pages`: so many pages at the front of the first object are not written to. `valid_pages`:
+    how many pages there are in all, if the last objects are not full; `page_ids` then has so many ids, or one for each
+    page of the keys, of which those behind it are not looked at.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    page_ids: Any
+    skip_pages: int = 0
+    valid_pages: int | None = None
+
+
+class Pages:
+    """Memory that was registered with `Client.register_pages`, for as long as this object is there. Thread-safe, as
+    long as no two jobs that are under way write to one page.
+
+    In the pool, an object is for each region of its group in order `pages_per_object` pages of `page_bytes`, without
+    gaps. A page that is not there to be read (the null page, or one behind `valid_pages`) is stored as zeros.
+    """
+
+    def __init__(self, links: Links, hits: Hits, groups: Sequence[PageGroup], threads: int, verify: int) -> None:
+        tables = Tables.of(groups)
+        engine: Any = pages_plain if native is None else native
+        self._ground = Ground(links, hits, threads, tables, engine, native is not None)
+        self._tables = engine.PageTables(tables.words())
+        self._verify = verify
+
+    @property
+    def groups(self) -> tuple[PageGroup, ...]:
+        """As they were registered."""
+        return self._ground.tables.groups
+
+    @property
+    def first_regions(self) -> list[int]:
+        """Of each group, the number of its first region: `done_region` counts through all groups."""
+        return self._ground.tables.first_regions
+
+    def store_start(
+        self, entries: Sequence[PageEntry | tuple[Any, ...]], *, deadline_s: float | None = None
+    ) -> StoreJob:
+        """Store one object a key. When this returns, all pages have been read, and may change; the job says what became
+        of the commits. `skip_pages` has no meaning here.
+
+        `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`. Raises
+        `UsageError` before anything is touched.
+        """
+        given, batch = self._batch(entries, writes=False)
+        return StoreJob(self._ground, batch, given, deadline_s)
+
+    def store(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, deadline_s: float | None = None) -> PagesResult:
+        """The same, and waits for the result."""
+        return _result_of(self.store_start(entries, deadline_s=deadline_s))
+
+    def retrieve_start(
+        self,
+        entries: Sequence[PageEntry | tuple[Any, ...]],
+        *,
+        promises: Sequence[Sequence[int]] = (),
+        order: Literal["region", "object"] = "region",
+        deadline_s: float | None = None,
+        verify: str | None = None,
+    ) -> RetrieveJob:
+        """Begin to copy objects into pages, and return: threads of the extension go on. Each key stands for itself.
+
+        What the index has is read without a call; the server is asked for the rest, without waiting for its answer. So
+        somebody has to look at the job now and then, by `done`, `done_region` or a wait. `promises`: for each entry
+        those that `lookup(hold=True)` of its keys gave; they are redeemed, or given back. `order`: "region" has the
+        first region of all objects ready first, as layers are computed; "object" one object after another.
+        `deadline_s`: what is not there by then is a miss with the reason `LATE`, as soon as somebody looks. `verify`:
+        as for `Client.retrieve`; objects that are checked are not done before all of their regions are.
+
+        Raises `UsageError` before anything is touched: page ids that are not there, or twice, or lie over one another;
+        memory that is read-only; `LimitError` for too many jobs under way.
+        """
+        return self._retrieve(entries, promises, order, deadline_s, verify, waits=False)
+
+    def retrieve(
+        self,
+        entries: Sequence[PageEntry | tuple[Any, ...]],
+        *,
+        promises: Sequence[Sequence[int]] = (),
+        order: Literal["region", "object"] = "object",
+        deadline_s: float | None = None,
+        verify: str | None = None,
+    ) -> PagesResult:
+        """The same, and waits for the result."""
+        return _result_of(self._retrieve(entries, promises, order, deadline_s, verify, waits=True))
+
+    def _retrieve(
+        self,
+        entries: Sequence[PageEntry | tuple[Any, ...]],
+        promises: Sequence[Sequence[int]],
+        order: str,
+        deadline_s: float | None,
+        verify: str | None,
+        *,
+        waits: bool,
+    ) -> RetrieveJob:
+        if order not in ("region", "object"):
+            raise UsageError(f'order is {order!r}: use "region" or "object"')
+        given, batch = self._batch(entries, writes=True)
+        held = list(promises) or [()] * len(given)
+        if len(held) != len(given) or any(isinstance(each, int) for each in held):
+            raise UsageError(
+                f"promises are given by entry: {len(given)} sequences, as `LookupResult.promises` has them"
+            )
+        level = self._verify if verify is None else verify_level(verify)
+        return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits)
+
+    def _batch(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool) -> tuple[list[Entry], Any]:
+        """The entries, checked, and what the engine made of their pages."""
+        given: list[Entry] = []
+        words = []
+        for number, each in enumerate(entries):
+            entry = each if isinstance(each, PageEntry) else PageEntry(*each)
+            group = self._group(number, entry.group, writes)
+            keys = _keys_of(number, entry.keys)
+            all_pages = len(keys) * group.pages_per_object
+            if not writes and entry.skip_pages:
+                raise UsageError(f"entry {number}: skip_pages is {entry.skip_pages}: a store reads all valid pages")
+            valid = all_pages if entry.valid_pages is None else entry.valid_pages
+            words.append((entry.group, len(keys), _ids_of(number, entry.page_ids), entry.skip_pages, valid))
+            given.append(Entry(group.namespace, keys))
+        try:
+            return given, self._ground.engine.PageBatch(self._tables, tuple(words), writes)
+        except (ValueError, OverflowError, TypeError) as error:
+            raise UsageError(str(error)) from error
+
+    def _group(self, number: int, at: int, writes: bool) -> PageGroup:
+        groups = self.groups
+        if type(at) is not int or not 0 <= at < len(groups):
+            raise UsageError(f"entry {number}: there is no group {at!r}; {len(groups)} are registered")
+        if writes:
+            for region, place in enumerate(self._ground.tables.places[at]):
+                if place.readonly:
+                    raise UsageError(
+                        f"entry {number}: region {region} of group {at} is read-only: retrieve needs writable memory"
+                    )
+        return groups[at]
+
+
+def _keys_of(number: int, keys: Sequence[bytes]) -> list[bytes]:
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        raise UsageError(f"entry {number}: keys is one {type(keys).__name__} object: give a sequence of keys")
+    if len(keys) > OPERATION_KEYS_MAX:
+        raise LimitError(f"entry {number}: {len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}")
+    return list(keys)
+
+
+def _ids_of(number: int, given: Any) -> Any:
+    """Something with a buffer of int64."""
+    if hasattr(given, "data_ptr"):
+        if str(given.dtype) != "torch.int64" or not given.is_cpu or not given.is_contiguous():
+            raise UsageError(
+                f"entry {number}: page_ids is a tensor of {given.dtype} on {given.device}: give int64 on the CPU"
+            )
+        return (ctypes.c_int64 * given.numel()).from_address(given.data_ptr()) if given.numel() else b""
+    try:
+        view = memoryview(given)
+    except TypeError:
+        try:
+            return array("q", given)
+        except (TypeError, OverflowError) as error:
+            raise UsageError(f"entry {number}: page_ids must be whole numbers: {error}") from error
+    if view.itemsize != 8 or view.format not in ("q", "l") or not view.c_contiguous:
+        raise UsageError(f"entry {number}: page_ids has items of format {view.format!r}: give int64, without gaps")
+    return view
+
+
+def _result_of(job: RetrieveJob | StoreJob) -> PagesResult:
+    try:
+        job.wait()
+    except BaseException:  # interrupted: nobody gets the job, and nobody may write for it
+        job.cancel()
+        raise
+    result = job.result
+    assert result is not None
+    return result

@@ -1,0 +1,284 @@
+"""An engine's memory as it is registered: regions of pages at a stride, in groups that may share memory."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from lmcache_core.client.copying import address_of
+from lmcache_core.errors import UsageError
+from lmcache_core.tokens.namespace import Namespace
+
+DEVICES = ("cpu", "pinned")
+_DLPACK_HOST = (1, 3)  # kDLCPU and kDLCUDAHost
+
+
+@dataclass(frozen=True)
+class Region:
+    """Pages of `page_bytes` each, whose starts lie `page_stride` bytes apart, the first one `offset` bytes behind the
+    start of `buffer`.
+
+    `buffer`: a torch tensor (its storage counts, from its first element on, so it may be a strided view), anything with
+    a contiguous buffer (numpy, bytearray, mmap, memoryview), or anything with DLPack. It is kept for as long as the
+    region is. `device`: "cpu"; or "pinned" for host memory that is registered with CUDA, which is copied in the same
+    way.
+    """
+
+    buffer: Any
+    offset: int
+    page_bytes: int
+    page_stride: int
+    pages: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """Regions that are read and written together: an object of `namespace` is, for each region in order,
+    `pages_per_object` of its pages one behind the other. Its layout has exactly so many bytes.
+
+    All regions have the same number of pages; a page id stands for one page in each of them. `null_page`: an id that
+    stands for no page, and is neither read nor written wherever it is given.
+    """
+
+    namespace: Namespace
+    regions: Sequence[Region]
+    pages_per_object: int
+    null_page: int | None = None
+
+    @property
+    def pages(self) -> int:
+        """In each region."""
+        return self.regions[0].pages
+
+    @property
+    def object_bytes(self) -> int:
+        """Of one object: all its pages in all regions."""
+        return self.pages_per_object * sum(region.page_bytes for region in self.regions)
+
+
+class Place(NamedTuple):
+    """Where a region lies. `owner` keeps the memory there."""
+
+    base: int
+    page_bytes: int
+    page_stride: int
+    pages: int
+    readonly: bool
+    owner: Any
+
+    @property
+    def end(self) -> int:
+        """Behind its last page."""
+        return self.base + (self.pages - 1) * self.page_stride + self.page_bytes
+
+
+class Tables(NamedTuple):
+    """Groups with their places, and how they share memory. `alias`: groups of the same number are known to share pages
+    of equal ids, and no others; `exact`: whether two pages of different groups share memory is seen by their places."""
+
+    groups: tuple[PageGroup, ...]
+    places: tuple[tuple[Place, ...], ...]
+    alias: tuple[int, ...]
+    exact: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[PageGroup]) -> Tables:
+        """Check the groups. Raises `UsageError` that says which region, what is wrong, and what to give."""
+        given = tuple(groups)
+        if not given:
+            raise UsageError("no groups: give at least one PageGroup")
+        places = tuple(_places(number, group) for number, group in enumerate(given))
+        return cls(given, places, *_sharing(places))
+
+    @property
+    def first_regions(self) -> list[int]:
+        """Of each group, the number of its first region among those of all groups."""
+        return [sum(len(group.regions) for group in self.groups[:number]) for number in range(len(self.groups))]
+
+    def words(self) -> tuple[tuple[Any, ...], ...]:
+        """What the extension takes: see `_native.PageTables`."""
+        return tuple(
+            (
+                array("Q", [word for place in places for word in place[:3]]),
+                group.pages,
+                group.pages_per_object,
+                group.null_page,
+                alias,
+                exact,
+            )
+            for group, places, alias, exact in zip(self.groups, self.places, self.alias, self.exact, strict=True)
+        )
+
+
+def _places(number: int, group: PageGroup) -> tuple[Place, ...]:
+    name = f"group {number}"
+    if not group.regions:
+        raise UsageError(f"{name} has no regions: give at least one")
+    if type(group.pages_per_object) is not int or group.pages_per_object < 1:
+        raise UsageError(f"{name}: pages_per_object is {group.pages_per_object!r}: give 1 or more")
+    if group.null_page is not None and type(group.null_page) is not int:
+        raise UsageError(f"{name}: null_page is {group.null_page!r}: give a page id, or None")
+    places = tuple(_place(f"{name}, region {at}", region) for at, region in enumerate(group.regions))
+    for at, place in enumerate(places):
+        if place.pages != places[0].pages:
+            raise UsageError(
+                f"{name}, region {at} has {place.pages} pages and region 0 has {places[0].pages}: "
+                "a page id stands for one page of each region"
+            )
+    for left, right in _near(places):
+        if _differences(places[left], places[right]) != set():
+            raise UsageError(f"{name}: pages of regions {left} and {right} lie over one another")
+    if group.object_bytes != group.namespace.layout.nbytes:
+        raise UsageError(
+            f"{name}: an object has {group.object_bytes:,} bytes ({group.pages_per_object} pages of each region) and "
+            f"its namespace's layout {group.namespace.layout} has {group.namespace.layout.nbytes:,}: opaque pages have "
+            f'Layout("uint8", ({group.object_bytes},))'
+        )
+    return places
+
+
+def _place(name: str, region: Region) -> Place:
+    for field in ("offset", "page_bytes", "page_stride", "pages"):
+        value = getattr(region, field)
+        if type(value) is not int or value < (field != "offset"):
+            raise UsageError(
+                f"{name}: {field} is {value!r}: give a whole number of {'0' if field == 'offset' else '1'} or more"
+            )
+    if region.page_stride < region.page_bytes:
+        raise UsageError(
+            f"{name}: page_stride is {region.page_stride:,} and page_bytes {region.page_bytes:,}: pages would lie over "
+            "one another"
+        )
+    _check_device(name, region)
+    address, nbytes, readonly, owner = _memory(name, region.buffer)
+    place = Place(address + region.offset, region.page_bytes, region.page_stride, region.pages, readonly, owner)
+    if place.end > address + nbytes:
+        raise UsageError(
+            f"{name}: {region.pages} pages of {region.page_bytes:,} bytes at a stride of {region.page_stride:,} from "
+            f"offset {region.offset:,} on end at {place.end - address:,}, and the buffer has {nbytes:,} bytes"
+        )
+    return place
+
+
+def _check_device(name: str, region: Region) -> None:
+    if region.device not in DEVICES:
+        raise UsageError(
+            f"{name}: device is {region.device!r}: pages in host memory are copied, "
+            f"{' and '.join(map(repr, DEVICES))}; copy those of a GPU to pinned memory first"
+        )
+    if region.device == "pinned":
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            raise UsageError(f'{name}: device is "pinned", and there is no torch with CUDA here: use "cpu"')
+        if not getattr(region.buffer, "is_pinned", lambda: False)():
+            raise UsageError(f'{name}: device is "pinned", and the buffer is no pinned tensor: call .pin_memory()')
+
+
+def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
+    """Address, length, whether it is read-only, and what keeps it there."""
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "untyped_storage"):
+        if not buffer.is_cpu:
+            raise UsageError(
+                f"{name}: the tensor is on {buffer.device}: pages in host memory are copied, and no others"
+            )
+        first = buffer.storage_offset() * buffer.element_size()
+        return buffer.data_ptr(), buffer.untyped_storage().nbytes() - first, False, buffer
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        if hasattr(buffer, "__dlpack__"):
+            return _memory(name, _by_dlpack(name, buffer))
+        raise UsageError(
+            f"{name}: the buffer is a {type(buffer).__name__}: give a torch tensor, or something with a buffer or "
+            "DLPack"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{name}: the buffer cannot be used: {error}") from error
+    if not view.contiguous:
+        raise UsageError(f"{name}: the buffer is not contiguous: give the array that it is a part of, with an offset")
+    return address_of(view) if view.nbytes else 0, view.nbytes, view.readonly, view
+
+
+def _by_dlpack(name: str, buffer: Any) -> Any:
+    device, _ = buffer.__dlpack_device__()
+    if int(device) not in _DLPACK_HOST:
+        raise UsageError(f"{name}: DLPack says that the memory is on device {int(device)}: give host memory")
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return torch.from_dlpack(buffer)
+    try:
+        import numpy as np
+    except ImportError:
+        raise UsageError(f"{name}: DLPack needs torch or numpy here: install one, or give a buffer") from None
+    return np.from_dlpack(buffer)
+
+
+# --- which pages share memory -----------------------------------------------------------------------------------
+
+
+def _differences(a: Place, b: Place) -> set[int] | None:
+    """By how much the ids of pages in `b` differ from those of the pages in `a` that they share memory with; None: it
+    is not one of a few numbers. Empty: nothing is shared."""
+    if a.base >= b.end or b.base >= a.end:
+        return set()
+    if a.page_stride != b.page_stride:
+        return None if _meet(a, b) else set()
+    stride, apart = a.page_stride, b.base - a.base
+    low, high = math.floor((-b.page_bytes - apart) / stride), math.ceil((a.page_bytes - apart) / stride)
+    return {
+        step
+        for step in range(low, high + 1)
+        if -a.pages < step < b.pages and -b.page_bytes < apart + step * stride < a.page_bytes
+    }
+
+
+def _meet(a: Place, b: Place) -> bool:
+    """Whether any page of the one shares memory with any of the other."""
+    left = right = 0
+    while left < a.pages and right < b.pages:
+        first, second = a.base + left * a.page_stride, b.base + right * b.page_stride
+        if first + a.page_bytes <= second:
+            left += max(1, (second - first - a.page_bytes) // a.page_stride)
+        elif second + b.page_bytes <= first:
+            right += max(1, (first - second - b.page_bytes) // b.page_stride)
+        else:
+            return True
+    return False
+
+
+def _near(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
+    """Pairs of places that begin and end over one another: few, where regions lie behind each other."""
+    order = sorted(range(len(places)), key=lambda at: places[at].base)
+    for index, left in enumerate(order):
+        for right in order[index + 1 :]:
+            if places[right].base >= places[left].end:
+                break
+            yield (left, right) if left < right else (right, left)
+
+
+def _sharing(places: Sequence[Sequence[Place]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """See `Tables`. Groups that share by equal ids are put together, where that holds for any two of them; all others
+    that share are told apart by the places of their pages."""
+    flat = [(number, place) for number, group in enumerate(places) for place in group]
+    shared: dict[tuple[int, int], set[int] | None] = {}
+    for left, right in _near([place for _, place in flat]):
+        (mine, a), (theirs, b) = flat[left], flat[right]
+        if mine != theirs:
+            before, by = shared.get((mine, theirs), set()), _differences(a, b)
+            shared[mine, theirs] = None if before is None or by is None else before | by
+    alias = list(range(len(places)))
+    for (mine, theirs), by in shared.items():
+        if by == {0}:
+            alias = [alias[mine] if number == alias[theirs] else number for number in alias]
+    exact = [False] * len(places)
+    for mine, theirs in combinations(range(len(places)), 2):
+        by = shared.get((mine, theirs), set())
+        if (alias[mine] == alias[theirs]) != (by == {0}) or by not in (set(), {0}):
+            exact[mine] = exact[theirs] = True
+    return tuple(at if exact[at] else number for at, number in enumerate(alias)), tuple(exact)
