@@ -6,6 +6,7 @@ Runs as root only, for only root can become others. CI is root.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -61,11 +62,22 @@ class Users:
         self._stack = stack
         self._registry = load_plugins()
 
-    def ask(self, uid: int, question: Callable[[], Any], gids: tuple[int, ...] = ()) -> Any:
-        """What the function gives in a process of that user; its error as "Name: words" if it is one of ours."""
-        return self._fork(uid, gids, question)[0]
+    def ask(
+        self, uid: int, question: Callable[[], Any], gids: tuple[int, ...] = (), maps: tuple[int, ...] | None = None
+    ) -> Any:
+        """What the function gives in a process of that user; its error as "Name: words" if it is one of ours. `maps`:
+        in a user namespace of its own, in which these uids have their names, and no others."""
+        return self._fork(uid, gids, question, maps=maps)[0]
 
-    def serve(self, uid: int, root: Path, name: str, gids: tuple[int, ...] = (), **values: Any) -> int:
+    def serve(
+        self,
+        uid: int,
+        root: Path,
+        name: str,
+        gids: tuple[int, ...] = (),
+        maps: tuple[int, ...] | None = None,
+        **values: Any,
+    ) -> int:
         """A server of that user; the pid."""
 
         def run() -> None:
@@ -76,7 +88,7 @@ class Users:
                 answered("ready")
                 signal.pause()
 
-        said, pid = self._fork(uid, gids, run, stays=True)
+        said, pid = self._fork(uid, gids, run, stays=True, maps=maps)
         assert said == "ready", said
         return pid
 
@@ -93,18 +105,34 @@ class Users:
         assert said == "ready", said
         return pid
 
-    def _fork(self, uid: int, gids: tuple[int, ...], run: Callable[[], Any], *, stays: bool = False) -> tuple[Any, int]:
+    def _fork(
+        self,
+        uid: int,
+        gids: tuple[int, ...],
+        run: Callable[[], Any],
+        *,
+        stays: bool = False,
+        maps: tuple[int, ...] | None = None,
+    ) -> tuple[Any, int]:
         global answer_fd
         reading, writing = os.pipe()
+        entered, entering = os.pipe()
+        mapped, mapping = os.pipe()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
                 os.close(reading)
                 answer_fd = writing
+                if maps:  # as root, who may become each of them in there
+                    enter_user_namespace()
+                    os.write(entering, b"x")
+                    os.read(mapped, 1)
                 os.setgroups(gids)
                 os.setgid(uid)
                 os.setuid(uid)
+                if maps == ():
+                    enter_user_namespace()
                 said = run()
                 if not stays:
                     answered(said)
@@ -116,6 +144,13 @@ class Users:
             finally:
                 os._exit(status)
         os.close(writing)
+        if maps:
+            os.read(entered, 1)
+            for kind in ("gid_map", "uid_map"):
+                Path(f"/proc/{pid}/{kind}").write_text("".join(f"{each} {each} 1\n" for each in maps))
+            os.write(mapping, b"x")
+        for fd in (entered, entering, mapped, mapping):
+            os.close(fd)
         if stays:
             self._stack.callback(end, pid)
         with os.fdopen(reading) as answer:
@@ -123,6 +158,30 @@ class Users:
         if not stays:
             os.waitpid(pid, 0)
         return said, pid
+
+
+def enter_user_namespace() -> None:
+    """One of this process's own, in which no uid has a name yet."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x10000000) != 0:  # CLONE_NEWUSER
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def may_enter_user_namespace() -> bool:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            enter_user_namespace()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+in_user_namespaces = pytest.mark.skipif(
+    os.geteuid() == 0 and not may_enter_user_namespace(),
+    reason="NOT TESTED: users of other user namespaces. This machine lets not even root make one",
+)
 
 
 answer_fd = -1
@@ -297,6 +356,55 @@ def test_a_uid_that_this_user_namespace_does_not_map_is_named_as_what_it_is(
     assert "every user that is not mapped into this user namespace" in said
     assert "run both sides in the same user namespace" in said
     assert "server_uid" not in said  # it would name every stranger at once
+
+
+@in_user_namespaces
+def test_a_client_in_a_user_namespace_hears_that_it_cannot_tell_who_the_server_is(
+    users: Users, shared: Path, name: str
+) -> None:
+    """Neither root, to whom / belongs, nor the server's user has a name in there."""
+    users.serve(ALICE, shared / "run", name)
+    said = users.ask(BOB, lambda: fails(lambda: ping(name, shared / "run")), maps=(BOB,))
+    assert f"belongs to uid {overflow_uid()}" in said
+    assert "every user that is not mapped into this user namespace" in said
+    assert "map that user into this one" in said
+    assert users.ask(BOB, lambda: store(name, shared / "run"), maps=(BOB,)) == "unreachable"
+
+
+@in_user_namespaces
+def test_the_cure_for_user_namespaces_is_one(users: Users, shared: Path, name: str) -> None:
+    users.serve(ALICE, shared / "run", name)
+    assert users.ask(ALICE, lambda: store(name, shared / "run"), maps=(0, ALICE)) == "stored"
+
+
+@in_user_namespaces
+@pytest.mark.parametrize("uid", [BOB, overflow_uid()])
+def test_a_client_whose_own_user_has_no_name_in_its_namespace_takes_no_stranger_for_itself(
+    users: Users, shared: Path, name: str, uid: int
+) -> None:
+    """Everybody shows up there under the number that it has itself."""
+    users.serve(MALLORY, shared / "run", name)
+    for path in (shared / "run", shared / "run" / name):
+        path.chmod(0o755)
+    (shared / "run" / name / "lifeline").chmod(0o666 & ~0o002)
+    os.chown(shared / "run" / name / "lifeline", MALLORY, uid)
+    said = users.ask(uid, lambda: fails(lambda: ping(name, shared / "run")), maps=())
+    assert "every user that is not mapped into this user namespace" in said
+    with pytest.raises(AssertionError, match="every user that is not mapped into this user namespace"):
+        users.serve(uid, shared / "other", name, maps=())
+
+
+@in_user_namespaces
+def test_a_server_in_a_user_namespace_says_why_it_turns_strangers_away(users: Users, shared: Path, name: str) -> None:
+    users.serve(ALICE, shared / "run", name, maps=(0, ALICE))
+    assert users.ask(ALICE, lambda: store(name, shared / "run")) == "stored"
+    for path in (shared / "run", shared / "run" / name):
+        path.chmod(0o755)
+    (shared / "run" / name / "lifeline").chmod(0o666 & ~0o002)
+    os.chown(shared / "run" / name / "lifeline", ALICE, BOB)
+    said = users.ask(BOB, lambda: fails(lambda: ping(name, shared / "run", server_uid=ALICE)))
+    assert f"the server sees this process as uid {overflow_uid()}" in said
+    assert "run both sides in the same user namespace" in said
 
 
 # --- segments ---------------------------------------------------------------------------------------------

@@ -37,6 +37,20 @@ def overflow_uid() -> int:
         return 65534
 
 
+def own_uids() -> set[int]:
+    """Ours. None where it has no name in this user namespace: every stranger shows up with the same number there."""
+    uid = os.geteuid()
+    return {uid} if uid != overflow_uid() or _is_mapped(uid) else set()
+
+
+def _is_mapped(uid: int) -> bool:
+    try:
+        lines = Path("/proc/self/uid_map").read_text().splitlines()
+    except OSError:  # a kernel without user namespaces: every number is a name
+        return True
+    return any(int(first) <= uid < int(first) + int(count) for first, _, count in map(str.split, lines))
+
+
 @dataclass(frozen=True)
 class Trust:
     """Whose directories, sockets, segments and processes are taken for what they say they are."""
@@ -48,12 +62,12 @@ class Trust:
     def of_client(cls, server_uid: int | None = None) -> Trust:
         """Our uid, root, and the uid that the server is said to run as: here, or in `LMCACHE_CORE_SERVER_UID`."""
         named = _uid_in(os.environ.get(SERVER_UID_VARIABLE, "")) if server_uid is None else {server_uid}
-        return cls(frozenset({os.geteuid(), 0, *named}))
+        return cls(frozenset({*own_uids(), 0, *named}))
 
     @classmethod
     def of_server(cls) -> Trust:
         """Our uid and root."""
-        return cls(frozenset({os.geteuid(), 0}), is_server=True)
+        return cls(frozenset({*own_uids(), 0}), is_server=True)
 
     # --- paths --------------------------------------------------------------------------------------------
 
