@@ -169,6 +169,20 @@ def test_hits_outlive_a_killed_server_and_misses_say_that_nobody_is_there(node: 
         time.sleep(0.12)  # past the look at the connection
 
 
+def test_what_the_next_server_has_cleared_is_no_hit_in_a_pool_without_a_name(node: Node) -> None:
+    server = node.serve("--l1.backing", "memfd")
+    client = node.client()
+    keys = fill(node, client)
+    assert read(node, client, keys) == [1, 2, 3, 4]
+    server.kill()
+    node.serve("--l1.backing", "memfd")  # which takes longer than a client's pause between two looks at its connection
+    node.client().clear(node.namespace)
+    assert client.lookup(keys, namespace=node.namespace).hits == 0
+    assert client.retrieve(keys, [bytearray(65536) for _ in keys], namespace=node.namespace).hits == 0
+    fill(node, client)
+    assert read(node, client, keys) == [1, 2, 3, 4]
+
+
 def test_after_an_orderly_end_nothing_is_vouched_for(node: Node) -> None:
     server = node.serve()
     client = node.client()

@@ -36,7 +36,7 @@ sim_world.take_over_time()
 
 import sim_faults  # noqa: E402 - only now may anything of ours be imported
 import sim_isolation  # noqa: E402
-from sim_actors import Actor, Step, watch_copies, watch_waits  # noqa: E402
+from sim_actors import RESTART_S, Actor, Step, watch_copies, watch_waits  # noqa: E402
 from sim_nodes import ClientNode, ServerNode  # noqa: E402
 from sim_plans import KINDS, Kind, plan_of, scene_of, world_of  # noqa: E402
 from sim_shadow import LAYOUT, NAMESPACES, Shadow  # noqa: E402
@@ -134,7 +134,7 @@ class Schedule:
             self.world.at(self.world.now + 30.0, self.server.start)
         elif step.kind == "restart_server":
             self.server.kill()
-            self.world.at(self.world.now + chance.choice([0.0, 0.05, 1.0]), self.server.start)
+            self.world.at(self.world.now + chance.choice([RESTART_S, RESTART_S, 1.0]), self.server.start)
 
     def _finish(self) -> None:
         """Everybody goes, one way or another; once all time is up nobody may hold anything."""

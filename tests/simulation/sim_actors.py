@@ -24,6 +24,7 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
 
 KEYS = 18
+RESTART_S = 0.15  # no server comes up sooner: a client that only hits has noticed the end of the former one by then
 ENDED = (DisconnectedError, LeaseExpiredError, ClearedError)
 
 
@@ -385,12 +386,10 @@ class Actor:
             self.client.clear(NAMESPACES[int(self.what)], tiers=tiers)
 
     def restart_server(self) -> None:
-        def restart() -> None:
-            self.node.server.kill()
-            self.node.server.start()
-
-        self.world.at(self.world.now, restart)  # by nobody: what a task starts is its process's
-        self.pause([0.01])
+        # By nobody: what a task starts is its process's.
+        self.world.at(self.world.now, self.node.server.kill)
+        self.world.at(self.world.now + RESTART_S, self.node.server.start)
+        self.pause([RESTART_S + 0.01])
 
     # --- the rest -----------------------------------------------------------------------------------------
 

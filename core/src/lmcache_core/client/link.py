@@ -202,17 +202,21 @@ class Link:
         Takes what the server has passed. Raises `PoolError`."""
         if previous is not None and previous.segment is not None and previous.pool == self.pool:
             segment = previous.segment
-            self.index = previous.index
+            self.index = previous.index or self._open_index(segment, target)
             self._known = dict(previous._known)
             passed.close()
         else:
             segment = _map(self.pool, passed, self.uid, target.trust)
-            self.index = open_index(segment) if target.use_index else None
+            self.index = self._open_index(segment, target)
         self.segment = segment
         self.life_lock = LifeLock.acquire(segment, self.row)
         row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to who maps the pool
         segment.clear_tally(row)
         return row, segment.shown(row)
+
+    @staticmethod
+    def _open_index(segment: Segment, target: Target) -> Index | None:
+        return open_index(segment) if target.use_index else None
 
     def unmap(self, why: str) -> None:
         """Go on without the pool: a client on another machine can look up, clear and ask."""

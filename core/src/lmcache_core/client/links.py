@@ -151,7 +151,7 @@ class Links:
                 making.channel.connection.poll(self._clock() + timeout_s)
 
     def look(self) -> Link | None:
-        """The link, also one that has ended: what stands in its pool's index may be right all the same.
+        """The link, also one that has ended: what stands in the index of a pool with a name may be right all the same.
 
         Makes no system call, but for a look at the connection now and then, which begins a new one where the server
         is gone, and for the steps of that, none of which waits: so whoever never needs the server still finds the
@@ -171,6 +171,8 @@ class Links:
                 if link.channel.silent:
                     link.channel.listen()
                 return
+            if link is not None and not link.pool.backing.has_name:
+                link.index = None  # no successor finds this pool, to say in it what is cleared from now on
             self._step(now)
             due = now if self._making is not None else min(self._retry_at_s, self._look_at_s)
             self._look_at_s = max(due, now + LINK_STEP_S)

@@ -28,6 +28,11 @@ class Backing(StrEnum):
     HUGETLB = "hugetlb"  # as memfd, from the pages that vm.nr_hugepages reserves
 
     @property
+    def has_name(self) -> bool:
+        """Whether the next server finds the pool of a dead one."""
+        return self is Backing.SHM
+
+    @property
     def page_bytes(self) -> int:
         """The unit in which the segment grows."""
         return HUGE_PAGE_BYTES if self is Backing.HUGETLB else 4096
