@@ -435,6 +435,29 @@ def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(double
     assert (tier["objects"], tier["bytes_leaving"]) == (0, 0)
 
 
+def test_what_a_medium_does_not_let_go_of_is_tried_again_ever_more_seldom(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter), stands=True)
+    loop.store(doubles.contents(4))
+    loop.idle()
+    adapter.errors["delete"] = TierError("read-only file system", retryable=False)
+    loop.tiering.clear(doubles.namespace, tiers=True)
+
+    def deletes() -> Any:
+        return loop.tiering.status()["tiers"][0]["deletes"]
+
+    for _ in range(600):  # of half a second
+        loop.turn()
+        loop.until(lambda: deletes()["waiting"])
+        loop.jump(0.5)
+    assert 10 <= adapter.calls["delete"] <= 20
+    assert deletes()["last_error"] == "read-only file system"
+    adapter.errors.clear()
+    loop.jump(31.0)
+    loop.until(lambda: not adapter.objects and deletes()["waiting"] == 0)
+    assert deletes()["last_error"] == "", "it is well again"
+
+
 def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles: Any) -> None:
     class Forgetful(type(doubles.adapter())):  # type: ignore[misc]
         """Keeps what it is given, loses the answer, and has no room for the same object once more."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 
 from lmcache_core.clock import Clock
-from lmcache_core.limits import BREAKER_PAUSE_S
+from lmcache_core.limits import BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
 from lmcache_core.tiers.accounting import Accounting, TierEntry
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
 from lmcache_core.tiers.doubts import Doubts
@@ -50,7 +50,8 @@ class Reclaim:
         self.deadline_s = deadline_s
         self._batch_keys_max = batch_keys_max
         self._stop = stop
-        self._paused_until = 0.0  # after a delete that failed: the medium may be read-only
+        self._paused_until = 0.0  # after a delete that failed: the medium may be read-only …
+        self._pause_s = BREAKER_PAUSE_S  # … and for ever so, so the pauses grow
         self._walk: Iterator[list[TierEntry]] | None = None  # over everything, for what former epochs left
         self._former: list[TierEntry] = []
         self._out = 0
@@ -81,6 +82,11 @@ class Reclaim:
                 self._walk = None
                 return
             self._former += [entry for entry in shard if entry.epoch < self._epochs.of(entry.namespace)]
+
+    @property
+    def waiting(self) -> int:
+        """Objects that a clear has made unreachable, and that are still to be deleted, as far as they are found."""
+        return len(self._former)
 
     @property
     def next_at(self) -> float | None:
@@ -148,9 +154,11 @@ class Reclaim:
                 if outcome.result in (Result.DONE, Result.MISS):
                     gone.append(key)
                 else:
-                    self._refused(key, outcome.error)
+                    self._refused([key], outcome.error)
                     self._doubts.add({key: sizes[key]}, damaged=checks)
             self._accounting.remove(gone)
+            if gone:
+                self._went_well(everything=len(gone) == len(keys))
             if checks:
                 self._doubts.add({key: sizes[key] for key in gone}, damaged=True)
             self.deleted += len(gone)
@@ -158,21 +166,28 @@ class Reclaim:
         def late(call: Call) -> None:
             if call.state is CallState.EXPIRED:
                 self._out -= 1
-                for key in keys:
-                    self._refused(key, "delete not done by its deadline")
+                self._refused(keys, "delete not done by its deadline")
 
         call = Call(lambda: call_batch(method, keys, deadline, self._stop), deadline, DELETE, ended, late)
         if self._order.submit(self._lane, call, keys, Access.DELETE):
             self._out += 1
         else:
-            for key in keys:
-                self._refused(key, "the queue of deletes is full")
+            self._refused(keys, "the queue of deletes is full")
 
-    def _refused(self, key: bytes, error: str) -> None:
-        self._accounting.stays(key)
-        entry = self._accounting.entry_of(key)
-        if entry is not None and entry.epoch < self._epochs.of(entry.namespace):
-            self._former.append(entry)  # nobody reads it any more: it goes once the medium lets it
-        self.failed += 1
+    def _refused(self, keys: Sequence[bytes], error: str) -> None:
+        for key in keys:
+            self._accounting.stays(key)
+            entry = self._accounting.entry_of(key)
+            if entry is not None and entry.epoch < self._epochs.of(entry.namespace):
+                self._former.append(entry)  # nobody reads it any more: it goes once the medium lets it
+        self.failed += len(keys)
         self.last_error = error
-        self._paused_until = self._clock.now + BREAKER_PAUSE_S
+        if self._clock.now >= self._paused_until:  # what was begun before the pause says nothing new
+            self._paused_until = self._clock.now + self._pause_s
+            self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)
+
+    def _went_well(self, *, everything: bool) -> None:
+        """The medium lets go of some objects, if not of all: that is no reason to wait for ever longer."""
+        self._pause_s = BREAKER_PAUSE_S
+        if everything:
+            self.last_error = ""

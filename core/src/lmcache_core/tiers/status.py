@@ -28,7 +28,8 @@ def tier_status(tier: Tier) -> dict[str, Any]:
         "deletes": {
             "done": tier.reclaim.deleted,
             "evicted": tier.reclaim.evicted,
-            "failed": tier.reclaim.failed,
+            "failed": tier.reclaim.failed,  # tries: an object that the medium does not let go of counts each time
+            "waiting": tier.reclaim.waiting,
             "by_others": tier.rebuild.forgotten,
             "last_error": tier.reclaim.last_error,
             "in_doubt": len(tier.doubts),
