@@ -202,7 +202,7 @@ def test_no_output_at_any_log_level_holds_a_secret(
         if level == "debug":
             layout = ["--model", "model", "--dtype", "uint8", "--shape", "65536"]
             said |= {
-                "status": command("status", *where),
+                "status": command("status", "--all", *where),
                 "status --json": command("status", "--json", *where),
                 "tiers list": command("tiers", "list", *where),
                 "the explain command": command("explain", *where, *layout, node.key("b").hex()),

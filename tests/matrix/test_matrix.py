@@ -152,7 +152,7 @@ def test_no_secret_is_told_anywhere(world: Make, node: Any, service: Any) -> Non
             here.recover(0)
         told += [json.dumps(here.status(), default=str), json.dumps(here.client.tiers_list(), default=str)]
         told += [_said(command, *service.tier_options(TIER, settings)) for command in ("check", "config")]
-        told.append(_said("status", "--name", node.server.name, "--runtime_dir", str(node.run)))
+        told.append(_said("status", "--all", "--name", node.server.name, "--runtime_dir", str(node.run)))
         node.server.signal(15)
         until(lambda: node.server.popen.poll() is not None, "the server's end")
         told += [node.server.popen.stdout.read(), node.server.popen.stderr.read()]

@@ -304,14 +304,35 @@ def test_serve_says_when_it_is_ready_answers_status_and_ends_on_sigterm(
             assert ready.startswith(f"lmcache-core {name} ready at ")
             status = json.loads(run("status", "--name", name, "--json").stdout)
             assert status["server"]["pid"] == server.pid
-            table = run("status", env={"LMCACHE_CORE_NAME": name}).stdout.splitlines()
+            table = run("status", "--all", env={"LMCACHE_CORE_NAME": name}).stdout.splitlines()
             assert ["server.name", name] in [line.split() for line in table]
+            (tmp_path / "lmcache.toml").write_text(f'name = "{name}"\n')
+            short = run("status").stdout.splitlines()
+            assert len(short) <= 10
+            assert short[0].split()[:3] == ["server", f"{name},", "serving"]
+            assert short[-1].split() == ["trouble", "none"]
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
-            assert "plugin not in use: broken (lmcache-broken 1.5)" in server.stderr.read()
+            logged = server.stderr.read()
+            assert "plugin not in use: broken (lmcache-broken 1.5)" in logged
+            for word in (f"'{name}' serves a pool of 4,194,304 bytes", f"'{name}' drains", f"'{name}' ends"):
+                assert word in logged
         finally:
             if server.poll() is None:
                 server.kill()
+
+
+def test_a_variable_with_one_underscore_too_few_is_refused_by_its_right_name(run: Run) -> None:
+    refusal = one_line(run("config", env={"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB"}))
+    assert "write LMCACHE_CORE_L1__SIZE_BYTES" in refusal
+
+
+def test_simulate_compares_all_policies_that_are_named(run: Run) -> None:
+    small = ["--synthetic", "sessions=4,turns=2", "--capacity", "10", "--capacity", "20"]
+    done = run("simulate", *small, "--policy", "lru", "--policy", "noop", "--json")
+    assert sorted((row["policy"], row["capacity"]) for row in json.loads(done.stdout)) == [
+        ("lru", 10), ("lru", 20), ("noop", 10), ("noop", 20),
+    ]  # fmt: skip
 
 
 def test_status_without_a_server_is_one_line(run: Run) -> None:

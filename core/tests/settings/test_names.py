@@ -59,13 +59,16 @@ def test_variables_of_ours_that_are_no_settings_are_no_warning(registry: Registr
 
 
 def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registry) -> None:
-    composed = compose(
-        registry, [], {"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"}
-    )
+    composed = compose(registry, [], {"LMCACHE_CORE_L1_SIZE": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"})
     assert composed.warnings == [
         "LMCACHE_CORE_FOO is no setting and is ignored",
-        "LMCACHE_CORE_L1_SIZE_BYTES is no setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
+        "LMCACHE_CORE_L1_SIZE is no setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
     ]
+
+
+def test_a_variable_that_lacks_nothing_but_an_underscore_is_refused(registry: Registry) -> None:
+    with pytest.raises(SettingsError, match="write LMCACHE_CORE_L1__SIZE_BYTES"):
+        compose(registry, [], {"LMCACHE_CORE_L1_SIZE_BYTES": "1GiB"})
 
 
 @pytest.mark.parametrize("service", ["", "L1_", "L2_", "L2__X_", "ZMQ_", "METRICS_", "NAME_"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lmcache_core.settings.sources import Source, find_file, read_environment, read_file
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
@@ -14,9 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where the server is."""
-    name = os.environ.get("LMCACHE_CORE_NAME", "default")
-    parser.add_argument("--name", default=name, help="the server's name (default: %(default)s)")
+    """Where the server is. What is not given is what `serve` would take: from LMCACHE_CORE_NAME and
+    LMCACHE_CORE_RUNTIME_DIR, from the settings file, or by default."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a settings file (default: lmcache.toml here, if any)"
+    )
+    parser.add_argument("--name", help="the server's name (default: as serve takes it)")
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
     add_server_uid_option(parser)
     parser.add_argument("--address", help="its ZMQ address instead, as ipc:///path or tcp://host:port")
@@ -37,15 +43,27 @@ def connect(arguments: argparse.Namespace, command: str) -> Client:
 
     # Commands end with one line that says the same.
     logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())
+    sources = [read_environment(os.environ), read_file(find_file(arguments.config))]
+    name = arguments.name or _setting(sources, "name") or "default"
+    runtime_dir = arguments.runtime_dir or _setting(sources, "runtime_dir")
     return Client.connect(
-        arguments.name,
-        runtime_dir=arguments.runtime_dir,
+        name,
+        runtime_dir=None if runtime_dir is None else Path(runtime_dir),
         address=arguments.address,
         curve=_curve(arguments),
         client_name=f"lmcache-core {command}",
         maps_pool=False,
         server_uid=arguments.server_uid,
     )
+
+
+def _setting(sources: Sequence[Source], name: str) -> str | None:
+    """A setting that every server has, from the first source that says it."""
+    for source in sources:
+        leaf = source.leaves.get((name,))
+        if leaf is not None:
+            return str(leaf.value)
+    return None
 
 
 def _curve(arguments: argparse.Namespace) -> CurveKeys | None:

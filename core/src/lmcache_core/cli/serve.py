@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="leave the pool to the next server at an orderly end (l1.keep_pool)",
     )
     parser.add_argument(
-        "--log-level", default="warning", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
     )
 
 

@@ -38,13 +38,21 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         nargs="+",
+        action="extend",
         required=True,
         metavar="NAME",
         dest="policies",
         help="eviction policies, also with settings: s3fifo:small_fraction=0.2,promote_uses=1",
     )
     parser.add_argument(
-        "--capacity", nargs="+", required=True, type=_blocks, metavar="N", dest="capacities", help="in blocks"
+        "--capacity",
+        nargs="+",
+        action="extend",
+        required=True,
+        type=_blocks,
+        metavar="N",
+        dest="capacities",
+        help="in blocks",
     )
     parser.add_argument(
         "--order",

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from lmcache_core.cli import connecting
@@ -35,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             metavar="SETTING=VALUE",
             help="a setting, without l2.TIER; repeatable. Secrets are better in the environment or in a file",
         )
-        one.add_argument("--config", type=Path, metavar="FILE", help="a settings file: its table [l2.TIER]")
     for action, summary in (
         ("drain", "store nothing more there; what it has is served"),
         ("remove", "forget a tier at once; its objects stay on the medium"),
@@ -61,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """From the file, the environment and `--set`; the last is the strongest."""
+    """From the table [l2.TIER] of the file that was named, the environment and `--set`; the last is the strongest."""
     from lmcache_core.errors import SettingsError, UsageError
     from lmcache_core.settings.sources import read_environment, read_file, tree_of
 

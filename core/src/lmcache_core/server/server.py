@@ -321,6 +321,7 @@ class Server:
         if self._drain_until_s is None:
             self.draining = True
             self._drain_until_s = self.clock.now + self.settings.drain_s
+            log.info("%r drains, for %g s at most: new stores are refused", self.settings.name, self.settings.drain_s)
             self._end_by(
                 ("telling the service manager", self.service_manager.stopping),
                 ("refusing new stores", self.kernel.begin_drain),
@@ -330,6 +331,16 @@ class Server:
             )
 
     def _started(self) -> None:
+        l1, tiers = self.settings.l1, [] if self.tiering is None else sorted(self.settings.l2)
+        log.info(
+            "%r serves a pool of %s bytes (%s, %s) with %s at %s",
+            self.settings.name,
+            f"{self.kernel.usage().pool_bytes:,}",
+            l1.backing,
+            l1.eviction.type,
+            f"tiers {', '.join(tiers)}" if tiers else "no tier",
+            ", ".join([self.address, *(carrier.address for carrier in self.carriers)]),
+        )
         self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
 
     def _accept(self, sock: socket.socket) -> None:
@@ -390,6 +401,7 @@ class Server:
 
     def _close(self) -> None:
         """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
+        log.info("%r ends%s", self.settings.name, self._owed())
         self._end_by(
             ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
             ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
@@ -407,6 +419,13 @@ class Server:
             ("closing the pool", self.segment.close),
             ("removing the directory", self._remove_directory),
         )
+
+    def _owed(self) -> str:
+        """What of the pool no tier has, in words."""
+        stores = {} if self.tiering is None else self.tiering.status()["stores"]
+        owed = {tier: objects for tier, objects in stores.get("dirty", {}).items() if objects}
+        said = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items())
+        return f"; of its objects there are {said}" if said else ""
 
     def _drain_tiers(self) -> None:
         if self.tiering is not None:

@@ -34,7 +34,13 @@ def take_unknown_variables(sources: Sequence[Source], companions: Collection[str
 
 
 def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
-    """A line for each variable that is no setting."""
+    """A line for each variable that is no setting. Raises SettingsError for one that differs from a setting in nothing
+    but its underscores: it was meant to be that one, and a server without it is not what was asked for."""
+    flat = {"_".join(known): known for known in schema}
+    meant = {name: flat.get("_".join(part for part in path if part)) for path, name in taken.items()}
+    wrong = [f"{name} is no setting: write {spelled(path, Origin.ENVIRONMENT)}" for name, path in meant.items() if path]
+    if wrong:
+        raise SettingsError("; ".join(wrong))
     return [
         f"{name} is no setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}" for path, name in taken.items()
     ]
