@@ -19,6 +19,7 @@ import pytest
 from lmcache_core.client.channel import Channel
 from lmcache_core.client.client import Client
 from lmcache_core.client.leases import ReadLease, WriteLease
+from lmcache_core.client.link_states import LinkState
 from lmcache_core.client.links import Links
 from lmcache_core.client.occupancy import Holding, Occupancy
 from lmcache_core.client.results import Status
@@ -353,6 +354,64 @@ def test_a_page_whose_answer_was_lost_with_the_connection_is_given_back(
         client.noop()
         until(lambda: client.lease_status(lease.id).open_positions == 5, "what was granted last")
         lease.abort()
+        assert comes_to(watcher, NONE, client)
+
+
+def declare_to_the_next(client: Client) -> None:
+    """The link is lost, and the next has just told the server which leases go on; it is not open yet."""
+    links = client._links
+
+    def declared() -> bool:
+        links._step(links.now())
+        making = links._making
+        return making is not None and making.channel.state is LinkState.ATTACHING
+
+    until(declared, "a link that is being made")
+
+
+def test_a_page_whose_answer_was_lost_is_given_back_where_its_lease_ends_before_the_next_link_is_open(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is declared by then; what ends it names what it knows of, and this page it does not know of."""
+    wait = Channel.wait
+    with asking(server) as client:
+        lease = WriteLease(client._links, SPACE)
+        lease.ask(keys_of(5))
+        with hanging(server) as goes_on:
+
+            def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
+                monkeypatch.undo()
+                self.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+                goes_on()
+                return wait(self, pending, timeout_s)
+
+            monkeypatch.setattr(Channel, "wait", lost)
+            lease.ask(keys_of(5, 5))
+        declare_to_the_next(client)
+        del lease
+        gc.collect()
+        client.noop()
+        assert comes_to(watcher, NONE, client)
+
+
+def test_a_lease_that_ends_as_its_connection_does_is_ended_over_the_next(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stood when it was looked at, and was lost, and the lease declared, before the end was said."""
+    post = Channel.post
+    with asking(server) as client:
+        lease = client.prepare_store(keys_of(5), namespace=SPACE)
+
+        def late(self: Channel, make: Any, *more: Any) -> None:
+            monkeypatch.undo()
+            hang_up(client)
+            declare_to_the_next(client)
+            post(self, make, *more)
+
+        monkeypatch.setattr(Channel, "post", late)
+        del lease
+        gc.collect()
+        client.noop()
         assert comes_to(watcher, NONE, client)
 
 

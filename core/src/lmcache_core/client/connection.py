@@ -101,7 +101,9 @@ class LifelineConnection(Connection):
 
     def __init__(self, sock: socket.socket, path: Path | None = None, trust: Trust | None = None) -> None:
         """`path`: where to connect to, and `trust`: to whom. Without them the socket is connected."""
-        self._sock = sock
+        self._sock = sock  # with the two that follow, all that `__del__` needs: no interrupt comes between them
+        self._first: dict[str, Any] = {}  # what came of receiving the first frame, which may bring a descriptor
+        self._taken = False  # that one, by whoever owns it now
         self._trust = trust
         self._path = path
         self._connected = False
@@ -110,8 +112,6 @@ class LifelineConnection(Connection):
         self._lengths: deque[int] = deque()  # of the frame in the buffer, until `received`
         self.received = self._lengths.clear
         self._sent: deque[tuple[bytes, Any]] = deque(maxlen=1)
-        self._first: dict[str, Any] = {}  # what came of receiving the first frame, which may bring a descriptor
-        self._taken = False  # that one, by whoever owns it now
         sock.setblocking(False)
         if path is None:
             self._now_connected()

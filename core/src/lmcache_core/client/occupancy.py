@@ -351,12 +351,11 @@ class Occupancy:
         self.ended(holding)
 
     def tell_end(self, holding: Holding) -> None:
-        """Tell the server that nobody touches what is left of it, without waiting for its answer."""
+        """Tell the server that nobody touches what is left of it, without waiting for its answer. What is said as the
+        connection ends counts for nothing: it is said over the next link, if the lease is taken to go on there."""
         while (link := holding.link) is not None and not holding.over:
-            if not link.channel.lost:
-                for page in self._pages_left(holding):
-                    link.channel.post(page)
-                return
+            for page in self._pages_left(holding):
+                link.channel.post(page)
             with self._lock:
                 if holding.link is link:  # otherwise there is a new one by now
                     told = self._declared
@@ -367,13 +366,15 @@ class Occupancy:
 
     @staticmethod
     def _pages_left(holding: Holding) -> list[Callable[[int], m.Message]]:
-        """The messages that end what is left of it."""
+        """The messages that end what is left of it, what was granted in answers that never came included."""
         positions = holding.left()
-        known = len(positions) if holding.id else 0  # an optimistic one has no id, and the server nothing to free
-        return [
-            settle_page(holding.let_go, holding.id, positions[first : first + BATCH_KEYS_MAX])
-            for first in range(0, known, BATCH_KEYS_MAX)
+        if not holding.id:  # an optimistic one, and the server has nothing to free
+            return []
+        pages: list[Sequence[int]] = [
+            positions[first : first + BATCH_KEYS_MAX] for first in range(0, len(positions), BATCH_KEYS_MAX)
         ]
+        pages += [range(page.first, page.first + page.count) for page in holding.unheard if page.link.channel.lost]
+        return [settle_page(holding.let_go, holding.id, page) for page in pages]
 
     def end(self, timeout_s: float, why: str, *, closing: bool = False) -> tuple[list[int], list[Holding]]:
         """All of it is to end. Waits for copies under way, `timeout_s` at most, and not for what nobody but this thread
