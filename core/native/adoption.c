@@ -179,16 +179,18 @@ static PyObject *adoption_take(AdoptionObject *self, PyObject *args) {
 
 static PyObject *adoption_slab(AdoptionObject *self, PyObject *args) {
     unsigned long long offset;
-    if (!PyArg_ParseTuple(args, "K:slab", &offset))
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "Kn:slab", &offset, &most))
         return NULL;
     PyObject *found = PyList_New(0);
     const adopted_slab *slab = adoption_slab_at(&self->state, offset);
-    for (uint64_t slot = 0; found != NULL && slab != NULL && slot < slab->slots; slot++) {
+    for (uint64_t slot = 0; found != NULL && slab != NULL && slot < slab->slots && most > 0; slot++) {
         uint64_t number = slab->first + slot;
         if (self->state.claim[number] >= CLAIM_ENTRIES_MAX)
             continue;
         adopted_object object;
         adoption_take_slot(&self->state, number, slab->start + slot * slab->slot_bytes, &object);
+        most--;
         if (append_object(found, &object) < 0)
             Py_CLEAR(found);
     }
@@ -291,7 +293,7 @@ static PyObject *adoption_number(AdoptionObject *self, void *which) {
 static PyMethodDef adoption_methods[] = {
     {"touch", (PyCFunction)adoption_touch_keys, METH_VARARGS, "Take the objects of these keys that nobody has taken."},
     {"take", (PyCFunction)adoption_take, METH_VARARGS, "Take up to n of the oldest objects that nobody has taken."},
-    {"slab", (PyCFunction)adoption_slab, METH_VARARGS, "Take all that nobody has taken in the slab at an offset."},
+    {"slab", (PyCFunction)adoption_slab, METH_VARARGS, "Take up to n that nobody has taken in the slab at an offset."},
     {"slabs", (PyCFunction)adoption_slabs, METH_NOARGS, "The slabs in which something stands."},
     {"waiting", (PyCFunction)adoption_waiting, METH_NOARGS, "Slots that wait for former workers."},
     {"layouts", (PyCFunction)adoption_layouts, METH_NOARGS, "Layout id to (fingerprint, nbytes)."},

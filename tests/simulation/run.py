@@ -171,7 +171,7 @@ class Schedule:
         world.run(lambda: world.all_done)
         until = world.now + 0.5
         world.run(lambda: world.now > until)
-        open_ = [lease.id for lease in server.kernel._leases.all() if lease.kind is LeaseKind.PROMISE]
+        open_ = [lease.id for lease in server.kernel._leases._open.values() if lease.kind is LeaseKind.PROMISE]
         untold = [promise for promise in open_ if promise not in self.shadow.told]
         if untold:
             raise Broken(f"{len(untold)} promises are open that nobody was told of")

@@ -15,7 +15,7 @@ from sim_world import Broken, World
 
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.guard import GuardedPolicy
-from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.states import State
 from lmcache_core.tiers.tier import Tier
 from lmcache_policies.isolated import IsolatedPolicy
@@ -90,11 +90,12 @@ class Store:
 
 
 class PoolStore(Store):
-    """What is claimed, written, loaded, ready, held beyond its removal, or in quarantine."""
+    """What is claimed, written, loaded, ready, held beyond its removal, in quarantine, or waited for."""
 
-    def __init__(self, world: World, residents: Residents, policy: IsolatedPolicy) -> None:
+    def __init__(self, world: World, kernel: Kernel, policy: IsolatedPolicy) -> None:
         super().__init__(world, "the pool", policy)
-        self._residents = residents
+        self._residents = residents = kernel._residents
+        self._rooms = kernel._rooms
         self._evict = residents.evict
         residents.evict = self.evict  # type: ignore[method-assign]
 
@@ -104,6 +105,8 @@ class PoolStore(Store):
         used = Counter[int]()
         for item in taken:
             used[item.namespace] += item.nbytes
+        for waiting in self._rooms._waiting:
+            used[waiting.namespace] += waiting.slots * waiting.size_class.slot_bytes
         return used
 
     def evict(self, victims: Sequence[Any]) -> None:
@@ -158,10 +161,9 @@ class TierStore(Store):
 def watched(world: World, server: Server, tiers: Sequence[Tier]) -> list[Store]:
     """Whatever of a server is ordered by `isolated`."""
     stores: list[Store] = []
-    residents = server.kernel._residents
-    policy = _isolated(residents.policy)
+    policy = _isolated(server.kernel._residents.policy)
     if policy is not None:
-        stores.append(PoolStore(world, residents, policy))
+        stores.append(PoolStore(world, server.kernel, policy))
     for tier in tiers:
         policy = _isolated(tier.accounting.policy)
         if policy is not None:

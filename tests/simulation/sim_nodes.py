@@ -83,6 +83,7 @@ class ServerNode:
         Watch(self.world, self.shadow, server)
         assert server.populator.wait(60)
         server.kernel.add_memory(server.segment.info.data_bytes)
+        server.kernel._releases.step_objects = 2  # so that something comes between two steps
         server._thread = threading.current_thread()  # one among others: what is dropped here is not frozen
         self._stores = watched(self.world, server, [tier.attach(server) for tier in self.tiers])
         if self.tiers:
@@ -195,7 +196,7 @@ class ServerNode:
         due = server.kernel.next_deadline()
         if due is not None and due < now:
             raise Broken(f"a lease or pin that was due {now - due:.6f} s ago has not ended")
-        for lease in server.kernel._leases.all():
+        for lease in server.kernel._leases._open.values():
             if lease.kind is LeaseKind.PROMISE and lease.deadline < now:
                 raise Broken(f"a promise has outlived its time by {now - lease.deadline:.6f} s")
         for wait in server.lookups._timed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sim_shadow import OBJECT_BYTES, Shadow
@@ -11,7 +11,7 @@ from sim_world import Broken, World
 from lmcache_core.kernel.effects import Committed
 from lmcache_core.kernel.objects import Incarnation as Resident
 from lmcache_core.tiers.format import payload_checksum
-from lmcache_core.tiers.l1 import LoadGrant, Loading, Named, Pinned
+from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Pinned
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -60,11 +60,26 @@ class Watch:
                 self._broken(f"incarnation {number} is held for a tier with a checksum of other bytes")
         return pinned
 
-    def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
-        loading = self._begin_load(namespace, layout_id, keys, deadline)
-        if LoadGrant.GRANTED in loading.grants:
-            self._loads[loading.lease] = (namespace, len(self._clears))
-        return loading
+    def begin_load(
+        self,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        deadline: float,
+        granted: Callable[[Loading], None],
+    ) -> Loading | LoadWait:
+        def note(loading: Loading) -> None:
+            if LoadGrant.GRANTED in loading.grants:
+                self._loads[loading.lease] = (namespace, len(self._clears))
+
+        def granted_later(loading: Loading) -> None:
+            note(loading)
+            granted(loading)
+
+        answer = self._begin_load(namespace, layout_id, keys, deadline, granted_later)
+        if isinstance(answer, Loading):
+            note(answer)
+        return answer
 
     def commit_load(
         self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]

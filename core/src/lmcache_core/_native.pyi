@@ -251,8 +251,8 @@ class Adoption:
     ) -> list[tuple[bytes | None, int, int, int, int | None]]: ...
     def take(self, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
         """The oldest ones."""
-    def slab(self, offset: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
-        """All of the slab in which `offset` lies."""
+    def slab(self, offset: int, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
+        """Up to `most` of the slab in which `offset` lies."""
     def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
         """(start, nbytes, slot bytes, slots used, objects in it, end of what is used, free slots before that)."""
     def waiting(self) -> list[tuple[int, int, int]]:

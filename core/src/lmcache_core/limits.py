@@ -49,12 +49,13 @@ LEASES_PER_SESSION_MAX = 4096  # a worker that leaks leases hurts itself only
 LEASE_KEYS_MAX = OPERATION_KEYS_MAX
 SETTLED_LEASES_REMEMBERED = 4096  # a repeated commit gets its first answer; enough for every reply in flight
 SEND_QUEUE_FRAMES_MAX = 256  # a peer that does not read is dropped once this many replies wait for it
+STORES_WAITING_MAX = 1024  # stores that wait for slabs, and as many for tiers; beyond it they are FULL at once
+STORES_PER_SESSION_MAX = STORES_WAITING_MAX // 4  # of these: one worker in a hurry must leave room for others
+ROOM_WAIT_S = 5.0  # for so long a grant waits for slabs to be emptied: half of what a call waits for its answer
 LOOKUPS_WAITING_MAX = 1024  # replies held back for a prefetch
 LOOKUPS_PER_SESSION_MAX = LOOKUPS_WAITING_MAX // 4  # of these: one scheduler in trouble must leave room for others
 STORE_WAIT_S = 2.0  # a disk takes a page of a store in a fraction of that, where it keeps up at all
 STORE_WAIT_S_MAX = 5.0  # half of what a client waits before it takes the server for hung
-STORES_WAITING_MAX = 1024  # replies held back until tiers have made room …
-STORES_PER_SESSION_MAX = STORES_WAITING_MAX // 4  # … and of one session: others need room too
 EXPLAIN_KEYS_MAX = 128  # keys explained by one frame: each may have a word from every tier
 EXPLAIN_TIERS_MAX = 16
 EXPLAINS_UNDER_WAY_MAX = 64  # explanations that wait for tiers, of all sessions
@@ -75,6 +76,14 @@ PIN_TTL_S = 3600.0
 QUARANTINE_FRACTION_MAX = 0.25  # of the pool, all sessions together: the rest goes on serving
 QUARANTINE_FRACTION_PER_UID_MAX = 0.125
 PINNED_FRACTION_MAX = 0.5  # pins that belong to the server
+# What one session, and all sessions of one uid or CURVE key, keep from eviction: 7/8 and 15/16 of a pool together, so
+# that whatever one of them does, there is room for the stores of others.
+PROMISED_FRACTION_MAX = 0.25
+PROMISED_FRACTION_PER_SESSION_MAX = 0.25  # over it a hit is a hit all the same, and nobody keeps it for the asker
+READ_FRACTION_MAX = 0.5
+READ_FRACTION_PER_SESSION_MAX = 0.5  # the KV of one prompt may be a third of a pool, and is read at once
+PINNED_FRACTION_PER_HOLDER_MAX = 0.1875  # whether or not the sessions that pinned are there still
+PINNED_FRACTION_PER_SESSION_MAX = 0.125
 
 # --- tiers ------------------------------------------------------------------------------------------------
 TIERING_STEP_S = 50e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it
@@ -119,6 +128,8 @@ LOOP_SLICE_S = 5e-4  # less than the usual 1.4 ms, more than a turn: who uses it
 HOUSEKEEPING_S = 0.25  # headroom in the pool, and the other things that wait well
 LIFE_CHECK_S_MIN = 0.002  # a lost session's life lock is looked at this soon, and ever less often up to …
 LIFE_CHECK_S_MAX = 0.5
+CALL_OBJECTS_MAX = 16 * BATCH_KEYS_MAX  # touched by one call into the kernel, each as often as it is
+LIFE_CHECKS_PER_TURN_MAX = 64  # each is a system call or two; the others follow in the next turn
 SILENT_SESSION_S = 600.0  # a ZMQ session without a life lock that says nothing for this long is ended
 HELLO_S = 5.0  # for so long a connection may say nothing
 LIMIT_WARNING_PAUSE_S = 1.0  # sessions that are ended to make room are logged no more often than this

@@ -24,7 +24,9 @@ def make_kernel() -> Callable[..., Kernel]:
     def make(slots: int = 8, *, policy: Any = None, **config: Any) -> Kernel:
         sizes = {"pool_bytes": slots * MIB, "slab_bytes": MIB}
         times = {"write_ttl_s": 10, "read_ttl_s": 10, "promise_ttl_s": 10}
-        kernel = Kernel(KernelConfig(**{**sizes, **times, **config}), policy or LruEviction(), epoch=1)
+        caps = dict.fromkeys((f"{sort}_fraction_per_session_max" for sort in ("promised", "read", "pinned")), 1.0)
+        caps |= {"promised_fraction_max": 1.0, "read_fraction_max": 1.0, "pinned_fraction_per_holder_max": 1.0}
+        kernel = Kernel(KernelConfig(**{**sizes, **times, **caps, **config}), policy or LruEviction(), epoch=1)
         kernel.add_memory(config.get("pool_bytes", slots * MIB))
         kernel.register_layout(LAYOUT, MIB)
         kernel.register_layout(BIG, 2 * MIB)

@@ -60,6 +60,19 @@ class Permit:
         return [at for at, thing in enumerate(self.things) if thing is not None]
 
 
+UNCAPPED = dict.fromkeys(
+    (
+        "promised_fraction_max",
+        "promised_fraction_per_session_max",
+        "pinned_fraction_per_holder_max",
+        "pinned_fraction_per_session_max",
+        "read_fraction_max",
+        "read_fraction_per_session_max",
+    ),
+    1.0,
+)
+
+
 class Paper:
     """A kernel, and what a reader of the design would write on paper about it."""
 
@@ -71,6 +84,7 @@ class Paper:
             "write_ttl_s": WRITE_TTL,
             "read_ttl_s": READ_TTL,
             "promise_ttl_s": PROMISE_TTL,
+            **UNCAPPED,
             **config,
         }
         whole = pool_mib * MIB
@@ -86,7 +100,9 @@ class Paper:
         self.marks: dict[int, tuple[State, int]] = {}  # SlotsMarked, replayed
         self.permits: dict[int, Permit] = {}
         self.pins: dict[Thing, float] = {}
-        self.clears: list[tuple[Any, set[Thing], int, int]] = []  # under way: answer, what is left, objects, bytes
+        # Under way: answer, what is left, objects, and their bytes and what was doomed.
+        self.clears: list[tuple[Any, set[Thing], int, tuple[int, int]]] = []
+        self.preparations: list[Any] = []  # stores that wait for room: the kernel's, its arguments, what it holds
         self.memory: dict[int, Any] = {}
         self.sessions: dict[int, str] = {0: "open"}
         self.expired_told: list[int] = []
@@ -163,8 +179,11 @@ class Paper:
                 for offset in effect.offsets:
                     if effect.state is State.FREE:
                         assert self.marks.pop(offset)[0] is not State.FREE
-                    else:
-                        self.marks[offset] = (effect.state, effect.row)
+                        continue
+                    row = self.marks[offset][1] if effect.row is None else effect.row
+                    self.marks[offset] = (effect.state, row)
+                    if effect.state is State.QUARANTINED:
+                        self.doomed_by_clear(self.slots[offset])
             elif isinstance(effect, Evicted):
                 for item in effect.objects:
                     thing = self.index[item.namespace, item.key]
@@ -188,8 +207,14 @@ class Paper:
         left.discard(thing)
         self.take_out(thing)
 
+    def doomed_by_clear(self, thing: Thing) -> None:
+        """What a clear took out of the index while it was written or loaded waits for its writer now."""
+        for _, left, _, _ in self.clears:
+            left.discard(thing)
+        thing.state = State.QUARANTINED
+
     def cleared(self) -> list[Thing]:
-        """Out of the index, still in their slots, and nobody's."""
+        """Out of the index, and the clear has not come to them yet."""
         return [thing for _, left, _, _ in self.clears for thing in left]
 
     def overdue(self) -> dict[int, int]:
@@ -209,10 +234,17 @@ class Paper:
         at_cap = sum(of_uid.values()) >= self.uid_cap or sum(overdue.values()) >= self.pool_cap
         return left_behind >= self.uid_cap or (at_cap and session in of_uid)
 
+    def say_who_waits_no_longer(self) -> None:
+        for each in [each for each in self.preparations if each[0].cancelled]:
+            self.preparations.remove(each)
+            for thing in each[-1]:
+                self.release(thing)
+
     # --- invariants -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
         kernel, slots = self.kernel, self.slots
+        self.say_who_waits_no_longer()
         for permit in self.permits.values():  # everyone who may write does, all the time
             if permit.kind is LeaseKind.WRITE:
                 for thing in permit.things:
@@ -248,19 +280,36 @@ class Paper:
         for kind in LeaseKind:
             of_kind = [p for p in self.permits.values() if p.kind is kind and p.open_at()]
             assert usage.leases_by_kind[kind.name.lower()] == len(of_kind)
+        for sort, kinds in (("promised_bytes", LeaseKind.PROMISE), ("read_bytes", LeaseKind.READ)):
+            by_holder: dict[str, set[Thing]] = {}
+            for permit in self.permits.values():
+                if permit.kind is kinds and permit.owner:
+                    things = {thing for thing in permit.things if thing is not None}
+                    by_holder.setdefault(f"uid {self.uid(permit.owner)}", set()).update(things)
+            if kinds is LeaseKind.PROMISE:
+                for _, session, _, _, _, held in self.preparations:
+                    if session:
+                        by_holder.setdefault(f"uid {self.uid(session)}", set()).update(held)
+            expected = {name: sum(thing.nbytes for thing in things) for name, things in by_holder.items() if things}
+            told = {name: getattr(each, sort) for name, each in usage.holders.items() if getattr(each, sort)}
+            assert told == expected, f"{sort}: an object counts once, however often it is held"
+        assert sum(each.pinned_bytes for each in usage.holders.values()) == usage.pinned_bytes
         assert usage.pinned_bytes == sum(thing.nbytes for thing in self.pins)
         assert usage.quarantine_by_session == self.overdue()
         by_uid: dict[int, int] = {}
         for session, nbytes in self.overdue().items():
             by_uid[self.uid(session)] = by_uid.get(self.uid(session), 0) + nbytes
         assert usage.quarantine_by_uid == by_uid
-        assert sum(each.slots_used * each.slot_bytes for each in usage.classes) == usage.used_bytes
+        in_classes = sum(each.slots_used * each.slot_bytes for each in usage.classes)
+        assert in_classes + usage.emptying_bytes == usage.used_bytes
+        assert kernel.working == bool(self.preparations)
+        assert kernel.working or not usage.emptying_bytes, "what nobody waits for is not being emptied"
         assert 0.0 <= usage.fragmentation <= 1.0
 
         while self.clears and self.clears[0][0].done:
-            answer, left, objects, nbytes = self.clears.pop(0)
+            answer, left, objects, expected = self.clears.pop(0)
             assert not left, "done means that all of it is gone"
-            assert (answer.cleared.objects, answer.cleared.nbytes) == (objects, nbytes)
+            assert (answer.cleared.objects, answer.cleared.nbytes, answer.cleared.doomed) == (objects, *expected)
         for thing in self.cleared():
             there = self.index.get(thing.where)
             assert there is not thing, "what was cleared is not found"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from kernel_model import World
-from kernel_paper import MIB, PROMISE_TTL, READ_TTL, SIZES, WRITE_TTL, Thing, key
+from kernel_paper import MIB, PROMISE_TTL, READ_TTL, SIZES, UNCAPPED, WRITE_TTL, Thing, key
 from test_machine import PICK, KernelMachine
 
 from lmcache_core.kernel import Kernel, KernelConfig, State
@@ -45,9 +45,9 @@ class PaperPool:
     def take(self, most: int, /) -> list[Found]:
         return self._give(list(self._kept.values())[:most])
 
-    def slab(self, offset: int, /) -> list[Found]:
+    def slab(self, offset: int, most: int, /) -> list[Found]:
         whole = next(slab for slab in self._slabs if slab.start == offset)
-        return self._give([thing for at, thing in self._kept.items() if whole.start <= at < whole.end])
+        return self._give([thing for at, thing in self._kept.items() if whole.start <= at < whole.end][:most])
 
     def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
         rows = []
@@ -112,11 +112,12 @@ class RestartedWorld(World):
         self.permits.clear()
         self.pins.clear()
         self.clears.clear()
+        self.preparations.clear()
         self.sessions = {0: "open"}
         self._epoch += 1
         sizes = {"pool_bytes": 6 * MIB, "data_offset": 4 * MIB, "slab_bytes": MIB}
         times = {"write_ttl_s": WRITE_TTL, "read_ttl_s": READ_TTL, "promise_ttl_s": PROMISE_TTL}
-        self.kernel = Kernel(KernelConfig(**{**sizes, **times, **self._config}), LruEviction(), self._epoch)
+        self.kernel = Kernel(KernelConfig(**{**sizes, **times, **UNCAPPED, **self._config}), LruEviction(), self._epoch)
         for layout, nbytes in SIZES.items():
             self.kernel.register_layout(layout, nbytes)
         self.kernel.adoption.begin(PaperPool(slabs, kept, waits), rows)

@@ -8,6 +8,7 @@ import pytest
 from kernel_words import (
     BIG,
     LAYOUT,
+    MIB,
     NS,
     NS2,
     OTHER,
@@ -172,6 +173,54 @@ def test_the_death_of_a_session_meanwhile_changes_nothing(kernel: Kernel) -> Non
     while not clearing.done:
         kernel.free_cleared(0.0, 1)
     assert used(kernel) == 0
+
+
+def test_what_is_being_written_is_doomed_in_steps_and_nothing_of_it_appears_before(
+    make_kernel: Callable[..., Kernel],
+) -> None:
+    kernel = make_kernel(slots=16)
+    kernel.register_layout(9, 4096)
+    leases = [
+        kernel.prepare_store(WORKER, NS, 9, keys(*range(first, first + 512)), 0.0).lease_id
+        for first in range(0, 2048, 512)
+    ]
+    kernel.take_touched()
+    clearing = kernel.begin_clear(1.0)
+    assert kernel.take_touched() == 0, "the clear looks at none of it at once"
+    assert reasons(kernel, 0, 2047, now=1.0) == [Reason.CLEARED] * 2
+    assert names(offer(kernel, 0, session=OTHER, now=1.0).statuses) == ["GRANTED"], "the keys are free at once"
+    kernel.take_effects()
+    assert set(kernel.commit_store(WORKER, leases[0], 1.0)) == {Settled.CLEARED}
+    assert not [effect for effect in kernel.take_effects() if isinstance(effect, Committed)]
+    assert set(kernel.abort_store(WORKER, leases[1], 1.0)) == {Settled.ABORTED}
+    assert used(kernel) == 1 + 4, "what was answered for is free, the rest waits for its writer"
+    steps = 0
+    while not clearing.done:
+        assert kernel.free_cleared(1.0) <= STEP_OBJECTS
+        steps += 1
+    assert steps >= 1024 // STEP_OBJECTS
+    assert (clearing.cleared.objects, clearing.cleared.doomed) == (0, 2048)
+    assert kernel.usage().objects_by_state["quarantined"] == 1024
+    states = {state for state, row in marks(kernel).values() if row is None}
+    assert states == {State.QUARANTINED}, "the rows of their writers stay as they are noted"
+    assert set(kernel.commit_store(WORKER, leases[2], 1.0)) == {Settled.CLEARED}
+    kernel.session_dead(WORKER, 1.0)
+    while kernel.working:
+        kernel.step(1.0)
+    assert used(kernel) == 1
+
+
+def test_a_writer_that_expires_before_a_clear_has_come_to_it_waits_in_quarantine_once(kernel: Kernel) -> None:
+    lease = offer(kernel, 1, 2).lease_id
+    clearing = kernel.begin_clear(1.0)
+    kernel.expire(10.0)
+    assert kernel.usage().objects_by_state["quarantined"] == 2
+    assert kernel.usage().quarantine_by_session == {WORKER: 2 * MIB}
+    kernel.free_cleared(10.0)
+    assert (clearing.done, clearing.cleared.doomed) == (True, 2)
+    kernel.abort_store(WORKER, lease, 10.0)
+    assert used(kernel) == 0
+    assert kernel.usage().quarantine_by_session == {}
 
 
 # --- the memory of lost keys -----------------------------------------------------------------------------------

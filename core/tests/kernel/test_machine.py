@@ -57,6 +57,20 @@ class KernelMachine(RuleBasedStateMachine):
         session = 0 if lane else self.session(pick)
         self.world.store(session, namespace, layout, keys, loading=lane)
 
+    @rule(pick=PICK, namespace=NAMESPACES, layout=LAYOUTS, keys=KEYS, wait_s=st.sampled_from([0.0, 0.7, 20.0]))
+    def begin_store(self, pick: int, namespace: int, layout: int, keys: list[int], wait_s: float) -> None:
+        self.world.begin_store(self.session(pick), namespace, layout, keys, wait_s)
+
+    @precondition(lambda self: self.world.preparations)
+    @rule()
+    def step(self) -> None:
+        self.world.step()
+
+    @precondition(lambda self: self.world.preparations)
+    @rule(pick=PICK)
+    def cancel_store(self, pick: int) -> None:
+        self.world.cancel_store(pick)
+
     @rule(pick=PICK, namespace=NAMESPACES, keys=KEYS, retain=st.booleans())
     def store_whole(self, pick: int, namespace: int, keys: list[int], retain: bool) -> None:
         session = self.session(pick)

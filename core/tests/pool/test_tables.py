@@ -41,6 +41,19 @@ def test_a_marked_slot_stands_in_the_segment_before_the_call_returns(make: Make)
         assert other.tables.slot(offsets[1]) == (SlotState.WRITING, 7)
 
 
+def test_a_slot_may_change_its_state_and_keep_its_row(make: Make) -> None:
+    segment = make()
+    offsets = [segment.info.data_offset + page * PAGE_BYTES for page in range(4)]
+    for offset, row in zip(offsets, (7, 8, 7, NO_ROW), strict=True):
+        segment.mark_slots([offset], SlotState.WRITING, row)
+    segment.mark_slots(offsets, SlotState.QUARANTINED, None)
+    assert [segment.tables.slot(offset) for offset in offsets] == [
+        (SlotState.QUARANTINED, row) for row in (7, 8, 7, NO_ROW)
+    ]
+    with pytest.raises(UsageError):
+        segment.mark_slots([PLAN.data_offset - PAGE_BYTES], SlotState.READY, None)
+
+
 @settings(deadline=None)
 @given(
     st.dictionaries(

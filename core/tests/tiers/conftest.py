@@ -31,13 +31,25 @@ from lmcache_core.tiers.contract import (
     Usage,
 )
 from lmcache_core.tiers.jobs import Job, Lookup
-from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, Named, Pinned, Slot, TierReason
+from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, LoadWait, Named, Pinned, Slot, TierReason
 from lmcache_core.tiers.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
 SAFETY_S = 60.0  # a net under tests that wait for a condition, never a measure
 NAMESPACE = 7
 LAYOUT = Layout("uint8", (5000,))  # no multiple of a page, so that tails are exercised
+
+
+class MemoryWait:
+    """A load that waits for slots."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        self.answer = answer
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        assert not self.cancelled
+        self.cancelled = True
 
 
 class MemoryL1:
@@ -64,6 +76,8 @@ class MemoryL1:
         self.aborted: Counter[str] = Counter()
         self.next_lease = 1
         self.generation = 0
+        self.makes_wait = False  # loads wait for slots until `make_room`
+        self.waits: list[MemoryWait] = []
 
     # --- as workers do ------------------------------------------------------------------------------------
     def put(self, key: bytes, content: bytes, namespace: int = NAMESPACE, checksum: int | None = None) -> Committed:
@@ -151,7 +165,28 @@ class MemoryL1:
     def room_for(self, layout_id: int) -> int:
         return self.room
 
-    def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
+    def begin_load(
+        self,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        deadline: float,
+        granted: Callable[[Loading], None],
+    ) -> Loading | LoadWait:
+        if self.makes_wait:
+            wait = MemoryWait(lambda: granted(self.grant_load(namespace, keys)))
+            self.waits.append(wait)
+            return wait
+        return self.grant_load(namespace, keys)
+
+    def make_room(self) -> None:
+        """Answer the loads that wait for slots."""
+        waits, self.waits = self.waits, []
+        for wait in waits:
+            if not wait.cancelled:
+                wait.answer()
+
+    def grant_load(self, namespace: int, keys: Sequence[bytes]) -> Loading:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
         grants, offsets = [], []
         self.loads[lease] = {}

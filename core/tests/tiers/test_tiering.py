@@ -224,6 +224,69 @@ def test_a_cancelled_request_holds_nothing_and_does_not_disturb_another(doubles:
     assert {key for _, key in loop.l1.ready} == set(list(contents)[:2])
 
 
+def _waiting_for_slots(doubles: Any, count: int = 4) -> tuple[Any, Any, list[bytes]]:
+    """A loop whose loads wait for their slots, its adapter, and keys that are on its tier."""
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
+    contents = doubles.contents(count)
+    loop.store(contents)
+    loop.idle()
+    _evict_all(loop)
+    loop.l1.makes_wait = True
+    return loop, adapter, list(contents)
+
+
+def test_loads_that_wait_for_their_slots_are_shared_and_start_once_they_have_them(doubles: Any) -> None:
+    loop, adapter, keys = _waiting_for_slots(doubles)
+    first = loop.ask(keys)
+    loop.until(lambda: first.status is JobStatus.LOADING)
+    second = loop.ask(keys[:2])
+    loop.until(lambda: second.status is JobStatus.LOADING)
+    assert len(loop.l1.waits) == 1, "the second one joins"
+    assert not adapter.calls["load"]
+    loop.l1.make_room()
+    loop.until(lambda: first.ended and second.ended)
+    assert (first.loaded, second.loaded) == ({0, 1, 2, 3}, {0, 1})
+    assert adapter.calls["load"] == 1
+
+
+def test_of_loads_that_have_waited_those_without_a_slot_are_misses(doubles: Any) -> None:
+    loop, _, keys = _waiting_for_slots(doubles)
+    job = loop.ask(keys)
+    loop.until(lambda: job.status is JobStatus.LOADING)
+    taken, loop.l1.free = loop.l1.free[2:], loop.l1.free[:2]
+    loop.l1.make_room()
+    loop.until(lambda: job.ended)
+    assert job.loaded == {0, 1}
+    assert job.reasons == {2: TierReason.FULL, 3: TierReason.CUT}
+    loop.l1.free += taken
+    assert not loop.l1.held
+
+
+@pytest.mark.parametrize("how", ["cancel", "clear", "late"])
+def test_no_room_is_made_for_loads_that_nobody_waits_for_any_more(doubles: Any, how: str) -> None:
+    loop, adapter, keys = _waiting_for_slots(doubles)
+    first, second = loop.ask(keys, seconds=50.0), loop.ask(keys[:2], seconds=50.0)
+    loop.until(lambda: second.status is JobStatus.LOADING)
+    wait = loop.l1.waits[0]
+    if how == "cancel":
+        loop.tiering.cancel(first)
+        assert not wait.cancelled, "another one waits for some of them"
+        loop.tiering.cancel(second)
+    elif how == "clear":
+        loop.tiering.clear(doubles.namespace)
+    else:
+        loop.jump(60.0)
+        loop.until(lambda: second.ended)
+    assert wait.cancelled
+    assert first.ended
+    assert second.ended
+    loop.l1.make_room()
+    loop.l1.makes_wait = False
+    assert not adapter.calls["load"]
+    assert loop.fetch(keys).loaded == {0, 1, 2, 3}
+
+
 def test_a_failed_load_cuts_the_prefix_and_releases_the_rest(doubles: Any) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))

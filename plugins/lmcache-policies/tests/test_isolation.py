@@ -62,7 +62,8 @@ class Pool:
     def used(self, tenant: int) -> int:
         """All the bytes that the tenant takes, counted by looking at every slab."""
         slabs = {slab for slab in self.kernel._allocator._owners if slab is not None}
-        return sum(item.nbytes for slab in slabs for item in slab.live() if item.namespace == tenant)
+        standing = (item for slab in slabs for item in slab.residents if item is not None)
+        return sum(item.nbytes for item in standing if item.state is not State.FREE and item.namespace == tenant)
 
     def act(self) -> int | None:
         """One thing happens; the tenant that caused it."""

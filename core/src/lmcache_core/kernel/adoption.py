@@ -11,7 +11,7 @@ says with key None that one was damaged since: then only its slot can be had bac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_core.kernel.allocator import Slab
 from lmcache_core.kernel.answers import Reason
@@ -21,10 +21,11 @@ from lmcache_core.kernel.states import Event, State
 
 if TYPE_CHECKING:
     from lmcache_core.kernel.clearing import Clearing
+    from lmcache_core.kernel.releases import Releases
     from lmcache_core.kernel.residents import Residents
 
 STEP_OBJECTS = 256  # made in one background step: well below a millisecond
-VICTIMS_STEP_OBJECTS = 512  # made at least, when room is needed
+VICTIMS_STEP_OBJECTS = 512  # made at once when room is needed
 
 _THROUGH = object()
 
@@ -57,8 +58,8 @@ class AdoptedPool(Protocol):
         """The oldest."""
         ...
 
-    def slab(self, offset: int, /) -> list[Found]:
-        """All that are pending in the slab at `offset`."""
+    def slab(self, offset: int, most: int, /) -> list[Found]:
+        """Up to `most` of those that are pending in the slab at `offset`."""
         ...
 
     def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
@@ -74,6 +75,26 @@ class AdoptedPool(Protocol):
         ...
 
 
+class _Ring:
+    """Entries in the order of use, threaded through the entries themselves: whatever is in it, a step costs its own."""
+
+    __slots__ = ("newer", "older", "policy_data")
+
+    def __init__(self) -> None:
+        self.newer: Any = self
+        self.older: Any = self
+
+    def append(self, entry: Entry) -> None:
+        last = self.older
+        last.newer = self.older = entry
+        entry.older, entry.newer, entry.policy_data = last, self, self
+
+    def take_out(self, entry: Entry) -> None:
+        older, newer = entry.older, entry.newer
+        older.newer, newer.older = newer, older
+        entry.older = entry.newer = entry.policy_data = None
+
+
 class AdoptingPolicy(EvictionPolicy):
     """Stands before the policy while objects are made: in use is warm, what was not asked for is cold.
 
@@ -82,53 +103,59 @@ class AdoptingPolicy(EvictionPolicy):
     order of eviction.
     """
 
-    def __init__(self, inner: EvictionPolicy, make_more: Callable[[int], int]) -> None:
+    def __init__(self, inner: EvictionPolicy, make_more: Callable[[], int]) -> None:
         self.inner = inner
         self.wants_charges, self.evicts = inner.wants_charges, inner.evicts
         self._make_more = make_more
-        self._warm: dict[Entry, None] = {}
-        self._leaving: list[Entry] | None = None  # of the warm ones, the last to leave first
+        self._warm = _Ring()  # `policy_data` says whether an entry is in it
+        self._leaving = False
 
     def insert(self, entries: Sequence[Entry]) -> None:
-        if self._leaving is not None:
+        if self._leaving:
             self.inner.insert(entries)
         else:
             self._charge(entries, +1)
-            self._warm.update(dict.fromkeys(entries))
+            for entry in entries:
+                self._warm.append(entry)
 
     def insert_cold(self, entries: Sequence[Entry]) -> None:
         """Adopted, and not asked for."""
         self.inner.insert(entries)
 
     def access(self, entries: Sequence[Entry]) -> None:
-        warm = self._warm
-        cold = [entry for entry in dict.fromkeys(entries) if entry not in warm]
-        if self._leaving is not None:
-            self.inner.access([entry for entry in entries if entry not in warm])
-            return
-        if cold:
-            self.inner.remove(cold)
-            self._charge(cold, +1)
-        for entry in entries:
-            warm.pop(entry, None)
-            warm[entry] = None
+        ring = self._warm
+        cold = [entry for entry in dict.fromkeys(entries) if entry.policy_data is not ring]
+        if self._leaving:
+            if cold:
+                self.inner.access([entry for entry in entries if entry.policy_data is not ring])
+            warm: Sequence[Entry] = [entry for entry in entries if entry.policy_data is ring]
+        else:
+            if cold:
+                self.inner.remove(cold)
+                self._charge(cold, +1)
+            warm = entries
+        for entry in warm:
+            if entry.policy_data is ring:
+                ring.take_out(entry)
+            ring.append(entry)
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        warm = self._warm
-        cold = [entry for entry in entries if entry not in warm]
-        self._charge([entry for entry in entries if entry in warm], -1)
-        for entry in entries:
-            warm.pop(entry, None)
+        ring = self._warm
+        cold = [entry for entry in entries if entry.policy_data is not ring]
+        warm = [entry for entry in entries if entry.policy_data is ring]
+        self._charge(warm, -1)
+        for entry in warm:
+            ring.take_out(entry)
         if cold:
             self.inner.remove(cold)
 
     def held(self, entries: Sequence[Entry]) -> None:
-        cold = [entry for entry in entries if entry not in self._warm]
+        cold = [entry for entry in entries if entry.policy_data is not self._warm]
         if cold:
             self.inner.held(cold)
 
     def released(self, entries: Sequence[Entry]) -> None:
-        cold = [entry for entry in entries if entry not in self._warm]
+        cold = [entry for entry in entries if entry.policy_data is not self._warm]
         if cold:
             self.inner.released(cold)
 
@@ -136,12 +163,9 @@ class AdoptingPolicy(EvictionPolicy):
         self.inner.resize(capacity_bytes)
 
     def victims(self, nbytes: int) -> list[Entry]:
+        """What is known to be cold, and where that is too little, what a step adds to it: who asks again gets more."""
         named = self.inner.victims(nbytes)
-        while sum(entry.nbytes for entry in named) < nbytes and self._make_more(nbytes):
-            named = self.inner.victims(nbytes)
-        if self._warm and sum(entry.nbytes for entry in named) < nbytes:
-            while self.settle(len(self._warm)):
-                pass
+        if sum(entry.nbytes for entry in named) < nbytes and (self._make_more() or self.settle(STEP_OBJECTS)):
             named = self.inner.victims(nbytes)
         return named
 
@@ -161,15 +185,15 @@ class AdoptingPolicy(EvictionPolicy):
                 self.inner.charge(entry.namespace, sign * entry.nbytes)
 
     def settle(self, most: int) -> int:
-        """Hand up to `most` warm ones over, the coldest first. 0: there are no more."""
-        if self._leaving is None:
-            self._leaving = list(self._warm)[::-1]
+        """Hand up to `most` warm ones over, the coldest first; new ones go to the policy at once from here on. 0: there
+        are no more."""
+        self._leaving = True
+        ring = self._warm
         going: list[Entry] = []
-        while self._leaving and len(going) < most:
-            entry = self._leaving.pop()
-            if entry in self._warm:  # else it was removed meanwhile
-                del self._warm[entry]
-                going.append(entry)
+        while ring.newer is not ring and len(going) < most:
+            entry = ring.newer
+            ring.take_out(entry)
+            going.append(entry)
         if going:
             self._charge(going, -1)
             self.inner.insert(going)
@@ -191,7 +215,6 @@ class Untouched:
         for slab in pool.slabs():
             residents.allocator.adopt(*slab)
         residents.count(State.READY, pool.objects, pool.nbytes)
-        residents.allocator.reveal = self.reveal
         self._policy = AdoptingPolicy(residents.policy, self._make_more)
         residents.policy = self._policy
         residents.untouched = self
@@ -211,8 +234,8 @@ class Untouched:
             self._policy.insert(self._made(self._pool.touch(namespace, keys)))
 
     def reveal(self, slab: Slab) -> None:
-        """Make all of a slab: the caller is about to judge it."""
-        self._policy.insert_cold(self._made(self._pool.slab(slab.start)))
+        """Make some of a slab, which the caller is about to judge; all is made once it has none `unmade`."""
+        self._policy.insert_cold(self._made(self._pool.slab(slab.start, STEP_OBJECTS)))
 
     def cleared(self, namespace: int | None, clearing: Clearing) -> None:
         """A clear began: what is of its scope and not made yet goes as soon as it is made. The clear may be done
@@ -228,12 +251,10 @@ class Untouched:
         if not done:
             residents = self._residents
             residents.policy, residents.untouched = self._policy.inner, None
-            residents.allocator.reveal = None
         return done
 
-    def _make_more(self, nbytes: int) -> int:
-        mean = max(1, self._pool.nbytes // max(1, self._pool.objects))
-        return self._make(max(VICTIMS_STEP_OBJECTS, nbytes // mean))
+    def _make_more(self) -> int:
+        return self._make(VICTIMS_STEP_OBJECTS)
 
     def _make(self, most: int) -> int:
         found = self._pool.take(most)
@@ -243,6 +264,7 @@ class Untouched:
     def _made(self, found: Sequence[Found]) -> list[Incarnation]:
         """Ready objects in their slots and in the table."""
         residents, allocator = self._residents, self._residents.allocator
+        residents.touched += len(found)
         made: list[Incarnation] = []
         lost: list[Incarnation] = []
         gone: list[Incarnation] = []
@@ -281,8 +303,9 @@ class Untouched:
 class Adoption:
     """What the kernel offers around an adopted pool. Without one, nothing of it does anything."""
 
-    def __init__(self, residents: Residents) -> None:
+    def __init__(self, residents: Residents, releases: Releases) -> None:
         self._residents = residents
+        self._releases = releases
         self._walk: Iterator[Incarnation | None] | None = None  # over all slots
         self._former: FormerSlots | None = None
         self._untouched: Untouched | None = None
@@ -294,7 +317,7 @@ class Adoption:
         Everything is served at once; `step` is to be called until it answers 0."""
         self._untouched = Untouched(self._residents, pool, UnverifiedIncarnation if unverified else Incarnation)
         self._residents.unverified = unverified
-        self._former = FormerSlots(self._residents, pool.waiting(), rows)
+        self._former = FormerSlots(self._residents, self._releases, pool.waiting(), rows)
 
     @property
     def under_way(self) -> bool:
@@ -338,7 +361,6 @@ class Adoption:
     def close(self) -> None:
         """The kernel is not called any more: forget the pool."""
         self._untouched = self._residents.untouched = None
-        self._residents.allocator.reveal = None
 
     def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
         """These keys are about to be looked for."""
@@ -369,9 +391,15 @@ class Adoption:
 class FormerSlots:
     """Slots that former workers may still write to or read from, until these have answered or are dead."""
 
-    def __init__(self, residents: Residents, waiting: Iterable[tuple[int, int, int]], rows: Iterable[int]) -> None:
+    def __init__(
+        self,
+        residents: Residents,
+        releases: Releases,
+        waiting: Iterable[tuple[int, int, int]],
+        rows: Iterable[int],
+    ) -> None:
         """`rows`: of the workers that live. They answer, or end, by giving their life lock up."""
-        self._residents = residents
+        self._releases = releases
         self.rows = set(rows)
         self._written: dict[int, list[Incarnation]] = {}  # by the row of who may write
         self._read: list[Incarnation] = []  # nobody noted by whom
@@ -392,12 +420,11 @@ class FormerSlots:
         self.rows.discard(row)
         written = self._written.pop(row, [])
         if written:
-            self._residents.move(written, State.QUARANTINED, Event.ANSWER)
+            self._releases.answered(written, State.QUARANTINED, Event.ANSWER)
         if not self.rows and self._read:
             read, self._read = self._read, []
-            for item in read:
-                item.holds = 0
-            self._residents.move(read, State.DOOMED, Event.LAST_RELEASE)
+            self._releases.answered(read, State.DOOMED, Event.LAST_RELEASE)
+        self._releases.step()
 
 
 def seated(
@@ -424,5 +451,6 @@ def seated(
     item.slab = slab
     item.temporary = False
     item.checksum = checksum
+    item.kept_by = None
     slab.residents[(offset - slab.start) // slab.slot_bytes] = item
     return item

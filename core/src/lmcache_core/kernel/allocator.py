@@ -7,11 +7,10 @@ slot and touch no memory of the pool. An empty slab stays with its class until a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from lmcache_core.errors import InvariantError, UsageError
 from lmcache_core.kernel.objects import Incarnation
-from lmcache_core.kernel.states import State
 from lmcache_core.limits import OBJECT_BYTES_MAX, PAGE_BYTES, SLAB_BYTES, SLAB_BYTES_MIN
 
 UNITS_WANTED = 64  # a small pool is divided at least this finely, so that several classes find room in it
@@ -63,12 +62,13 @@ class Slab:
     """A run of units divided into slots of one size."""
 
     __slots__ = (
-        "end", "first_unit", "free", "fresh", "nbytes", "residents", "size_class", "slot_bytes", "slots", "start",
-        "units", "unmade", "used",
+        "end", "first_unit", "free", "fresh", "home", "nbytes", "residents", "size_class", "slot_bytes", "slots",
+        "start", "units", "unmade", "used",
     )  # fmt: skip
 
     def __init__(self, size_class: SizeClass, first_unit: int, units: int, start: int, nbytes: int) -> None:
         self.size_class = size_class
+        self.home = size_class  # whose it was, and may be again, while it is being emptied
         self.slot_bytes = size_class.slot_bytes
         self.first_unit = first_unit
         self.units = units
@@ -96,13 +96,17 @@ class Slab:
             self.fresh = end
         return offsets
 
-    def live(self) -> list[Incarnation]:
-        """What stands in its slots now."""
-        return [item for item in self.residents if item is not None and item.state is not State.FREE]
 
-    def evictable(self) -> bool:
-        """Nothing in it is written, doomed, quarantined or held."""
-        return all(item.state is State.READY and not item.holds for item in self.live())
+class Emptying:
+    """Units on their way from their slabs to another size class: see `Allocator.begin_emptying`."""
+
+    __slots__ = ("loose", "nbytes", "run", "slabs")
+
+    def __init__(self, run: range, nbytes: int, slabs: list[Slab], loose: list[int]) -> None:
+        self.run = run
+        self.nbytes = nbytes
+        self.slabs = slabs
+        self.loose = loose  # units of the run that are in no slab
 
 
 class Allocator:
@@ -119,12 +123,13 @@ class Allocator:
         self.populated_bytes = 0
         self.used_bytes = 0
         self.classes: dict[int, SizeClass] = {}
+        self.emptying = SizeClass(PAGE_BYTES, unit_bytes)  # in the place of the class of slabs that are being emptied
+        self.slot_bytes_least = unit_bytes  # of the classes that have slabs: no object in the pool is smaller
         units = -(-self.pool_bytes // unit_bytes)  # the last one may be shorter
         self._units = bytearray(units)  # searched with `find`, at the speed of memchr
         self._owners: list[Slab | None] = [None] * units
         self._populated_units = 0
         self._empty: dict[Slab, None] = {}
-        self.reveal: Callable[[Slab], None] | None = None  # makes what was adopted in a slab; None: all is made
         self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since the last look
 
     # --- memory ---------------------------------------------------------------------------------------------
@@ -214,7 +219,7 @@ class Allocator:
             nbytes += slab.slot_bytes
             if used == slab.slots:
                 size_class.open[slab] = None
-            if used == 1:
+            if used == 1 and size_class is not self.emptying:
                 self._empty[slab] = None
                 slab.free = []  # whole again: its slots go out in order once more
                 slab.fresh = slab.start
@@ -240,8 +245,7 @@ class Allocator:
             self._owners[unit] = slab
         if used < slab.slots:
             size_class.open[slab] = None
-        size_class.slabs += 1
-        size_class.slots += slab.slots
+        self._gained(size_class, slab)
         size_class.slots_used += used
         self.used_bytes += used * slot_bytes
 
@@ -269,9 +273,9 @@ class Allocator:
 
     # --- slabs ----------------------------------------------------------------------------------------------
 
-    def slabs_to_empty(self, size_class: SizeClass, around: Slab, known_busy: set[Slab]) -> list[Slab] | None:
-        """Slabs that, emptied, make room for one more slab of `size_class` where `around` stands; None if
-        something there is held. `known_busy` collects slabs found to be held, so that none is looked at twice."""
+    def run_around(self, size_class: SizeClass, around: Slab, avoid: Container[Slab]) -> range | None:
+        """Units that would make one more slab of `size_class` over the place of `around`, without a slab in `avoid` and
+        without any that are being emptied already; None where there are none. Looks at no slot."""
         units = size_class.units_least
         first = max(0, around.first_unit - units + 1)
         last = min(around.first_unit + around.units, len(self._units) - units + 1)
@@ -279,17 +283,54 @@ class Allocator:
             if self._run_bytes(start, units) < size_class.slot_bytes:
                 continue
             run = range(start, start + units)
-            slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
-            if known_busy.intersection(slabs):
-                continue
-            for slab in slabs:
-                if slab.unmade and self.reveal is not None:
-                    self.reveal(slab)
-            busy = [slab for slab in slabs if not slab.evictable()]
-            if not busy:
-                return slabs
-            known_busy.update(busy)
+            if all(self._may_be_emptied(unit, avoid) for unit in run):
+                return run
         return None
+
+    def _may_be_emptied(self, unit: int, avoid: Container[Slab]) -> bool:
+        owner = self._owners[unit]
+        if owner is None:
+            return self._units[unit] == FREE
+        return owner.size_class is not self.emptying and owner not in avoid
+
+    def begin_emptying(self, run: range) -> Emptying:
+        """From here on nothing new comes to stand in these units, and nobody gets them, until `give_emptied` or `keep`
+        ends that. `run` is what `run_around` named, and nothing has happened since."""
+        slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
+        for slab in slabs:
+            home = slab.home = slab.size_class  # which goes on counting the slab, but none of its slots
+            home.slots -= slab.slots
+            home.slots_used -= slab.used
+            home.open.pop(slab, None)
+            self._empty.pop(slab, None)
+            slab.size_class = self.emptying
+            self.emptying.slots_used += slab.used
+        loose = [unit for unit in run if self._owners[unit] is None]
+        for unit in loose:
+            self._units[unit] = TAKEN
+        return Emptying(run, self._run_bytes(run.start, len(run)), slabs, loose)
+
+    def keep(self, emptying: Emptying) -> None:
+        """The units are not needed, or could not be emptied: their slabs are as all others again."""
+        for slab in emptying.slabs:
+            home = slab.size_class = slab.home
+            self.emptying.slots_used -= slab.used
+            self.emptying.open.pop(slab, None)
+            home.slots += slab.slots
+            home.slots_used += slab.used
+            if slab.used < slab.slots:
+                home.open[slab] = None
+            if not slab.used:
+                self._empty[slab] = None
+                slab.free = []
+                slab.fresh = slab.start
+        for unit in emptying.loose:
+            self._units[unit] = FREE
+
+    def give_emptied(self, emptying: Emptying) -> None:
+        """Nothing stands in these units any more: the next slab may have them. The caller takes it at once."""
+        self.keep(emptying)
+        self.dissolve(emptying.slabs)
 
     def dissolve(self, slabs: Sequence[Slab]) -> None:
         """Return empty slabs to all classes."""
@@ -307,6 +348,9 @@ class Allocator:
                 self._owners[unit] = None
             slab.residents = []
             self.assigned.append((slab.start, slab.nbytes, 0))
+        if slabs:
+            in_use = [each.slot_bytes for each in self.classes.values() if each.slabs]
+            self.slot_bytes_least = min(in_use, default=self.unit_bytes)
 
     def grow(self, size_class: SizeClass) -> Slab | None:
         """Give the class one more slab, of units that are in none or in an empty one of another class."""
@@ -324,10 +368,14 @@ class Allocator:
             self._owners[unit] = slab
         self._empty[slab] = None
         size_class.open[slab] = None
-        size_class.slabs += 1
-        size_class.slots += slab.slots
+        self._gained(size_class, slab)
         self.assigned.append((slab.start, slab.nbytes, slab.slot_bytes))
         return slab
+
+    def _gained(self, size_class: SizeClass, slab: Slab) -> None:
+        size_class.slabs += 1
+        size_class.slots += slab.slots
+        self.slot_bytes_least = min(self.slot_bytes_least, size_class.slot_bytes)
 
     def _find_run(self, size_class: SizeClass) -> tuple[int, int] | None:
         for units in dict.fromkeys((size_class.units_best, size_class.units_least)):

@@ -121,6 +121,17 @@ class ClassUsage:
 
 
 @dataclass(slots=True)
+class HolderUsage:
+    """What one holder (all sessions of a uid or a key), or one session, keeps from others."""
+
+    sessions: int
+    promised_bytes: int
+    read_bytes: int
+    pinned_bytes: int
+    quarantined_bytes: int
+
+
+@dataclass(slots=True)
 class Usage:
     """What the kernel holds now; every figure is kept up to date and costs nothing that grows with residents."""
 
@@ -134,9 +145,12 @@ class Usage:
     sessions_lost: int  # their connection ended, their death is not proven
     quarantine_by_uid: dict[int, int]  # overdue bytes: names the culprit
     quarantine_by_session: dict[int, int]
+    holders: dict[str, HolderUsage]  # by uid, or over ZMQ by key
+    held_by_session: dict[int, HolderUsage]  # of those that keep anything
     pinned_bytes: int
     pinned_objects: int
     fragmentation: float  # share of the free populated bytes that only their own size class can use
+    emptying_bytes: int  # of used slots, in slabs that are being emptied for a store that waits
     slabs_free: int  # units that belong to no class
     policy_error: str  # the last thing that the eviction policy raised
     classes: list[ClassUsage] = field(default_factory=list)

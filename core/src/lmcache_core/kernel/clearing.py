@@ -9,17 +9,18 @@ from lmcache_core.kernel.objects import Incarnation, NamespaceTable
 
 
 class Clearing:
-    """The tables that one clear detached. What stands in them is READY, still in its slot and still with the
-    policy, and nobody finds it any more. `cleared` grows as it is freed, and is whole once it is `done`.
+    """The tables that one clear detached, less what it has come to since. Nobody finds any of it. Ready objects are
+    still in their slots and still with the policy; what was being written or loaded is so still, and is doomed once
+    the clear comes to it. `cleared` grows meanwhile, and is whole once it is `done`.
     """
 
     __slots__ = ("_shard", "at_s", "cleared", "done", "session_id", "tables")
 
-    def __init__(self, tables: dict[int, NamespaceTable], doomed: int, at_s: float, session_id: int) -> None:
+    def __init__(self, tables: dict[int, NamespaceTable], at_s: float, session_id: int) -> None:
         self.tables = tables
         self.at_s = at_s
         self.session_id = session_id
-        self.cleared = Cleared(0, 0, doomed)
+        self.cleared = Cleared(0, 0, 0)
         self.done = False
         self._shard = 0  # of the last table: the first that may still hold something
 
@@ -29,18 +30,17 @@ class Clearing:
         return None if table is None else table.get(key)
 
     def take(self, objects: Iterable[Incarnation]) -> list[Incarnation]:
-        """Those of the objects that it still has; they are the caller's to free."""
+        """Those of the objects that it still has; they are the caller's to free or to doom."""
         taken = []
         for item in objects:
             table = self.tables.get(item.namespace)
             if table is not None and table.get(item.key) is item:
                 table.remove(item.key)
                 taken.append(item)
-        self._count(taken)
         return taken
 
     def take_some(self, objects_max: int) -> list[Incarnation]:
-        """The next ones; they are the caller's to free. None left: an empty list."""
+        """The next ones; they are the caller's to free or to doom. None left: an empty list."""
         taken: list[Incarnation] = []
         tables = self.tables
         while tables and len(taken) < objects_max:
@@ -55,9 +55,4 @@ class Clearing:
             if self._shard == len(shards):
                 tables.popitem()
                 self._shard = 0
-        self._count(taken)
         return taken
-
-    def _count(self, taken: list[Incarnation]) -> None:
-        self.cleared.objects += len(taken)
-        self.cleared.nbytes += sum(item.nbytes for item in taken)

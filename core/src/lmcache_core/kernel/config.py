@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lmcache_core import limits
 from lmcache_core.errors import UsageError
+from lmcache_core.kernel.ledger import Caps
 
 
 @dataclass(slots=True)
@@ -27,6 +28,12 @@ class KernelConfig:
     quarantine_fraction_max: float = limits.QUARANTINE_FRACTION_MAX
     quarantine_fraction_per_uid_max: float = limits.QUARANTINE_FRACTION_PER_UID_MAX
     pinned_fraction_max: float = limits.PINNED_FRACTION_MAX
+    promised_fraction_max: float = limits.PROMISED_FRACTION_MAX
+    promised_fraction_per_session_max: float = limits.PROMISED_FRACTION_PER_SESSION_MAX
+    read_fraction_max: float = limits.READ_FRACTION_MAX
+    read_fraction_per_session_max: float = limits.READ_FRACTION_PER_SESSION_MAX
+    pinned_fraction_per_holder_max: float = limits.PINNED_FRACTION_PER_HOLDER_MAX
+    pinned_fraction_per_session_max: float = limits.PINNED_FRACTION_PER_SESSION_MAX
     settled_leases_remembered: int = limits.SETTLED_LEASES_REMEMBERED
     keeps_dirty: bool = False  # what tiers do not have yet goes for no store, rather than last
     lost_keys_remembered: int = 32_768  # why a key is gone: some 5 MB at most
@@ -34,7 +41,8 @@ class KernelConfig:
     def __post_init__(self) -> None:
         for name in (
             "watermark", "evict_ratio", "quarantine_fraction_max", "quarantine_fraction_per_uid_max",
-            "pinned_fraction_max",
+            "pinned_fraction_max", "promised_fraction_max", "promised_fraction_per_session_max", "read_fraction_max",
+            "read_fraction_per_session_max", "pinned_fraction_per_holder_max", "pinned_fraction_per_session_max",
         ):  # fmt: skip
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)} and must be above 0 and at most 1")
@@ -45,3 +53,18 @@ class KernelConfig:
             raise UsageError(f"data_offset {self.data_offset:#x} must be a multiple of {limits.PAGE_BYTES}")
         if not 0 < self.pool_bytes <= limits.POOL_BYTES_MAX:
             raise UsageError(f"pool_bytes {self.pool_bytes:,} must be above 0 and at most {limits.POOL_BYTES_MAX:,}")
+
+    @property
+    def caps(self) -> Caps:
+        """In bytes."""
+        of_session = (
+            self.promised_fraction_per_session_max,
+            self.read_fraction_per_session_max,
+            self.pinned_fraction_per_session_max,
+        )
+        of_holder = (self.promised_fraction_max, self.read_fraction_max, self.pinned_fraction_per_holder_max)
+        return Caps(self._bytes(of_session), self._bytes(of_holder))
+
+    def _bytes(self, fractions: tuple[float, float, float]) -> tuple[int, int, int]:
+        promised, read, pinned = (int(fraction * self.pool_bytes) for fraction in fractions)
+        return promised, read, pinned

@@ -15,11 +15,12 @@ from lmcache_core.kernel.states import State
 
 @dataclass(slots=True)
 class SlotsMarked:
-    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table, or NO_ROW."""
+    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table, or NO_ROW; None: the
+    one that is noted there."""
 
     offsets: list[int]
     state: State
-    row: int
+    row: int | None
 
 
 @dataclass(slots=True)
@@ -71,10 +72,10 @@ class LeaseExpired:
 
 
 @dataclass(slots=True)
-class LoadDoomed:
-    """A clear or the deadline doomed what a lane is loading under this lease: cancel it, then abort."""
+class RowLeft:
+    """No slot names this row of the worker table any more: all that its worker goes on holding has its new one."""
 
-    lease_id: int
+    row: int
 
 
 @dataclass(slots=True)
@@ -85,4 +86,4 @@ class PolicyFailed:
     error: BaseException
 
 
-Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | LoadDoomed | PolicyFailed
+Effect = SlotsMarked | SlabAssigned | Committed | Read | Evicted | Removed | LeaseExpired | RowLeft | PolicyFailed

@@ -9,9 +9,9 @@ from lmcache_core.kernel.answers import LeaseKind, Reason
 from lmcache_core.kernel.leases import LeaseBook
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
-from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.releases import Releases
+from lmcache_core.kernel.rooms import Rooms
 from lmcache_core.kernel.sessions import SERVER_SESSION, Session, SessionBook
-from lmcache_core.kernel.states import State
 from lmcache_core.kernel.writing import Writing
 
 
@@ -20,26 +20,29 @@ class Endings:
 
     def __init__(
         self,
-        residents: Residents,
+        releases: Releases,
         sessions: SessionBook,
         leases: LeaseBook,
         quarantine: Quarantine,
         writing: Writing,
         reading: Reading,
+        rooms: Rooms,
     ) -> None:
-        self._residents = residents
+        self._releases = releases
         self._sessions = sessions
         self._leases = leases
         self._quarantine = quarantine
         self._writing = writing
         self._reading = reading
+        self._rooms = rooms
 
     def end(self, session_id: int, reason: Reason) -> None:
         """Settle everything, and forget the session. The server's own never ends."""
         session = self._sessions.by_id.get(session_id)
         if session is not None and session_id != SERVER_SESSION:
+            self._rooms.session_ended(session)
             self.settle_all(session, reason)
-            del self._sessions.by_id[session_id]
+            self._sessions.forget(session)
 
     def settle_all(self, session: Session, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
         """Nobody touches any more what it held: its promises, and these leases (None: all)."""
@@ -56,6 +59,7 @@ class Endings:
         """Nothing is proven: what it holds waits."""
         session = self._sessions.by_id.get(session_id)
         if session is not None and not session.lost and session_id != SERVER_SESSION:
+            self._rooms.session_ended(session)
             self._quarantine.lost(session)
             self._sessions.forget_if_done(session)
 
@@ -86,10 +90,10 @@ class Endings:
         if lease is None:
             return False
         self._quarantine.move(lease, new)
+        if lease.account is not None and not new.accounts[lease.account_sort].nbytes:
+            new.accounts[lease.account_sort] = lease.account  # with all that is charged to it
         if old.leases.pop(lease_id, None) is not None:
             new.leases[lease_id] = lease
         if lease.kind is LeaseKind.WRITE:
-            held = lease.held()
-            for state in (lease.live, State.QUARANTINED):
-                self._residents.change_owner([item for item in held if item.state is state], state, new.row)
+            self._releases.moved(lease)
         return True

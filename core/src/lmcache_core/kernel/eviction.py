@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-from lmcache_core.kernel.allocator import SizeClass, Slab
+from lmcache_core.kernel.allocator import SizeClass
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 
-LOOK_OBJECTS_MAX = 8192  # victims looked at for one page before it is answered FULL: some 2 ms of walking
-EVICTED_OBJECTS_MAX = 8192  # evicted for one page: the rest is answered FULL, and granted to the next try
+LOOK_OBJECTS_MAX = 4096  # victims looked at for one page: a millisecond of walking
 TRIM_STEP_OBJECTS = 512  # evicted in one background step: well below the loop's page of 2 ms
 
 
-def make_room(residents: Residents, size_class: SizeClass, slots: int, namespace: int) -> None:
-    """Evict until `size_class` has `slots` free slots for objects of `namespace`, or nothing more can go.
+def make_room(
+    residents: Residents, size_class: SizeClass, slots: int, namespace: int, *, may_wait: bool = False
+) -> bool:
+    """Evict of `size_class` itself what is coldest, until it has `slots` free slots for objects of `namespace`, or
+    nothing more of it can go. Costs no more than a page of evictions and a bounded look for them.
 
-    The policy's coldest first. Those of the same class give their slots; where these are not enough, the class
-    takes a whole slab: the one that holds the coldest object of another class and nothing that is held.
+    `may_wait`: stops where something of another class is as cold as what would have to go. False: slots are missing
+    still, and the slab of something else may be had in steps (`rooms`).
     """
-    allocator = residents.allocator
-    made_way_max = residents.made_way + EVICTED_OBJECTS_MAX
-    known_busy: set[Slab] = set()
     reach = 1
-    while (missing := slots - size_class.slots_free) > 0 and residents.made_way < made_way_max:
+    looked_at = 0
+    while (missing := slots - size_class.slots_free) > 0 and looked_at < 2 * LOOK_OBJECTS_MAX:
         nbytes = missing * size_class.slot_bytes * reach
-        coldest = residents.victims(nbytes)
+        coldest = residents.victims(nbytes, LOOK_OBJECTS_MAX)
+        looked_at += len(coldest)
         own = [item for item in coldest if item.slab.size_class is size_class][:missing]
         if residents.policy.spares(own, namespace):
             own = [item for item in own if not residents.policy.spares([item], namespace)]
         if own:
             residents.evict(own)
         if len(own) == missing:
-            return
-        if _empty_a_slab(residents, size_class, coldest, known_busy, namespace):
-            while size_class.slots_free < slots and allocator.grow(size_class):
-                pass
-        elif not own:
+            return True
+        if may_wait:
+            return False
+        if not own:
             # Nothing near the cold end can be had: look further, a bounded way.
             if len(coldest) >= LOOK_OBJECTS_MAX or sum(item.nbytes for item in coldest) < nbytes:
-                return
+                break
             reach *= 4
-
-
-def _empty_a_slab(
-    residents: Residents, size_class: SizeClass, coldest: list[Incarnation], known_busy: set[Slab], namespace: int
-) -> bool:
-    """Empty what stands where `size_class` could have a slab, and return those units to all classes."""
-    allocator = residents.allocator
-    for victim in coldest:
-        slab = victim.slab
-        if slab.size_class is size_class or slab in known_busy:
-            continue
-        slabs = allocator.slabs_to_empty(size_class, slab, known_busy)
-        if slabs is None:
-            known_busy.add(slab)  # or its neighbours are: the same for this purpose
-            continue
-        if any(residents.policy.spares(each.live(), namespace) for each in slabs):
-            known_busy.add(slab)
-            continue
-        for each in slabs:
-            live = each.live()
-            if live:
-                residents.evict(live)
-        allocator.dissolve(slabs)
-        return True
-    return False
+    return size_class.slots_free >= slots
 
 
 class Trimmer:
@@ -91,7 +67,7 @@ class Trimmer:
         if over > 0:
             mean = max(1, used // max(1, residents.objects()))
             nbytes = min(over, TRIM_STEP_OBJECTS * mean)
-            victims = residents.victims(nbytes, needed=False)[:TRIM_STEP_OBJECTS]
+            victims = residents.surplus(nbytes, TRIM_STEP_OBJECTS)[:TRIM_STEP_OBJECTS]
         if victims:
             residents.evict(victims)
         else:

@@ -1,24 +1,22 @@
 """The fence of a clear: everything of its scope is out of the index at once, its memory follows in bounded steps.
 
 A million residents take seconds to free, and nobody else must wait for that: `begin` detaches whole tables, and
-`step` frees some objects at a time. In between a key that was cleared may be stored anew; its former incarnation
-leaves first, so that no key ever has two. A store that needs room takes it from what was cleared before anything
-is evicted that may still be read.
+`step` frees some objects at a time, and dooms what was being written. In between a key that was cleared may be stored
+anew; its former incarnation leaves first, so that no key ever has two. A writer that commits is told what the clear has
+not come to yet (`Residents.doom_cleared`). A store that needs room takes it from what was cleared before anything is
+evicted that may still be read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_core.kernel.allocator import SizeClass
-from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.residents import Residents
 
 STEP_OBJECTS = 256  # freed in one step: about a millisecond, half of what a page may hold the loop
-STEPS_FOR_ROOM_MAX = 8  # for one page that finds the pool full: the rest of what it needs, eviction finds
 
 
 class Fence:
@@ -28,15 +26,14 @@ class Fence:
         self._residents = residents
         self._pins = pins
 
-    def begin(self, namespace: int | None, doomed: int, at_s: float, session_id: int) -> Clearing:
-        """Take what is ready of a namespace, or of all (None), out of the table. The caller has `doomed` what was
-        being written there."""
-        clearing = Clearing(self._residents.table.detach(namespace), doomed, at_s, session_id)
+    def begin(self, namespace: int | None, at_s: float, session_id: int) -> Clearing:
+        """Take all that there is of a namespace, or of all (None), out of the table."""
+        clearing = Clearing(self._residents.table.detach(namespace), at_s, session_id)
         self._residents.clearings.append(clearing)
         return clearing
 
     def step(self, objects_max: int = STEP_OBJECTS) -> int:
-        """Free some of what was cleared; how many. Afterwards what is done says so."""
+        """Free, or doom, some of what was cleared; how many. Afterwards what is done says so."""
         clearings = self._residents.clearings
         freed = 0
         while clearings:
@@ -60,16 +57,7 @@ class Fence:
                 former = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
                 self._free(clearing, clearing.take(former))
 
-    def make_room(self, size_class: SizeClass, slots: int) -> None:
-        """A store needs so many free slots: what was cleared goes before anything that may still be read."""
-        allocator = self._residents.allocator
-        for _ in range(STEPS_FOR_ROOM_MAX):
-            if size_class.slots_free >= slots or not self.step():
-                return
-            while size_class.slots_free < slots and allocator.grow(size_class):
-                pass
-
     def _free(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
         if taken:
-            self._residents.forget(taken, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
+            self._residents.cleared(clearing, taken)
             self._pins.let_go(taken)

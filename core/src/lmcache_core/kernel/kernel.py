@@ -7,7 +7,9 @@ raised, and applies them before it replies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.adoption import Adoption
@@ -22,11 +24,14 @@ from lmcache_core.kernel.eviction import Trimmer
 from lmcache_core.kernel.explain import Explanation, explain
 from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
 from lmcache_core.kernel.leases import LeaseBook
+from lmcache_core.kernel.ledger import Ledger, Sort
 from lmcache_core.kernel.objects import Incarnation, Named, check_keys
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
+from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.rooms import Preparation, Rooms
 from lmcache_core.kernel.sessions import SERVER_SESSION, SessionBook
 from lmcache_core.kernel.states import NO_ROW, State
 from lmcache_core.kernel.usage import usage_of
@@ -34,33 +39,43 @@ from lmcache_core.kernel.writing import Writing, check_batch
 
 
 class Kernel:
-    """Objects, leases, slots. Columns of answers are positional with the keys or positions of the call."""
+    """Objects, leases, slots. Columns of answers are positional with the keys or positions of the call.
+
+    No call costs more than its own batch and one bounded step; `prepare_store` and `clear` are many calls in one.
+    """
+
+    call_objects_max: ClassVar[int | None] = None  # set by tests, which fail on what then stands in `long_calls`: the
+    long_calls: ClassVar[list[int]] = []  # objects that a call has touched where these were more
 
     def __init__(self, config: KernelConfig, policy: EvictionPolicy, epoch: int) -> None:
         """`epoch`: 24 bits that no earlier server of this pool had; lease ids start with it."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
         self.epoch = epoch
+        self._touched_before = 0  # when the last call began
         unit_bytes = config.slab_bytes or slab_bytes_for(config.pool_bytes)
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
         self._residents.shield.yields = not config.keeps_dirty
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)
-        self._sessions = SessionBook()
+        self._ledger = Ledger(config.caps)
+        self._sessions = SessionBook(self._ledger)
         self._quarantine = Quarantine(
             int(config.quarantine_fraction_max * config.pool_bytes),
             int(config.quarantine_fraction_per_uid_max * config.pool_bytes),
         )
         self._pins = Pins(self._residents, int(config.pinned_fraction_max * config.pool_bytes))
         self._fence = Fence(self._residents, self._pins)
-        self._writing = Writing(config, self._residents, self._fence, self._leases, self._quarantine)
-        self._reading = Reading(config, self._residents, self._leases, self._pins)
+        self._releases = Releases(self._residents, self._quarantine)
+        self._writing = Writing(config, self._residents, self._fence, self._leases, self._quarantine, self._releases)
+        self._reading = Reading(config, self._residents, self._leases, self._pins, self._releases)
+        self._rooms = Rooms(self._residents, self._fence, self._releases, self._writing.carry_out)
         self._endings = Endings(
-            self._residents, self._sessions, self._leases, self._quarantine, self._writing, self._reading
+            self._releases, self._sessions, self._leases, self._quarantine, self._writing, self._reading, self._rooms
         )
         self._trimmer = Trimmer(self._residents, config.watermark, config.evict_ratio)
-        self.adoption = Adoption(self._residents)  # of a dead server's pool
+        self.adoption = Adoption(self._residents, self._releases)  # of a dead server's pool
 
     @property
     def effects(self) -> list[Effect]:
@@ -69,6 +84,7 @@ class Kernel:
 
     def take_effects(self) -> list[Effect]:
         """The effects so far; the kernel forgets them."""
+        self._judge_call()
         self._residents.flush_slabs()
         taken = self._residents.effects
         self._residents.effects = []
@@ -98,9 +114,10 @@ class Kernel:
         item = next(iter(self._residents.table.of(namespace)), None)
         return self.adoption.layout_of(namespace) if item is None else item.layout_id
 
-    def open_session(self, session_id: int, uid: int, row: int = NO_ROW) -> None:
-        """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes."""
-        self._sessions.open(session_id, uid, row)
+    def open_session(self, session_id: int, uid: int, row: int = NO_ROW, *, holder: str = "") -> None:
+        """A client said hello. `row`: its row in the pool's worker table, which marks the slots it writes. `holder`:
+        whom the ledger counts its session with; by default its uid."""
+        self._sessions.open(session_id, uid, row, holder or f"uid {uid}")
 
     def attach_session(self, session_id: int, row: int) -> None:
         """The session has shown that it maps the pool: it may be given slots."""
@@ -115,6 +132,7 @@ class Kernel:
     def begin_drain(self) -> None:
         """The end is near: from here on no key is granted a slot, so that what is owed to tiers comes to an end."""
         self._writing.draining = True
+        self._rooms.hurry()
 
     # --- write ----------------------------------------------------------------------------------------------
 
@@ -130,15 +148,74 @@ class Kernel:
         loading: bool = False,
         ttl_s: float | None = None,
     ) -> Grants:
+        """`begin_store` and all its steps in one call, which costs what it evicts: for who has nobody waiting."""
+        answer = self.begin_store(
+            session_id,
+            namespace,
+            layout_id,
+            keys,
+            now,
+            lease_id=lease_id,
+            loading=loading,
+            ttl_s=ttl_s,
+            wait_s=math.inf,
+        )
+        if isinstance(answer, Grants):
+            return answer
+        while not answer.done:
+            self.step(now, session_id)
+        if answer.error is not None:
+            raise answer.error
+        assert answer.grants is not None
+        return answer.grants
+
+    def begin_store(
+        self,
+        session_id: int,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        now: float,
+        *,
+        lease_id: int = 0,
+        loading: bool = False,
+        ttl_s: float | None = None,
+        wait_s: float = 0.0,
+    ) -> Grants | Preparation:
         """Slots for the keys that are not there, in part if need be, evicting what the policy names.
 
         `lease_id` adds a page to that lease: its positions continue, its deadline is renewed. `loading`: a lane
         fills them from a tier. The lease of a page that granted nothing has nothing to settle.
+
+        Where more has to go than one step may evict, the answer is a `Preparation`: it is done after some more `step`s,
+        at `now + wait_s` and at the lease's deadline (`ttl_s`) at the latest. With `wait_s` 0 the keys that there is no
+        room for now are FULL.
         """
         self._expire_due(now, session_id)
         self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
-        return self._writing.prepare(session, namespace, layout_id, keys, now, lease_id, loading, ttl_s)
+        live = State.LOADING if loading else State.WRITING
+        answer = self._writing.prepare(session, namespace, layout_id, keys, now, lease_id, live, ttl_s, wait_s)
+        if isinstance(answer, Preparation):
+            self._rooms.add(answer)
+        return answer
+
+    def cancel_store(self, preparation: Preparation) -> None:
+        """Nobody waits for it any more. One that is done is not changed."""
+        self._rooms.cancel(preparation)
+        self._releases.step()
+
+    def step(self, now: float, session_id: int = SERVER_SESSION) -> None:
+        """One bounded step of what was begun: grants that wait for room, and what leases have let go of. To be called
+        while `working`."""
+        self._expire_due(now, session_id)
+        self._rooms.step(now)
+        self._releases.step()
+
+    @property
+    def working(self) -> bool:
+        """Whether `step` has something left to do."""
+        return bool(self._rooms or self._releases)
 
     def grant_more(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
@@ -320,7 +397,9 @@ class Kernel:
     def free_lookup_locks(self, session_id: int, promise_ids: Sequence[int], now: float) -> int:
         """End the session's promises; how many were still open."""
         self._expire_due(now)
-        return self._reading.free_promises(self._sessions.get(session_id), promise_ids)
+        freed = self._reading.free_promises(self._sessions.get(session_id), promise_ids)
+        self._releases.step()
+        return freed
 
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, *, prefix: bool = False
@@ -335,6 +414,7 @@ class Kernel:
         """End a promise that nobody was told of."""
         self._expire_due(now)
         self._reading.take_promise_back(promise_id)
+        self._releases.step()
 
     def used(self, keys: Sequence[tuple[int, bytes]], now: float) -> int:
         """Workers have read these, (namespace, key), without a call; how many are still there.
@@ -371,11 +451,11 @@ class Kernel:
         """Keep ready objects from eviction for `ttl_s`: GRANTED, MISS or QUOTA. The pin is the server's."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
-        self._sessions.get(session_id)
+        session = self._sessions.get(session_id)
         check_batch(keys, None)
         if not ttl_s > 0:
             raise UsageError(f"a pin for {ttl_s} seconds is none: give a positive ttl_s, or unpin")
-        return self._pins.pin(namespace, keys, now + ttl_s)
+        return self._pins.pin(namespace, keys, now + ttl_s, session.accounts[Sort.PINNED])
 
     def unpin(self, session_id: int, namespace: int, keys: Sequence[bytes], now: float) -> bytearray:
         """End pins: GRANTED where there was one, else MISS."""
@@ -395,18 +475,15 @@ class Kernel:
     def begin_clear(self, now: float, namespace: int | None = None, *, session_id: int = SERVER_SESSION) -> Clearing:
         """Empty a namespace, or all: nothing of it is found from now on, and what is being written will not appear.
         `free_cleared` frees the slots, a step at a time, with an effect for each; held ones follow with the last
-        hold. The answer is whole once it is `done`; no clear is done before those that began before it."""
+        hold, and slots that are written to with their writer's answer. The answer is whole once it is `done`; no clear
+        is done before those that began before it."""
         self._expire_due(now)
-        doomed = 0
-        for lease in list(self._leases.all()):
-            if lease.kind is LeaseKind.WRITE and namespace in (None, lease.namespace):
-                doomed += self._writing.doom(lease, session_id)
-        clearing = self._fence.begin(namespace, doomed, now, session_id)
+        clearing = self._fence.begin(namespace, now, session_id)
         self.adoption.cleared(namespace, clearing)
         return clearing
 
     def free_cleared(self, now: float, objects_max: int = STEP_OBJECTS) -> int:
-        """One bounded step of the clears under way; how many objects it freed."""
+        """One bounded step of the clears under way; how many objects it freed or doomed."""
         self._expire_due(now)
         return self._fence.step(objects_max)
 
@@ -432,31 +509,43 @@ class Kernel:
 
     def end_session(self, session_id: int, now: float, lease_ids: Sequence[int] | None = None) -> None:
         """Settle what the session holds, as it says itself: its promises, and these leases (None: all). The session
-        stays open."""
+        stays open. As every end, it is settled by the return; what the leases held follows in steps."""
         self._expire_due(now)
         self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED, lease_ids)
+        self._releases.step()
 
     def session_closed(self, session_id: int, now: float) -> None:
         """An orderly goodbye: it has answered for everything. An unknown session is no error."""
         self._expire_due(now)
         self._endings.end(session_id, Reason.ABORTED)
+        self._releases.step()
 
     def session_dead(self, session_id: int, now: float) -> None:
         """Its death is proven: nobody touches what it held. An unknown session is no error."""
         self._expire_due(now)
         self._endings.end(session_id, Reason.WRITER_DIED)
+        self._releases.step()
 
     def session_lost(self, session_id: int, now: float) -> None:
         """Its connection ended and nothing is proven: leases go on to their deadlines, write slots then wait in
         quarantine, pins stay, until `session_dead` or `reclaim`."""
         self._expire_due(now)
         self._endings.lost(session_id)
+        self._releases.step()
 
     def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int], now: float) -> list[int]:
         """The same client instance is back: these leases of its old session move to the new one, all others are
         settled, for it has said that it does not hold them. The ids that moved, also of settled leases."""
         self._expire_due(now)
-        return self._endings.reclaim(old_session_id, new_session_id, lease_ids)
+        moved = self._endings.reclaim(old_session_id, new_session_id, lease_ids)
+        self._releases.step()
+        return moved
+
+    def leave_row(self, row: int) -> None:
+        """No session has this row of the worker table any more; what was reclaimed may name it for some steps still.
+        The effect `RowLeft` says when another may have it."""
+        self._releases.row_left(row)
+        self._releases.step()
 
     def keep_promises(self, old_session_id: int, new_session_id: int, now: float) -> None:
         """The same client instance is back: what it was promised in its old session it has in the new one, for as long
@@ -467,15 +556,17 @@ class Kernel:
     # --- time and room --------------------------------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        """End what is due. Every other call does so too, so a late timer changes nothing that anyone sees."""
+        """End what is due, a bounded number at a time. Every other call does so too, so a late timer changes nothing
+        that anyone sees."""
         self._residents.reasons.now = now
-        for lease in self._leases.due(now):
+        for lease in self._leases.due(now, STEP_OBJECTS):
             if lease.kind is LeaseKind.WRITE:
                 self._writing.expire(lease)
             else:
                 self._reading.expire(lease)
                 self._sessions.forget_if_done(lease.session)
-        self._pins.expire(now)
+        self._pins.expire(now, STEP_OBJECTS)
+        self._releases.step()
 
     def next_deadline(self) -> float | None:
         """When `expire` may have something to do; perhaps too early, never too late."""
@@ -504,15 +595,31 @@ class Kernel:
 
     def _expire_due(self, now: float, session_id: int = SERVER_SESSION) -> None:
         """What every call begins with. `session_id`: who is to be named for what this call pushes out."""
+        self._judge_call()
         reasons = self._residents.reasons
         reasons.now, reasons.session_id = now, session_id
         leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
         if (leases is not None and leases <= now) or (pins is not None and pins <= now):
             self.expire(now)
 
+    def _judge_call(self) -> None:
+        """The call before this one has ended."""
+        touched = self._residents.touched
+        if self.call_objects_max is not None and touched - self._touched_before > self.call_objects_max:
+            self.long_calls.append(touched - self._touched_before)
+        self._touched_before = touched
+
+    def take_touched(self) -> int:
+        """Objects and keys looked at or changed since this was asked last: what a turn of the loop has cost."""
+        residents = self._residents
+        touched, residents.touched, self._touched_before = residents.touched, 0, 0
+        return touched
+
     # --- telling --------------------------------------------------------------------------------------------
 
     def usage(self) -> Usage:
         """What is held now."""
         expiries = self._writing.expiries + self._reading.expiries
-        return usage_of(self._residents, self._leases, self._sessions, self._quarantine, self._pins, expiries)
+        return usage_of(
+            self._residents, self._leases, self._sessions, self._quarantine, self._pins, self._ledger, expiries
+        )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import LeaseExpiredError, UsageError
 from lmcache_core.kernel.answers import LeaseKind, LeaseStatus, Settled
+from lmcache_core.kernel.ledger import Account, Sort
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.sessions import Session
 from lmcache_core.kernel.states import State
@@ -27,8 +28,8 @@ class Lease:
     """A permission for a batch of slots: `entries[i]` is what position i holds, `answers[i]` its `Settled`."""
 
     __slots__ = (
-        "answers", "charged_bytes", "deadline", "entries", "expired", "id", "kind", "live", "namespace", "pending",
-        "queued", "session", "ttl_s",
+        "account", "answers", "charged_bytes", "deadline", "entries", "expired", "id", "kind", "live", "namespace",
+        "overdue_to", "pending", "queued", "session", "ttl_s",
     )  # fmt: skip
 
     def __init__(
@@ -53,11 +54,15 @@ class Lease:
         self.pending = 0
         self.expired = False
         self.charged_bytes = 0  # its share of the quarantine
+        self.overdue_to = 0  # positions before this one are in it, since it has expired
+        self.account: Account | None = None  # of the ledger, that what it keeps from eviction is charged to
+        if kind is not LeaseKind.WRITE:
+            self.account = session.accounts[self.account_sort]
         self.queued = False  # its deadline stands in the book's heap
 
-    def held(self) -> list[Incarnation]:
-        """What it still holds, by position."""
-        return [item for item in self.entries if item is not None]
+    @property
+    def account_sort(self) -> Sort:
+        return Sort.READ if self.kind is LeaseKind.READ else Sort.PROMISED
 
     def add_page(self, entries: list[Incarnation | None], granted: int) -> None:
         self.entries += entries
@@ -104,6 +109,13 @@ class Lease:
                     where.append(at)
         self.pending -= len(let_go)
         return let_go, where
+
+    def settle_all(self, answer: Settled) -> list[Incarnation | None]:
+        """Let go of all that it still holds, without looking at it: by position, for who takes it back in steps."""
+        entries, self.entries = self.entries, []
+        self.answers = self.answers.replace(bytes((_OPEN,)), bytes((answer,)))
+        self.pending = 0
+        return entries
 
     def check_positions(self, positions: Sequence[int]) -> None:
         """Raise `UsageError` naming a position that the lease does not have."""
@@ -244,19 +256,17 @@ class LeaseBook:
         # The heap keeps the old deadline; `due` looks at the lease and puts it back.
         lease.deadline = max(lease.deadline, now + lease.ttl_s)
 
-    def all(self) -> Iterable[Lease]:
-        return self._open.values()
-
     # --- deadlines ------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `due` may have something; perhaps too early, never too late."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def due(self, now: float) -> Iterable[Lease]:
-        """Open leases whose time is up; each is given once and marked expired."""
+    def due(self, now: float, leases_max: int) -> Iterable[Lease]:
+        """Open leases whose time is up, not many at once; each is given once and marked expired."""
         heap = self._deadlines
-        while heap and heap[0][0] <= now:
+        while heap and heap[0][0] <= now and leases_max > 0:
+            leases_max -= 1
             lease = heapq.heappop(heap)[2]
             lease.queued = False
             if lease.id not in self._open:

@@ -30,6 +30,7 @@ class Incarnation:
         "checksum",
         "generation",
         "holds",
+        "kept_by",
         "key",
         "layout_id",
         "namespace",
@@ -47,6 +48,7 @@ class Incarnation:
     namespace: int
     nbytes: int  # of its slot: what its eviction gives back
     holds: int  # read leases, promises and pins on it
+    kept_by: Any  # accounts of the ledger that these are charged to: see there
     older: Any
     newer: Any
     policy_data: Any

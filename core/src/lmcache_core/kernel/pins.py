@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from lmcache_core.kernel.answers import Grant
+from lmcache_core.kernel.ledger import Account
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
@@ -18,6 +19,7 @@ class Pins:
         self._residents = residents
         self._nbytes_max = nbytes_max
         self._until: dict[Incarnation, float] = {}
+        self._by: dict[Incarnation, Account] = {}  # whom each is charged to: who pinned it first
         self._batches: list[tuple[float, int, list[Incarnation]]] = []
         self._count = 0
         self.nbytes = 0
@@ -25,8 +27,8 @@ class Pins:
     def __len__(self) -> int:
         return len(self._until)
 
-    def pin(self, namespace: int, keys: Sequence[bytes], until: float) -> bytearray:
-        """GRANTED (a pin that is there already is made to last longer), QUOTA at the cap, or MISS."""
+    def pin(self, namespace: int, keys: Sequence[bytes], until: float, account: Account) -> bytearray:
+        """GRANTED (a pin that is there already is made to last longer), QUOTA at a cap, or MISS."""
         table = self._residents.table.of(namespace)
         statuses = bytearray(len(keys))
         batch: list[Incarnation] = []
@@ -37,11 +39,13 @@ class Pins:
                 statuses[at] = Grant.MISS
                 continue
             if found not in self._until:
-                if self.nbytes + found.nbytes > self._nbytes_max:
+                if self.nbytes + found.nbytes > self._nbytes_max or found.nbytes > account.room:
                     statuses[at] = Grant.QUOTA
                     continue
                 self.nbytes += found.nbytes
                 fresh.append(found)
+                account.take((found,))
+                self._by[found] = account
             self._until[found] = max(until, self._until.get(found, until))
             batch.append(found)
         if batch:
@@ -65,14 +69,18 @@ class Pins:
             return
         pinned = [item for item in objects if self._until.pop(item, None) is not None]
         if pinned:
+            for item in pinned:
+                self._by.pop(item).give((item,))
             self.nbytes -= sum(item.nbytes for item in pinned)
             self._residents.release(pinned)
         if len(self._batches) > 64 and len(self._batches) > 2 * len(self._until):
             self._sift()
 
-    def expire(self, now: float) -> None:
-        while self._batches and self._batches[0][0] <= now:
+    def expire(self, now: float, objects_max: int) -> None:
+        """End what is due, a bounded number at a time."""
+        while self._batches and self._batches[0][0] <= now and objects_max > 0:
             batch = heapq.heappop(self._batches)[2]
+            objects_max -= len(batch)
             self.let_go([item for item in batch if self._until.get(item, now + 1) <= now])
 
     def next_deadline(self) -> float | None:

@@ -10,8 +10,10 @@ from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Lookup, Reason
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import LeaseExpired, Read
 from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.ledger import Sort
 from lmcache_core.kernel.objects import Incarnation, Named
 from lmcache_core.kernel.pins import Pins
+from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.sessions import SERVER_SESSION, Session
 from lmcache_core.kernel.states import State
@@ -24,10 +26,13 @@ _MISS = int(Grant.MISS)
 class Reading:
     """Leases to read, and promises of them."""
 
-    def __init__(self, config: KernelConfig, residents: Residents, leases: LeaseBook, pins: Pins) -> None:
+    def __init__(
+        self, config: KernelConfig, residents: Residents, leases: LeaseBook, pins: Pins, releases: Releases
+    ) -> None:
         self._residents = residents
         self._leases = leases
         self._pins = pins
+        self._releases = releases
         self._read_ttl_s = config.read_ttl_s
         self._promise_ttl_s = config.promise_ttl_s
         self.expiries = 0
@@ -38,6 +43,7 @@ class Reading:
         self, namespace: int, layout_id: int, keys: Sequence[bytes], prefix: bool
     ) -> tuple[list[Incarnation | None], list[Incarnation], bytearray, bytearray]:
         """For each key the ready object or None; those found; statuses; reasons (empty when nothing missed)."""
+        self._residents.touched += len(keys)
         table = self._residents.table.of(namespace)
         shards, mask = table.shards, table.mask
         entries: list[Incarnation | None] = []
@@ -132,7 +138,14 @@ class Reading:
             offsets = array("Q", [item.offset for item in found])
         else:
             offsets = array("Q", [0 if item is None else item.offset for item in entries])
+        account = session.accounts[Sort.READ] if lease is None or lease.account is None else lease.account
         if found:
+            fits = account.first_that_fit(found)
+            if fits < len(found):
+                self._refuse(entries, found, statuses, fits)
+                reasons = reasons or bytearray(len(keys))
+                offsets = array("Q", [0 if item is None else item.offset for item in entries])
+            account.take(found)
             self._residents.hold(found)
             self._residents.policy.access(found[::-1])
         if promise_id:
@@ -150,6 +163,18 @@ class Reading:
                 "Q", [item.checksum or 0 if item is not None and item.unverified else 0 for item in entries]
             )
         return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums)
+
+    @staticmethod
+    def _refuse(entries: list[Incarnation | None], found: list[Incarnation], statuses: bytearray, fits: int) -> None:
+        """Over the reader's cap only the first of what was found are granted."""
+        granted = 0
+        for at, item in enumerate(entries):
+            if item is not None:
+                granted += 1
+                if granted > fits:
+                    entries[at] = None
+                    statuses[at] = Grant.QUOTA
+        del found[fits:]
 
     def _new(
         self,
@@ -184,14 +209,20 @@ class Reading:
         return lease.answered(positions)
 
     def let_go(self, lease: Lease) -> None:
-        """The owner of a read lease or promise has answered for all of it, or is dead."""
-        self._let_go(lease, None)
+        """The owner of a read lease or promise has answered for all of it, or is dead, or its time is up: it is settled
+        now, and `Releases` ends its holds."""
+        if lease.pending:
+            assert lease.account is not None
+            self._releases.held(lease.settle_all(Settled.FINISHED), lease.account)
+            self._leases.close(lease)
 
     def _let_go(self, lease: Lease, positions: Sequence[int] | None, *, read: bool = False) -> None:
         let_go, _ = lease.settle(positions, Settled.FINISHED)
         if let_go:
             if not lease.pending:
                 self._leases.close(lease)
+            assert lease.account is not None
+            lease.account.give(let_go)
             self._residents.release(let_go, read=read)
             if read:
                 self._residents.effects.append(Read(let_go))
@@ -233,6 +264,7 @@ class Reading:
         entries = self._residents.standing_as(namespace, wanted)
         held = [item for item in entries if item is not None]
         if held:
+            session.accounts[Sort.READ].take(held)
             self._residents.hold(held)
         lease = self._new(LeaseKind.READ, session, namespace, now, self._read_ttl_s, list(entries), len(held))
         return lease.id, entries
@@ -259,6 +291,13 @@ class Reading:
         entries, found, statuses, reasons = self._find(namespace, 0, keys, prefix)
         if not hold or not found:
             return Lookup(statuses, reasons)
+        account = session.accounts[Sort.PROMISED]
+        fits = account.first_that_fit(found)
+        if fits < len(found):  # they are hits all the same
+            self._refuse(entries, found, bytearray(len(entries)), fits)
+            if not found:
+                return Lookup(statuses, reasons)
+        account.take(found)
         self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
         return Lookup(statuses, reasons, promise.id, promise.deadline)
@@ -277,6 +316,9 @@ class Reading:
             for at, item in enumerate(entries)
             if item is not None and promise.answers[at] == Settled.NOT_HELD
         ]
+        assert promise.account is not None
+        del new[promise.account.first_that_fit([item for _, item in new]) :]
+        promise.account.take([item for _, item in new])
         self._residents.hold([item for _, item in new])
         for at, item in new:
             promise.hold_at(at, item)
@@ -287,7 +329,7 @@ class Reading:
         """End a promise that its holder was not told of, whoever that is by now."""
         promise = self._leases.find_open(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE:
-            self._let_go(promise, None)
+            self.let_go(promise)
 
     def free_promises(self, session: Session, promise_ids: Sequence[int]) -> int:
         """End the session's promises; how many were still open. One that is gone already is no error."""
@@ -297,7 +339,7 @@ class Reading:
             if promise is None or promise.kind is not LeaseKind.PROMISE:
                 self._leases.stale += 1
                 continue
-            self._let_go(promise, None)
+            self.let_go(promise)
             freed += 1
         return freed
 
@@ -306,4 +348,4 @@ class Reading:
         self.expiries += 1
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         if lease.kind is LeaseKind.PROMISE:
-            self._let_go(lease, None)
+            self.let_go(lease)

@@ -7,7 +7,7 @@ disagree. All methods take whole batches.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import InvariantError
@@ -46,6 +46,7 @@ class Residents:
         self.objects_by_state = [0] * len(State)
         self.bytes_by_state = [0] * len(State)
         self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
+        self.touched = 0  # objects and keys looked at or changed since somebody set it to 0: what a turn has cost
         self.evictions = 0
         self.made_way = 0  # evicted, or cleared before its step, because somebody needed the room
         self.policy_faults = 0
@@ -53,13 +54,14 @@ class Residents:
 
     # --- one step of the transition table -------------------------------------------------------------------
 
-    def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int = NO_ROW) -> None:
-        """Take every object one step on from `before`, keep the sums, have the slots marked.
+    def move(self, objects: Sequence[Incarnation], before: State, event: Event, row: int | None = NO_ROW) -> None:
+        """Take every object one step on from `before`, keep the sums, have the slots marked (`row`: see `SlotsMarked`).
 
         All or none: where one of them is in another state (or stands in the batch twice) `InvariantError` is raised and
         nothing has changed.
         """
         after = TRANSITIONS[before, event]
+        self.touched += len(objects)
         nbytes = 0
         offsets: list[int] = []
         for item in objects:
@@ -121,9 +123,18 @@ class Residents:
         self.objects_by_layout[objects[0].layout_id] += len(objects)  # one grant is of one layout
         self.effects.append(SlotsMarked([item.offset for item in objects], live, row))
 
+    def doom_cleared(self, objects: Sequence[Incarnation]) -> None:
+        """Something is about to become of these, which are or were being written: those that a clear took out of the
+        index, and has not come to yet, are doomed now."""
+        for clearing in self.clearings:
+            taken = clearing.take(objects)
+            if taken:
+                self.cleared(clearing, taken)
+
     def change_owner(self, objects: Sequence[Incarnation], state: State, row: int) -> None:
         """The worker of another row holds them now; they are in `state`, and stay in it."""
         if objects:
+            self.touched += len(objects)
             self.effects.append(SlotsMarked([item.offset for item in objects], state, row))
 
     def publish(self, objects: Sequence[Incarnation], live: State) -> None:
@@ -132,10 +143,16 @@ class Residents:
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
     def unwrite(
-        self, objects: Sequence[Incarnation], live: State, event: Event, reason: Reason, row: int, session_id: int
+        self,
+        objects: Sequence[Incarnation],
+        live: State,
+        event: Event,
+        reason: Reason,
+        row: int,
+        session_id: int,
     ) -> None:
-        """Take what was being written out of the index: ABORT frees slots, EXPIRE and CLEAR quarantine. `session_id`
-        is who is to blame."""
+        """Take what was being written out of the index: ABORT frees slots, EXPIRE quarantines. `session_id` is who is
+        to blame. The caller has asked `doom_cleared` before."""
         if objects:
             self.table.remove(objects)
             self.move(objects, live, event, row)
@@ -146,6 +163,7 @@ class Residents:
 
     def hold(self, objects: Sequence[Incarnation]) -> None:
         """Add one hold to each."""
+        self.touched += len(objects)
         fresh = []
         for item in objects:
             if not item.holds:
@@ -156,6 +174,7 @@ class Residents:
 
     def release(self, objects: Sequence[Incarnation], *, read: bool = False) -> None:
         """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
+        self.touched += len(objects)
         idle, gone, used_up = [], [], []
         for at, item in enumerate(reversed(objects)):  # last to first: a suffix goes before its prefix
             holds = item.holds - 1
@@ -213,23 +232,76 @@ class Residents:
         self.reasons.note(objects, reason, session_id=session_id, at_s=at_s)
         self.effects.append(Removed(list(objects), reason))
 
-    def victims(self, nbytes: int, *, needed: bool = True) -> list[Incarnation]:
-        """The coldest by the policy, without any that may not go: a policy is a plugin, and may err. What tiers do not
-        have yet comes last. `needed` False: for headroom, which none of that goes for."""
-        found = self._may_go(self.policy.victims(nbytes) if needed else self.policy.surplus(nbytes))
+    def cleared(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
+        """A clear comes to these, which only its tables had: ready ones leave, what is being written is doomed."""
+        told, session_id, at_s = clearing.cleared, clearing.session_id, clearing.at_s
+        ready = [item for item in taken if item.state is READY]
+        if ready:
+            told.objects += len(ready)
+            told.nbytes += sum(item.nbytes for item in ready)
+            self.forget(ready, Reason.CLEARED, session_id=session_id, at_s=at_s)
+        if len(ready) == len(taken):
+            return
+        told.doomed += len(taken) - len(ready)
+        for live in (State.WRITING, State.LOADING):
+            doomed = [item for item in taken if item.state is live]
+            if doomed:
+                self.move(doomed, live, Event.CLEAR, row=None)
+                self.reasons.note(doomed, Reason.CLEARED, session_id=session_id, at_s=at_s)
+
+    # --- what may go ----------------------------------------------------------------------------------------
+
+    def victims(self, nbytes: int, objects_max: int) -> list[Incarnation]:
+        """The coldest by the policy, about `objects_max` at most, without any that may not go: a policy is a plugin,
+        and may err. What tiers do not have yet comes last."""
+        found, all_named = self._named(self.policy.victims, nbytes, objects_max)
         shield = self.shield
-        if needed and shield.yields and len(shield):
+        if shield.yields and len(shield):
             looks_left = VICTIMS_LOOKS_MAX  # what it uncovers may be covered by somebody's quota, and not be named
-            while (missing := nbytes - sum(item.nbytes for item in found)) > 0 and looks_left:
+            while all_named and (missing := nbytes - sum(item.nbytes for item in found)) > 0 and looks_left:
                 if not shield.uncover_for(missing):
                     break
                 looks_left -= 1
-                found = self._may_go(self.policy.victims(nbytes))
+                found, all_named = self._named(self.policy.victims, nbytes, objects_max)
         return found
 
-    @staticmethod
-    def _may_go(named: Sequence[Entry]) -> list[Incarnation]:
-        return [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
+    def coldest(self, nbytes: int, objects_max: int) -> list[Incarnation]:
+        """As `victims`, without any that a tier is still to get: to look only."""
+        return self._named(self.policy.victims, nbytes, objects_max)[0]
+
+    def surplus(self, nbytes: int, objects_max: int) -> list[Incarnation]:
+        """As `coldest`, for headroom that nobody needs yet."""
+        return self._named(self.policy.surplus, nbytes, objects_max)[0]
+
+    def _named(
+        self, ask: Callable[[int], Sequence[Entry]], nbytes: int, objects_max: int
+    ) -> tuple[list[Incarnation], bool]:
+        """What the policy names, and whether that is all that may go. Where small objects stand before a large one that
+        is to come, to name them all takes long. A policy counts bytes only: as no object is smaller than the smallest
+        slot, it is asked for as many bytes as cannot be more objects, and again where larger ones came."""
+        least = self.allocator.slot_bytes_least
+        asked = covered = looked_at = 0
+        while True:
+            asked = min(nbytes, covered + (objects_max - looked_at) * least)
+            named = ask(asked)
+            self.touched += len(named)
+            looked_at += len(named)
+            found = [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
+            covered = sum(item.nbytes for item in found)
+            if covered < asked:  # of an adopted pool there is more, which is not made yet: who asks again gets it
+                return found, self.untouched is None
+            if asked >= nbytes or looked_at >= objects_max:
+                return found, False
+
+    @property
+    def may_make_room(self) -> bool:
+        """Whether there is anything that may go, or was cleared and has not gone yet."""
+        return bool(
+            self.clearings
+            or self.untouched is not None
+            or self.coldest(1, 1)
+            or (self.shield.yields and len(self.shield))
+        )
 
     def evict(self, victims: Sequence[Incarnation]) -> None:
         """Make room: the victims are ready, and nobody holds them."""
@@ -249,9 +321,9 @@ class Residents:
         if not self.clearings:
             return objects
         for clearing in self.clearings:
-            cleared = clearing.take(objects)
-            if cleared:
-                self.forget(cleared, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
+            taken = clearing.take(objects)
+            if taken:
+                self.cleared(clearing, taken)
                 objects = [item for item in objects if item.state is READY]
         return objects
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import LimitError, NotAttachedError, UsageError
+from lmcache_core.kernel.ledger import Account, Ledger, Sort
 from lmcache_core.kernel.states import NO_ROW
 from lmcache_core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
     from lmcache_core.kernel.leases import Lease
+    from lmcache_core.kernel.rooms import Preparation
 
 SERVER_SESSION = 0  # the server's own lanes
 SERVER_UID = -1  # nobody's: a tier's overdue loads are blamed on no user
@@ -18,15 +21,20 @@ SERVER_UID = -1  # nobody's: a tier's overdue loads are blamed on no user
 class Session:
     """One connected client. `row` marks its slots in the pool's worker table."""
 
-    __slots__ = ("attached", "id", "leases", "lost", "quarantined_bytes", "row", "uid")
+    __slots__ = (
+        "accounts", "attached", "holder", "id", "leases", "lost", "preparations", "quarantined_bytes", "row", "uid"
+    )  # fmt: skip
 
-    def __init__(self, session_id: int, uid: int, row: int) -> None:
+    def __init__(self, session_id: int, uid: int, row: int, holder: str, accounts: list[Account]) -> None:
         self.id = session_id
+        self.holder = holder  # by its name in the ledger
+        self.accounts = accounts  # of the ledger, by `Sort`
         self.uid = uid
         self.row = row
         self.attached = False
         self.lost = False  # its connection ended; its death is not proven
         self.leases: dict[int, Lease] = {}
+        self.preparations: dict[Preparation, None] = {}  # grants that wait for room
         self.quarantined_bytes = 0
 
     def may_lease(self) -> None:
@@ -40,8 +48,10 @@ class Session:
 class SessionBook:
     """All sessions, by id. Session 0 is the server's own and always there."""
 
-    def __init__(self) -> None:
-        server = Session(SERVER_SESSION, SERVER_UID, NO_ROW)
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        unbounded = [Account(sys.maxsize) for _ in Sort]
+        server = Session(SERVER_SESSION, SERVER_UID, NO_ROW, "the server", unbounded)
         server.attached = True
         self.by_id = {SERVER_SESSION: server}
 
@@ -49,10 +59,15 @@ class SessionBook:
     def server(self) -> Session:
         return self.by_id[SERVER_SESSION]
 
-    def open(self, session_id: int, uid: int, row: int) -> None:
+    def open(self, session_id: int, uid: int, row: int, holder: str) -> None:
         if session_id in self.by_id:
             raise UsageError(f"session {session_id} is open already: session ids are used once")
-        self.by_id[session_id] = Session(session_id, uid, row)
+        self.by_id[session_id] = Session(session_id, uid, row, holder, self._ledger.opened(holder))
+
+    def forget(self, session: Session) -> None:
+        """It has ended; what it held may be charged to its holder for some steps still."""
+        if self.by_id.pop(session.id, None) is not None:
+            self._ledger.closed(session.holder)
 
     def get(self, session_id: int) -> Session:
         """A session that may make calls."""
@@ -78,4 +93,4 @@ class SessionBook:
     def forget_if_done(self, session: Session) -> None:
         """Nothing is left to wait for of a session that was lost."""
         if session.lost and not session.leases:
-            self.by_id.pop(session.id, None)
+            self.forget(session)

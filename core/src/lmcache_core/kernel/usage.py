@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from lmcache_core.kernel.answers import ClassUsage, LeaseKind, Usage
+from collections import Counter
+from collections.abc import Sequence
+
+from lmcache_core.kernel.answers import ClassUsage, HolderUsage, LeaseKind, Usage
 from lmcache_core.kernel.leases import LeaseBook
+from lmcache_core.kernel.ledger import Account, Ledger
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.residents import Residents
@@ -17,10 +21,14 @@ def usage_of(
     sessions: SessionBook,
     quarantine: Quarantine,
     pins: Pins,
+    ledger: Ledger,
     expiries: int,
 ) -> Usage:
     """Costs the number of sessions, classes and units, never that of objects."""
     allocator = residents.allocator
+    quarantined: Counter[str] = Counter()
+    for session in sessions.by_id.values():
+        quarantined[session.holder] += session.quarantined_bytes
     states = [state for state in State if state is not State.FREE]
     free_bytes = allocator.populated_bytes - allocator.used_bytes
     return Usage(
@@ -36,9 +44,21 @@ def usage_of(
         quarantine_by_session={
             session.id: session.quarantined_bytes for session in sessions.by_id.values() if session.quarantined_bytes
         },
+        holders={
+            holder.name: _held(holder.accounts, holder.sessions, quarantined[holder.name])
+            for holder in ledger.holders.values()
+            if holder.sessions or any(account.nbytes for account in holder.accounts)
+        },
+        held_by_session={
+            session.id: _held(session.accounts, 1, session.quarantined_bytes)
+            for session in sessions.by_id.values()
+            if session.id and (session.quarantined_bytes or any(account.nbytes for account in session.accounts))
+        },
         pinned_bytes=pins.nbytes,
         pinned_objects=len(pins),
         fragmentation=1 - allocator.empty_bytes / free_bytes if free_bytes > 0 else 0.0,
+        emptying_bytes=allocator.used_bytes
+        - sum(each.slots_used * each.slot_bytes for each in allocator.classes.values()),
         slabs_free=allocator.units_free,
         policy_error=residents.policy_error,
         classes=[
@@ -51,3 +71,8 @@ def usage_of(
             "stale_leases": leases.stale,
         },
     )
+
+
+def _held(accounts: Sequence[Account], sessions: int, quarantined_bytes: int) -> HolderUsage:
+    promised, read, pinned = (account.nbytes for account in accounts)
+    return HolderUsage(sessions, promised, read, pinned, quarantined_bytes)

@@ -9,14 +9,16 @@ from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.allocator import SizeClass, slot_bytes_for
 from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Reason, Settled
 from lmcache_core.kernel.config import KernelConfig
-from lmcache_core.kernel.effects import Committed, LeaseExpired, LoadDoomed
+from lmcache_core.kernel.effects import Committed, LeaseExpired
 from lmcache_core.kernel.eviction import make_room
 from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.leases import Lease, LeaseBook
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
 from lmcache_core.kernel.quota import Quarantine
+from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
-from lmcache_core.kernel.sessions import SERVER_SESSION, Session
+from lmcache_core.kernel.rooms import Preparation
+from lmcache_core.kernel.sessions import Session
 from lmcache_core.kernel.states import Event, State
 from lmcache_core.limits import BATCH_KEYS_MAX, LEASE_KEYS_MAX, OBJECT_BYTES_MAX
 
@@ -33,16 +35,27 @@ def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
     check_keys(keys)
 
 
+class _MustWaitError(Exception):
+    """There is room to be had, in more than one step."""
+
+
 class Writing:
     """Leases to write, of workers and of lanes."""
 
     def __init__(
-        self, config: KernelConfig, residents: Residents, fence: Fence, leases: LeaseBook, quarantine: Quarantine
+        self,
+        config: KernelConfig,
+        residents: Residents,
+        fence: Fence,
+        leases: LeaseBook,
+        quarantine: Quarantine,
+        releases: Releases,
     ) -> None:
         self._residents = residents
         self._fence = fence
         self._leases = leases
         self._quarantine = quarantine
+        self._releases = releases
         self._ttl_s = config.write_ttl_s
         self._layouts: dict[int, SizeClass] = {}
         self._generation = 0
@@ -94,10 +107,12 @@ class Writing:
         keys: Sequence[bytes],
         now: float,
         lease_id: int,
-        loading: bool,
+        live: State,
         ttl_s: float | None,
-    ) -> Grants:
-        live = State.LOADING if loading else State.WRITING
+        wait_s: float = 0.0,
+    ) -> Grants | Preparation:
+        """`wait_s`: where room is to be had in more than one step, the answer is a `Preparation` that waits for it so
+        long; with 0 the keys without room are FULL."""
         lease = self._lease_to_extend(session, lease_id, namespace, live)
         check_batch(keys, lease)
         size_class = self._layouts.get(layout_id)
@@ -107,6 +122,7 @@ class Writing:
             session.may_lease()
 
         residents = self._residents
+        residents.touched += len(keys)
         if residents.clearings:
             self._fence.make_way(namespace, keys)
         table = residents.table.made(namespace, len(keys)) if keys else residents.table.of(namespace)
@@ -117,7 +133,15 @@ class Writing:
         if existing:
             residents.policy.access(existing[::-1])
         try:
-            refusal, placed = self._place(session, size_class, created, existing)
+            refusal, placed = self._place(session, size_class, created, existing, may_wait=wait_s > 0)
+        except _MustWaitError:
+            residents.unclaim(created)
+            deadline = None if ttl_s is None else now + ttl_s
+            until_s = now + wait_s if deadline is None else min(now + wait_s, deadline)
+            return Preparation(
+                session, namespace, layout_id, size_class, keys, lease_id, live, deadline, len(created), existing,
+                until_s,
+            )  # fmt: skip
         except BaseException:  # a policy is a plugin: its failure is this call's, and must not block these keys
             self._residents.unclaim(created)
             raise
@@ -141,12 +165,22 @@ class Writing:
         lease = self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
         assert lease is not None
         again = [at for at, status in enumerate(grants.statuses) if status == Grant.FULL]
-        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, False, None)
+        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, State.WRITING, None)
+        assert isinstance(more, Grants)  # it does not wait for slabs
         for at, status, offset in zip(again, more.statuses, more.offsets, strict=True):
             grants.statuses[at], grants.offsets[at] = status, offset
         self._leases.take_over(lease, more.lease_id, [grants.first + at for at in again])
         self._leases.renew(lease, now)
         grants.deadline = lease.deadline
+
+    def carry_out(self, waited: Preparation, now: float) -> Grants:
+        """What one that has waited is granted, with the room that there is now."""
+        ttl_s = None if waited.deadline is None else max(0.0, waited.deadline - now)
+        grants = self.prepare(
+            waited.session, waited.namespace, waited.layout_id, waited.keys, now, waited.lease_id, waited.live, ttl_s
+        )
+        assert isinstance(grants, Grants)  # it does not wait twice
+        return grants
 
     def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
         if not lease_id:
@@ -189,7 +223,7 @@ class Writing:
                 item.generation = generation
                 item.state = live
                 item.temporary = False
-                item.checksum = None
+                item.checksum = item.kept_by = None
                 entries.append(item)
                 created.append(item)
             else:
@@ -202,9 +236,16 @@ class Writing:
         return entries, created, existing
 
     def _place(
-        self, session: Session, size_class: SizeClass, created: list[Incarnation], existing: list[Incarnation]
+        self,
+        session: Session,
+        size_class: SizeClass,
+        created: list[Incarnation],
+        existing: list[Incarnation],
+        *,
+        may_wait: bool,
     ) -> tuple[Grant, int]:
-        """Slots for as many as there is room for, first to last; what to answer the others."""
+        """Slots for as many as there is room for, first to last; what to answer the others. With `may_wait` it raises
+        `_MustWaitError` where more is to be had."""
         allocator = self._residents.allocator
         if not created:
             return Grant.FULL, 0
@@ -222,11 +263,15 @@ class Writing:
             # What this call says exists must not be what is evicted for the rest of its own prefix.
             self._residents.hold(existing)
             try:
-                if self._residents.clearings:
-                    self._fence.make_room(size_class, len(created) - placed)
-                make_room(self._residents, size_class, len(created) - placed, created[0].namespace)
+                missing, namespace = len(created) - placed, created[0].namespace
+                # What a clear left gives more room than any eviction, and nobody misses it: it is waited for.
+                enough = not (may_wait and self._residents.clearings) and make_room(
+                    self._residents, size_class, missing, namespace, may_wait=may_wait
+                )
             finally:
                 self._residents.release(existing)
+            if may_wait and not enough and self._residents.may_make_room:
+                raise _MustWaitError
             placed += allocator.place(size_class, created[placed:])
         return Grant.FULL, placed
 
@@ -293,6 +338,8 @@ class Writing:
         written, where = lease.settle(positions, Settled.COMMITTED)
         if written:
             live = lease.live
+            if residents.clearings:
+                residents.doom_cleared(written)
             if checksums is not None:
                 _note_checksums(written, where, positions, checksums)
             doomed = [at for at, item in zip(where, written, strict=True) if item.state is not live]
@@ -317,13 +364,18 @@ class Writing:
         return lease.answered(positions)
 
     def give_up(self, lease: Lease, reason: Reason) -> None:
-        """The owner has answered for all of it, or is dead."""
-        self._give_up(lease, None, reason)
+        """The owner has answered for all of it, or is dead: it is settled now, and `Releases` takes the slots back."""
+        if lease.pending:
+            self._quarantine.charge(lease, -lease.charged_bytes)
+            self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
+            self._leases.close(lease)
 
     def _give_up(self, lease: Lease, positions: Sequence[int] | None, reason: Reason) -> None:
-        let_go, _ = lease.settle(positions, Settled.ABORTED)
+        let_go, where = lease.settle(positions, Settled.ABORTED)
         if not let_go:
             return
+        if self._residents.clearings:
+            self._residents.doom_cleared(let_go)
         live = [item for item in let_go if item.state is lease.live]
         waiting = [item for item in let_go if item.state is QUARANTINED]
         if live:
@@ -331,7 +383,9 @@ class Writing:
         if waiting:
             self._residents.move(waiting, QUARANTINED, Event.ANSWER)
             if lease.expired:
-                self._quarantine.charge(lease, -sum(item.nbytes for item in waiting))
+                charged = zip(let_go, where, strict=True)
+                nbytes = sum(o.nbytes for o, at in charged if at < lease.overdue_to and o.state is State.FREE)
+                self._quarantine.charge(lease, -nbytes)
         if not lease.pending:
             self._leases.close(lease)
 
@@ -340,24 +394,8 @@ class Writing:
     def expire(self, lease: Lease) -> None:
         """Time is up: the keys are free at once, the slots wait for the owner's answer."""
         self.expiries += 1
-        held = lease.held()
-        live = [item for item in held if item.state is lease.live]
-        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id)
-        self._quarantine.charge(lease, sum(item.nbytes for item in held))
+        self._releases.overdue(lease)
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
-        self._say_doomed(lease)
-
-    def doom(self, lease: Lease, session_id: int) -> int:
-        """A clear by `session_id` takes all of it out of the index; how many objects."""
-        live = [item for item in lease.held() if item.state is lease.live]
-        if live:
-            self._residents.unwrite(live, lease.live, Event.CLEAR, Reason.CLEARED, lease.session.row, session_id)
-            self._say_doomed(lease)
-        return len(live)
-
-    def _say_doomed(self, lease: Lease) -> None:
-        if lease.session.id == SERVER_SESSION:
-            self._residents.effects.append(LoadDoomed(lease.id))
 
 
 def _note_checksums(

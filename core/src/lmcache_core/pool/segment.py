@@ -74,7 +74,7 @@ class Segment:
         known = self._buffer if self.master is None else self.master.buffer
         self._proof = known[headers.PROOF_OFFSET : headers.PROOF_OFFSET + 8].cast("Q")
         # Bound once: this is called for every slot that is granted or settled.
-        self.mark_slots: Callable[[Sequence[int], int, int], None] = self._tables.mark_slots
+        self.mark_slots: Callable[[Sequence[int], int, int | None], None] = self._tables.mark_slots
         self._forked = False
         forget_in_child(self)
 
@@ -460,7 +460,7 @@ class Segment:
         self.close()
 
 
-def _no_slots(offsets: Sequence[int], state: int, row: int) -> None:
+def _no_slots(offsets: Sequence[int], state: int, row: int | None) -> None:
     raise PoolError(f"{len(offsets)} slots are marked in a pool that is closed in this process")
 
 

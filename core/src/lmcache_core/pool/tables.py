@@ -91,12 +91,20 @@ class Tables:
         form.pack_into(self._known, offset, *values)
         form.pack_into(self._buffer, offset, *values)
 
-    def mark_slots(self, offsets: Sequence[int], state: int, row: int = NO_ROW) -> None:
-        """Write the slot word of each offset. The caller names starts of slots inside the data area.
+    def mark_slots(self, offsets: Sequence[int], state: int, row: int | None = NO_ROW) -> None:
+        """Write the slot word of each offset; with `row` None each keeps the row that it has. The caller names starts
+        of slots inside the data area.
 
         About 12 ns a slot, 90 ns without the C extension. Raises `UsageError` for an offset outside the data, and then
         nothing is marked.
         """
+        if row is None:
+            by_row: dict[int, list[int]] = {}
+            for offset in offsets:
+                by_row.setdefault(self.slot(offset)[1], []).append(offset)
+            for kept, of_row in by_row.items():
+                self.mark_slots(of_row, state, kept)
+            return
         word, data_offset = state | row << 8, self._header.data_offset
         try:
             _mark_slots(self._known_slots, self._slots, list(offsets), data_offset, word)

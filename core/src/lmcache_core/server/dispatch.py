@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
     from lmcache_core.server.sessions import Sessions
-    from lmcache_core.server.store_waits import StoreWaits
+    from lmcache_core.server.stores import Stores
     from lmcache_core.server.tier_changes import TierChanges
     from lmcache_core.settings.model import Settings
 
@@ -61,9 +61,9 @@ class Dispatch:
         l1: L1,
         sessions: Sessions,
         lookups: Lookups,
+        stores: Stores,
         namespaces: Namespaces,
         clears: Clears,
-        store_waits: StoreWaits,
         explains: Explains,
         tier_changes: TierChanges,
         companions: Companions,
@@ -74,9 +74,9 @@ class Dispatch:
         self._l1 = l1
         self._sessions = sessions
         self._lookups = lookups
+        self._stores = stores
         self._namespaces = namespaces
         self._clears = clears
-        self._store_waits = store_waits
         self._companions = companions
         self._settings = settings
         self._status = status
@@ -242,13 +242,7 @@ class Dispatch:
     # --- the two phases -----------------------------------------------------------------------------------
 
     def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message | None:
-        layout_id = self._layout_of(session, request.namespace)
-        now, keys = self._l1.clock.now, split_keys(request.keys)
-        self._l1.before_store(layout_id, len(keys))
-        grants = self._kernel.prepare_store(session.id, request.namespace, layout_id, keys, now, lease_id=request.lease)
-        if self._store_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
-            return None
-        return granted(request.rid, grants, now)
+        return self._stores.prepare(session, request, self._layout_of(session, request.namespace))
 
     def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)

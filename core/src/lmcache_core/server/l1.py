@@ -16,28 +16,29 @@ from typing import TYPE_CHECKING
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import ClearedError, LeaseExpiredError, LimitError
-from lmcache_core.kernel.answers import Grant, Reason, Settled
+from lmcache_core.kernel.answers import Grant, Grants, Reason, Settled
 from lmcache_core.kernel.effects import (
     Committed,
     Effect,
     Evicted,
     LeaseExpired,
-    LoadDoomed,
     PolicyFailed,
     Read,
     Removed,
+    RowLeft,
     SlabAssigned,
     SlotsMarked,
 )
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.kernel.sessions import SERVER_SESSION
-from lmcache_core.limits import INDEX_SWEEP_KEYS_MAX, LAYOUTS_MAX, TIER_WARNING_PAUSE_S
+from lmcache_core.limits import INDEX_SWEEP_KEYS_MAX, LAYOUTS_MAX, ROOM_WAIT_S, TIER_WARNING_PAUSE_S
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
 from lmcache_core.tiers import l1 as contract
-from lmcache_core.tiers.l1 import LoadGrant, Loading, Named, Pinned, Slot, TierReason
+from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Pinned, Slot, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.server.companions import Companions
@@ -83,6 +84,7 @@ class L1:
         self.counters: Counter[str] = Counter()
         self._notify = notify
         self._untold: deque[Effect] = deque()
+        self._preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # who waits for room
         self._policy_quiet_until_s = 0.0
 
     def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]]) -> int:
@@ -222,8 +224,8 @@ class L1:
                 self._notify(effect)
             case PolicyFailed():
                 self._policy_failed(effect)
-            case LoadDoomed():
-                pass  # tiering hears of a clear by itself, and of a deadline by its own clock
+            case RowLeft():
+                self.segment.release_row(effect.row)
 
     def _policy_failed(self, effect: PolicyFailed) -> None:
         """`status` counts every fault; the log gets the trace of one now and then."""
@@ -292,15 +294,52 @@ class L1:
     def room_for(self, layout_id: int) -> int:
         return self.kernel.room_for(layout_id)
 
-    def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
+    def begin_load(
+        self,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        deadline: float,
+        granted: Callable[[Loading], None],
+    ) -> Loading | LoadWait:
         ttl_s = max(0.0, deadline - self.clock.now)
         self.before_store(layout_id, len(keys))
-        grants = self.kernel.prepare_store(
-            SERVER_SESSION, namespace, layout_id, keys, self.clock.now, loading=True, ttl_s=ttl_s
+        answer = self.kernel.begin_store(
+            SERVER_SESSION,
+            namespace,
+            layout_id,
+            keys,
+            self.clock.now,
+            loading=True,
+            ttl_s=ttl_s,
+            wait_s=ROOM_WAIT_S,
         )
         self.apply()
-        answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
-        return Loading(grants.lease_id, answers, grants.offsets, grants.generation)
+        if isinstance(answer, Grants):
+            return _loading(answer)
+        wait = _LoadWait(self.kernel, answer)
+        self.answer_later(answer, lambda: granted(wait.loading()))
+        return wait
+
+    # --- grants that wait for room ------------------------------------------------------------------------
+
+    def answer_later(self, preparation: Preparation, answer: Callable[[], None]) -> None:
+        """`answer` is called once the preparation is done, unless it was cancelled."""
+        self._preparing.append((preparation, answer))
+
+    def make_room(self) -> bool:
+        """One bounded step of what the kernel has under way. Whether there is more: the next turn of the loop should
+        come at once, after everybody's next message."""
+        kernel, preparing = self.kernel, self._preparing
+        if not kernel.working and not preparing:
+            return False
+        kernel.step(self.clock.now)
+        self.apply()  # a slot is marked before anybody hears that it was granted
+        while preparing and preparing[0][0].done:  # they are done in their order, less those that are cancelled
+            preparation, answer = preparing.popleft()
+            if not preparation.cancelled:
+                answer()
+        return kernel.working
 
     def commit_load(
         self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
@@ -327,3 +366,26 @@ class L1:
 
     def layout(self, layout_id: int) -> Layout:
         return self.layouts[layout_id]
+
+
+class _LoadWait:
+    """Implements `tiers.l1.LoadWait`."""
+
+    def __init__(self, kernel: Kernel, preparation: Preparation) -> None:
+        self._kernel = kernel
+        self._preparation = preparation
+
+    def cancel(self) -> None:
+        self._kernel.cancel_store(self._preparation)
+
+    def loading(self) -> Loading:
+        """What it was granted."""
+        grants = self._preparation.grants
+        if grants is not None:
+            return _loading(grants)
+        return Loading(0, [LoadGrant.FULL] * len(self._preparation.keys), [], 0)  # the kernel refused it
+
+
+def _loading(grants: Grants) -> Loading:
+    answers = [_LOAD_GRANTS.get(Grant(status), LoadGrant.FULL) for status in grants.statuses]
+    return Loading(grants.lease_id, answers, grants.offsets, grants.generation)

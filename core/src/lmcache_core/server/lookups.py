@@ -176,6 +176,10 @@ class Lookups:
         """Lookups that the tiers are working on."""
         return len(self._open)
 
+    def under_way_of(self, session: Session) -> int:
+        """Of these, this session's."""
+        return self._by_session[session.id]
+
     def _throttles(self, session: Session) -> bool:
         """Whether so many lookups wait already, of this session or of all, that no tier is asked for one more."""
         mine = self._by_session[session.id]

@@ -47,6 +47,7 @@ from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
 from lmcache_core.server.status import describe
 from lmcache_core.server.store_waits import StoreWaits
+from lmcache_core.server.stores import Stores
 from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
 from lmcache_core.trust import words_for_stranger
@@ -70,6 +71,7 @@ class Server:
         self.huge_page_fraction = 0.0
         self.name_lost = False
         self.draining = False
+        self.longest_turn_objects = 0  # touched in one turn of the loop, at most
         self.end_faults = 0  # steps of the end that failed; the others were done
         self._scribbled = False
         self._lanes_ended = True
@@ -106,6 +108,7 @@ class Server:
             self.sessions = Sessions(self.kernel, self.segment, self.loop, self._session_ended)
             store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
             self.store_waits = StoreWaits(self.kernel, self.l1, store_wait_s)
+            self.stores = Stores(self.kernel, self.l1, self.store_waits)
             self.clears = Clears(self.kernel, self.l1, self.store_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
@@ -113,9 +116,9 @@ class Server:
                 self.l1,
                 self.sessions,
                 self.lookups,
+                self.stores,
                 self.namespaces,
                 self.clears,
-                self.store_waits,
                 Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
                 tier_changes,
                 self.companions,
@@ -240,6 +243,7 @@ class Server:
     def _tick(self) -> float | None:
         now, kernel, tiering = self.clock.now, self.kernel, self.tiering
         more = self.clears.step()
+        more |= self.l1.make_room()
         make = None
         if self.adopting is not None:
             make = self.adopting.due
@@ -266,6 +270,9 @@ class Server:
         self.l1.apply()
         if self._drain_until_s is not None and self._drained(now):
             self.loop.stop()
+        touched = kernel.take_touched()
+        if touched > self.longest_turn_objects:
+            self.longest_turn_objects = touched
         if more:
             return now
         next_s = self._housekeeping_at_s
@@ -312,7 +319,7 @@ class Server:
             )
 
     def _drained(self, now: float) -> bool:
-        idle = not self.kernel.clearing and (self.tiering is None or self.tiering.drained)
+        idle = not self.kernel.clearing and not self.kernel.working and (self.tiering is None or self.tiering.drained)
         return idle or self._drain_until_s is None or now >= self._drain_until_s
 
     def _begin_drain(self) -> None:
@@ -362,12 +369,14 @@ class Server:
 
     def _peer_ended(self, peer: Any) -> None:
         if peer.session is not None:
+            self.stores.session_gone(peer.session)
             self.store_waits.session_gone(peer.session)
         self.sessions.lost(peer, self.clock.now)
         self.l1.apply()
 
     def _session_ended(self, session: Session) -> None:
         self.lookups.session_ended(session)
+        self.stores.session_gone(session)
         self.store_waits.session_gone(session)
         self.namespaces.session_ended(session)
 

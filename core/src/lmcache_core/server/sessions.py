@@ -11,6 +11,7 @@ session, the longest silent that holds nothing has to go.
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import select
@@ -24,6 +25,7 @@ from lmcache_core.limits import (
     HELLO_S,
     LIFE_CHECK_S_MAX,
     LIFE_CHECK_S_MIN,
+    LIFE_CHECKS_PER_TURN_MAX,
     LIMIT_WARNING_PAUSE_S,
     SESSIONS_MAX,
     SESSIONS_PER_ORIGIN_MAX,
@@ -54,6 +56,8 @@ class Sessions:
         self._by_id: dict[int, Session] = {}  # from the hello on
         self._waiting: dict[Peer, Session] = {}  # for their hello, in the order of their deadlines
         self._suspects: dict[int, Session] = {}  # life lock to be looked at by the clock
+        # A heap of when, and at which of these: an entry for each, and stale ones of those that have ended.
+        self._looks: list[tuple[float, int]] = []
         # Who goes first at a limit, and when it was heard last: for each origin, and under "" for all.
         self._idle: dict[str, deque[tuple[float, Session]]] = {}
         self._warned_at_s = float("-inf")
@@ -101,7 +105,7 @@ class Sessions:
         session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers speak first
         session.client_id, session.name, session.pid, session.heard_at_s = client_id, name, peer.pid or pid, now
         session.move(SessionEvent.HELLO)
-        self._kernel.open_session(session.id, session.uid)
+        self._kernel.open_session(session.id, session.uid, holder=session.origin)
         self._by_id[session.id] = session
         peer.session = session
         for old in self:
@@ -168,22 +172,27 @@ class Sessions:
             if now < session.heard_at_s + HELLO_S:
                 break
             self._drop(session)
-        for session in list(self._suspects.values()):
-            if session.check_at_s <= now:
-                if self._proven_dead(session):
-                    self._died(session, now)
-                elif session.state is SessionState.LOST and not self._may_hold(session):
-                    self._end(session, SessionEvent.DROP, now)
-                else:
-                    pause = 2 * session.check_pause_s if session.peer is None else LIFE_CHECK_S_MAX
-                    session.check_pause_s = min(pause, LIFE_CHECK_S_MAX)
-                    session.check_at_s = now + session.check_pause_s
+        looks = self._looks
+        for _ in range(LIFE_CHECKS_PER_TURN_MAX):
+            if not looks or looks[0][0] > now:
+                break
+            check_at_s, session_id = heapq.heappop(looks)
+            suspect = self._suspects.get(session_id)
+            if suspect is None or suspect.check_at_s != check_at_s:
+                continue  # it has ended, or is looked at another time
+            if self._proven_dead(suspect):
+                self._died(suspect, now)
+            elif suspect.state is SessionState.LOST and not self._may_hold(suspect):
+                self._end(suspect, SessionEvent.DROP, now)
+            else:
+                pause = 2 * suspect.check_pause_s if suspect.peer is None else LIFE_CHECK_S_MAX
+                self._look_after(suspect, min(pause, LIFE_CHECK_S_MAX), now)
 
     def next_check(self) -> float | None:
-        """When `check` is due."""
+        """When `check` is due; perhaps too early. Costs the same however many are watched."""
         due = None
-        if self._suspects:
-            due = min(session.check_at_s for session in self._suspects.values())
+        if self._looks:
+            due = self._looks[0][0]
         if self._waiting:
             deadline = next(iter(self._waiting.values())).heard_at_s + HELLO_S
             due = deadline if due is None else min(due, deadline)
@@ -283,9 +292,13 @@ class Sessions:
         return session.maps_pool or self._kernel.holds(session.id)
 
     def _suspect(self, session: Session, now: float) -> None:
-        session.check_pause_s = LIFE_CHECK_S_MIN
-        session.check_at_s = now + LIFE_CHECK_S_MIN
         self._suspects[session.id] = session
+        self._look_after(session, LIFE_CHECK_S_MIN, now)
+
+    def _look_after(self, session: Session, pause_s: float, now: float) -> None:
+        session.check_pause_s = pause_s
+        session.check_at_s = now + pause_s
+        heapq.heappush(self._looks, (session.check_at_s, session.id))
 
     def _proven_dead(self, session: Session) -> bool:
         if session.pidfd >= 0:
@@ -319,7 +332,10 @@ class Sessions:
             os.close(session.pidfd)
             session.pidfd = -1
         if session.row != NO_ROW:
-            self._segment.release_row(session.row)
+            if event is SessionEvent.RETURN:  # slots that its successor goes on holding name it for some steps still
+                self._kernel.leave_row(session.row)
+            else:
+                self._segment.release_row(session.row)
             session.row = NO_ROW
         peer, session.peer = session.peer, None
         if peer is not None:

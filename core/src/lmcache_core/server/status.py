@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
+from lmcache_core.kernel.answers import HolderUsage, Usage
+from lmcache_core.pool.tables import NO_ROW
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -18,9 +21,12 @@ ROWS_SHOWN_MAX = 100  # of size classes, and of culprits: the reply is one frame
 
 def describe(server: Server) -> dict[str, Any]:
     """The server's account of itself."""
-    usage = asdict(server.kernel.usage())
+    kept = server.kernel.usage()
+    usage = asdict(kept)
     usage["eviction_policy"] = server.settings.l1.eviction.type
     usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
+    usage["holders"] = _holders(server, kept)
+    usage["held_by_session"] = dict(_most(kept.held_by_session))
     for name in ("quarantine_by_session", "quarantine_by_uid"):
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
     segment = server.segment
@@ -54,6 +60,8 @@ def describe(server: Server) -> dict[str, Any]:
         "sessions_connected": sum(session.peer is not None for session in sessions),
         "deaths": server.sessions.deaths,
         "sessions_dropped": server.sessions.dropped,
+        "stores_preparing": server.stores.under_way,
+        "stores_prepared": server.stores.waited,
         "lookups_waiting": server.lookups.under_way,
         "lookups_throttled": server.lookups.throttled,
         "stores_waiting": len(server.store_waits),
@@ -61,8 +69,41 @@ def describe(server: Server) -> dict[str, Any]:
         "stores_waited_in_vain": server.store_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "companions": server.companions.status(),
+        "longest_turn": {
+            "objects": server.longest_turn_objects,
+            "cpu_ms": round(1e3 * server.loop.longest_turn_cpu_s, 3),
+        },
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }
+
+
+def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
+    """Who keeps most from others, first."""
+    rows = [(name, asdict(each)) for name, each in usage.items()]
+    return sorted(rows, key=lambda row: -sum(row[1].values()))[:ROWS_SHOWN_MAX]
+
+
+def _holders(server: Server, usage: Usage) -> dict[str, dict[str, int]]:
+    """What each uid, or over ZMQ each key, has of what all share: one table, of what is counted where it is kept."""
+    holders = dict(_most(usage.holders))
+    namespaces: dict[str, set[int]] = {name: set() for name in holders}
+    layouts: dict[str, set[int]] = {name: set() for name in holders}
+    for holder in holders.values():
+        holder.update(connections=0, rows=0, namespaces=0, layouts=0, lookups_waiting=0, stores_waiting=0)
+    for session in server.sessions:
+        name = session.origin
+        if name in holders:
+            of_holder = holders[name]
+            of_holder["connections"] += session.peer is not None
+            of_holder["rows"] += session.row != NO_ROW
+            of_holder["lookups_waiting"] += server.lookups.under_way_of(session)
+            of_holder["stores_waiting"] += server.stores.under_way_of(session)
+            of_holder["stores_waiting"] += server.store_waits.under_way_of(session)
+            namespaces[name].update(session.namespaces)
+            layouts[name].update(session.namespaces.values())
+    for name, holder in holders.items():
+        holder.update(namespaces=len(namespaces[name]), layouts=len(layouts[name]))
+    return holders
 
 
 def _plain(value: Any) -> Any:

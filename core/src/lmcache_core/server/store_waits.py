@@ -49,6 +49,10 @@ class StoreWaits:
         """Stores that wait."""
         return len(self._waits)
 
+    def under_way_of(self, session: Session) -> int:
+        """Of these, this session's."""
+        return self._by_session[session]
+
     def holds(
         self, session: Session, rid: int, namespace: int, layout_id: int, keys: list[bytes], grants: Grants
     ) -> bool:

@@ -156,6 +156,31 @@ class QuarantineSettings(Section):
     )
 
 
+class HoldingSettings(Section):
+    """How much one session, and all sessions of one uid (over ZMQ: of one CURVE key), may keep from eviction, as a part
+    of the pool."""
+
+    promised_fraction_max: Fraction = Field(
+        default=limits.PROMISED_FRACTION_MAX, description="promised by held lookups to one uid or key"
+    )
+    promised_fraction_per_session_max: Fraction = Field(
+        default=limits.PROMISED_FRACTION_PER_SESSION_MAX, description="promised by held lookups to one session"
+    )
+    read_fraction_max: Fraction = Field(
+        default=limits.READ_FRACTION_MAX, description="under read leases of one uid or key"
+    )
+    read_fraction_per_session_max: Fraction = Field(
+        default=limits.READ_FRACTION_PER_SESSION_MAX, description="under read leases of one session"
+    )
+    pinned_fraction_max: Fraction = Field(default=limits.PINNED_FRACTION_MAX, description="pinned by all together")
+    pinned_fraction_per_holder_max: Fraction = Field(
+        default=limits.PINNED_FRACTION_PER_HOLDER_MAX, description="pinned by one uid or key, gone sessions included"
+    )
+    pinned_fraction_per_session_max: Fraction = Field(
+        default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="pinned by one session"
+    )
+
+
 class ZmqSettings(Section):
     """The carrier for those who do not share our runtime directory."""
 
@@ -230,6 +255,7 @@ class Settings(BaseSettings):
     l1: L1Settings = L1Settings()
     lease: LeaseSettings = LeaseSettings()
     quarantine: QuarantineSettings = QuarantineSettings()
+    holding: HoldingSettings = HoldingSettings()
     chunk_tokens: int = Field(
         default=limits.CHUNK_TOKENS, ge=1, le=1 << 20, description="tokens whose KV makes one object"
     )

@@ -6,7 +6,7 @@ Every method is called on the loop's thread, and only there. Lanes see nothing o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -85,8 +85,17 @@ class Loading(NamedTuple):
     generation: int
 
 
+class LoadWait(Protocol):
+    """A load for which room is being made."""
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: it is not called back for."""
+        ...
+
+
 class L1(Protocol):
-    """The caller (tiering) settles every position it was granted; the implementation never calls back."""
+    """The caller (tiering) settles every position it was granted; the implementation calls back from no method, and
+    later only for a `begin_load` that waits."""
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
         """How many of these incarnations come before the first that is there. Looks no further than that."""
@@ -126,8 +135,19 @@ class L1(Protocol):
         """How many more objects of this layout fit without an eviction, now or soon."""
         ...
 
-    def begin_load(self, namespace: int, layout_id: int, keys: Sequence[bytes], deadline: float) -> Loading:
-        """Reserve slots, in state LOADING, for objects of this layout. Granted in part, never all or nothing."""
+    def begin_load(
+        self,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        deadline: float,
+        granted: Callable[[Loading], None],
+    ) -> Loading | LoadWait:
+        """Reserve slots, in state LOADING, for objects of this layout. Granted in part, never all or nothing.
+
+        Where so much has to go for them that it takes a while, `granted` is called with the answer later, by the
+        deadline, unless the wait that is returned is cancelled. Nothing is reserved until then.
+        """
         ...
 
     def commit_load(

@@ -1,8 +1,8 @@
 """Loads from tiers into the L1: one for each key at a time, whoever asks for it.
 
 A load is in one of three places: in the table (under way, others may join), out of it but still out (late or
-cleared: its lane has not returned), or settled. Its slot is settled in the L1 exactly once, and never before the
-lane has stopped writing to it.
+cleared: its lane has not returned), or settled. It may have to wait for its slot first, together with its page. The
+slot is settled in the L1 exactly once, and never before the lane has stopped writing to it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import islice
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import Job
-from lmcache_core.tiers.l1 import L1, LoadGrant, TierReason
+from lmcache_core.tiers.jobs import Job, Lookup
+from lmcache_core.tiers.l1 import L1, LoadGrant, Loading, LoadWait, TierReason
 from lmcache_core.tiers.lanes import Call, Priority
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Loaded, Transfer
@@ -34,24 +33,37 @@ class Load:
     """One key on its way from a tier into a slot."""
 
     __slots__ = ("alternatives", "call", "checksum", "epoch", "generation", "key", "lease", "namespace", "nbytes",
-                 "out", "position", "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
+                 "out", "page", "position", "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
 
-    def __init__(self, key: bytes, namespace: int, epoch: int, sources: Sequence[str], retain: bool) -> None:
+    def __init__(
+        self, key: bytes, namespace: int, epoch: int, nbytes: int, sources: Sequence[str], retain: bool
+    ) -> None:
         self.key = key
         self.namespace = namespace
         self.epoch = epoch
+        self.nbytes = nbytes
         self.source, *self.alternatives = sources
         self.retain = retain
         self.shared = False
         self.waiters: list[tuple[Job, int]] = []
+        self.page: _Page | None = None  # while it waits for its slot
         self.out = False  # given up, while its lane may still be writing
         self.call: Call | None = None
         self.lease = 0
         self.position = 0
         self.generation = 0  # of what it makes in the L1
-        self.nbytes = 0
         self.checksum: int | None = None  # of its bytes, once they are there and verified
         self.transfer_view: memoryview = memoryview(b"")
+
+
+class _Page:
+    """Loads that wait for their slots."""
+
+    __slots__ = ("loads", "wait")
+
+    def __init__(self, loads: Sequence[Load], wait: LoadWait) -> None:
+        self.loads = loads
+        self.wait = wait
 
 
 class LoadTable:
@@ -81,26 +93,30 @@ class LoadTable:
         may `detach` positions that are not worth loading any more.
         """
         request = job.request
-        fresh: list[int] = []
-        for position in sources:
-            load = self._table.get((request.namespace, request.keys[position]))
+        namespace, epoch = request.namespace, self._epochs.of(request.namespace)
+        nbytes = self._l1.layout(request.layout_id).nbytes
+        fresh: list[Load] = []
+        for position, names in sources.items():
+            key = request.keys[position]
+            load = self._table.get((namespace, key))
             if load is None:
-                fresh.append(position)
+                load = self._table[namespace, key] = Load(key, namespace, epoch, nbytes, names, position in retained)
+                fresh.append(load)
             else:
-                load.waiters.append((job, position))
                 load.shared = True
                 load.retain |= position in retained
+            load.waiters.append((job, position))
         # The lease and the lanes share one deadline, so that both call a load late at the same moment.
         allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
                          if name in self._tiers), default=0.0)  # fmt: skip
         deadline = min(request.deadline, self._clock.now + allowed_s)
-        refused: list[tuple[int, TierReason | None]] = []
+        refused: list[tuple[Load, TierReason | None]] = []
         begun: list[Load] = []
-        walk = iter(fresh)
-        while page := list(islice(walk, BATCH_KEYS_MAX)):
-            begun += self._grant(job, page, sources, retained, deadline, refused)
-        for position, reason in refused:
-            self._settle(job, position, reason, 0)
+        for first in range(0, len(fresh), BATCH_KEYS_MAX):
+            page = fresh[first : first + BATCH_KEYS_MAX]
+            self._ask_for_slots(page, request, deadline, priority, begun, refused)
+        for load, reason in refused:
+            self._over(load, reason)
         return lambda: self._start(begun, request.layout_id, deadline, priority)
 
     def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
@@ -110,36 +126,52 @@ class LoadTable:
             if load is not None and name != load.source and name not in load.alternatives:
                 load.alternatives.append(name)
 
-    def _grant(
+    def _ask_for_slots(
         self,
-        job: Job,
-        page: Sequence[int],
-        sources: dict[int, Sequence[str]],
-        retained: Container[int],
+        loads: Sequence[Load],
+        request: Lookup,
         deadline: float,
-        refused: list[tuple[int, TierReason | None]],
-    ) -> list[Load]:
-        request = job.request
-        loading = self._l1.begin_load(
-            request.namespace, request.layout_id, [request.keys[position] for position in page], deadline
+        priority: Priority,
+        begun: list[Load],
+        refused: list[tuple[Load, TierReason | None]],
+    ) -> None:
+        """Slots for a page of a job's loads: at once, or later, and then they are started as soon as they have them."""
+
+        def granted(loading: Loading) -> None:
+            begun: list[Load] = []
+            refused: list[tuple[Load, TierReason | None]] = []
+            self._granted(loads, loading, begun, refused)
+            for load, reason in refused:
+                self._over(load, reason)
+            self._start(begun, request.layout_id, deadline, priority)
+
+        answer = self._l1.begin_load(
+            request.namespace, request.layout_id, [load.key for load in loads], deadline, granted
         )
-        nbytes = self._l1.layout(request.layout_id).nbytes
-        epoch = self._epochs.of(request.namespace)
-        begun: list[Load] = []
-        for index, (position, grant) in enumerate(zip(page, loading.grants, strict=True)):
+        if isinstance(answer, Loading):
+            self._granted(loads, answer, begun, refused)
+        else:
+            page = _Page(loads, answer)
+            for load in loads:
+                load.page = page
+
+    def _granted(
+        self,
+        loads: Sequence[Load],
+        loading: Loading,
+        begun: list[Load],
+        refused: list[tuple[Load, TierReason | None]],
+    ) -> None:
+        for index, (load, grant) in enumerate(zip(loads, loading.grants, strict=True)):
+            load.page = None
             if grant is LoadGrant.GRANTED:
-                load = Load(request.keys[position], request.namespace, epoch, sources[position], position in retained)
-                load.waiters.append((job, position))
-                load.lease, load.position, load.nbytes = loading.lease, index, nbytes
-                load.generation = loading.generation
-                load.transfer_view = self._l1.view(loading.offsets[index], nbytes)
-                self._table[request.namespace, load.key] = load
+                load.lease, load.position, load.generation = loading.lease, index, loading.generation
+                load.transfer_view = self._l1.view(loading.offsets[index], load.nbytes)
                 begun.append(load)
             elif grant is LoadGrant.EXISTS:
-                refused.append((position, None))
+                refused.append((load, None))
             else:
-                refused.append((position, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.FULL))
-        return begun
+                refused.append((load, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.FULL))
 
     def _start(self, loads: Sequence[Load], layout_id: int, deadline: float, priority: Priority) -> None:
         by_tier: dict[str, list[Load]] = defaultdict(list)
@@ -271,6 +303,7 @@ class LoadTable:
     def detach(self, job: Job, positions: Sequence[int]) -> None:
         """The job does not wait for these any more. What nobody waits for is taken back, if it has not begun."""
         calls: dict[Call, None] = {}
+        pages: dict[_Page, None] = {}
         for position in positions:
             load = self._table.get((job.request.namespace, job.request.keys[position]))
             if load is None:
@@ -278,11 +311,23 @@ class LoadTable:
             load.waiters = [waiter for waiter in load.waiters if waiter != (job, position)]
             if load.call is not None and not load.waiters:
                 calls[load.call] = None
+            elif load.page is not None and not load.waiters:
+                pages[load.page] = None
+        for page in pages:
+            self._give_up_if_idle(page)
         for call in calls:
             group = self._groups.get(call, [])
             if group and not any(load.waiters for load in group) and self._tiers_cancel(group[0].source, call):
                 del self._groups[call]
                 self._abort(group, TierReason.CANCELLED)
+
+    def _give_up_if_idle(self, page: _Page) -> None:
+        """Where nobody waits for any of its loads, no room is made for it."""
+        if not any(load.waiters for load in page.loads):
+            page.wait.cancel()
+            for load in page.loads:
+                load.page = None
+                self._over(load, TierReason.CANCELLED)
 
     def _tiers_cancel(self, name: str, call: Call) -> bool:
         tier = self._tiers.get(name)
@@ -293,7 +338,9 @@ class LoadTable:
         for key, load in list(self._table.items()):
             if namespace is None or load.namespace == namespace:
                 waiters, load.waiters = load.waiters, []
-                del self._table[key]
+                self._table.pop(key, None)
+                if load.page is not None:
+                    self._give_up_if_idle(load.page)
                 for job, position in waiters:
                     self._settle(job, position, TierReason.CLEARED, 0)
 

@@ -1,0 +1,149 @@
+"""The ledger: what each session, and each holder, keeps from everybody else, and what it may.
+
+A *holder* is who the sessions belong to: a uid, or over ZMQ a CURVE key. Three sorts of bytes are counted that cannot
+be evicted: promised, held by read leases, and pinned. An object counts once for an account, however many promises or
+leases of it name it there; redeeming a promise moves it from one sort to the other. An account is asked before it is
+charged: over its cap only its own session hears of it.
+
+An object remembers who holds it (`Incarnation.kept_by`): nobody, one account once, or a table. Nearly all are held by
+one, so nearly all cost one assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lmcache_core.kernel.objects import Incarnation
+
+
+class Sort(IntEnum):
+    """Why something cannot be evicted."""
+
+    PROMISED = 0
+    READ = 1
+    PINNED = 2
+
+
+class Account:
+    """Bytes of one sort. A session's is part of its holder's, `whole`."""
+
+    __slots__ = ("nbytes", "nbytes_max", "whole")
+
+    def __init__(self, nbytes_max: int, whole: Account | None = None) -> None:
+        self.nbytes = 0
+        self.nbytes_max = nbytes_max
+        self.whole = whole
+
+    @property
+    def room(self) -> int:
+        """Bytes until a cap, its own or its holder's, is reached."""
+        own = self.nbytes_max - self.nbytes
+        return own if self.whole is None else min(own, self.whole.nbytes_max - self.whole.nbytes)
+
+    def take(self, objects: Iterable[Incarnation]) -> None:
+        """It holds each of these once more."""
+        mine = whole = 0
+        for item in objects:
+            known = item.kept_by
+            if known is None:
+                item.kept_by = self
+                mine += item.nbytes
+                whole += item.nbytes
+                continue
+            if known.__class__ is not dict:
+                known = item.kept_by = {known: 1}
+            times = known.get(self, 0)
+            if not times:
+                mine += item.nbytes
+                if all(each.whole is not self.whole for each in known):
+                    whole += item.nbytes
+            known[self] = times + 1
+        self._add(mine, whole)
+
+    def give(self, objects: Iterable[Incarnation]) -> None:
+        """It holds each of these once less."""
+        mine = whole = 0
+        for item in objects:
+            known = item.kept_by
+            if known is self:
+                item.kept_by = None
+                mine += item.nbytes
+                whole += item.nbytes
+                continue
+            known[self] -= 1
+            if not known[self]:
+                del known[self]
+                mine += item.nbytes
+                if all(each.whole is not self.whole for each in known):
+                    whole += item.nbytes
+                if not known:
+                    item.kept_by = None
+        self._add(-mine, -whole)
+
+    def first_that_fit(self, objects: Sequence[Incarnation]) -> int:
+        """How many of the objects, from the first on, it may take. What it holds already costs nothing."""
+        room = self.room
+        if sum(item.nbytes for item in objects) <= room:
+            return len(objects)
+        for at, item in enumerate(objects):
+            known = item.kept_by
+            if known is not self and not (known.__class__ is dict and self in known):
+                room -= item.nbytes
+                if room < 0:
+                    return at
+        return len(objects)
+
+    def _add(self, mine: int, whole: int) -> None:
+        self.nbytes += mine
+        if self.whole is not None:
+            self.whole.nbytes += whole
+
+
+@dataclass(slots=True, frozen=True)
+class Caps:
+    """Bytes of each sort, by `Sort`: of one session, and of one holder."""
+
+    session: tuple[int, int, int]
+    holder: tuple[int, int, int]
+
+
+class Holder:
+    """All sessions of one uid or key."""
+
+    __slots__ = ("accounts", "name", "sessions")
+
+    def __init__(self, name: str, caps: Caps) -> None:
+        self.name = name
+        self.sessions = 0
+        self.accounts = [Account(nbytes_max) for nbytes_max in caps.holder]
+
+
+class Ledger:
+    """All holders that have a session, or hold something still."""
+
+    def __init__(self, caps: Caps) -> None:
+        self._caps = caps
+        self.holders: dict[str, Holder] = {}
+
+    def opened(self, name: str) -> list[Account]:
+        """A session of this holder begins; its accounts, by `Sort`."""
+        holder = self.holders.get(name)
+        if holder is None:
+            for idle in [each for each in self.holders.values() if not each.sessions]:
+                self._forget_idle(idle)
+            holder = self.holders[name] = Holder(name, self._caps)
+        holder.sessions += 1
+        return [Account(most, whole) for most, whole in zip(self._caps.session, holder.accounts, strict=True)]
+
+    def closed(self, name: str) -> None:
+        """A session of this holder has ended."""
+        holder = self.holders[name]
+        holder.sessions -= 1
+        self._forget_idle(holder)
+
+    def _forget_idle(self, holder: Holder) -> None:
+        """Nothing has to be known of one without a session that holds nothing."""
+        if not holder.sessions and not any(account.nbytes for account in holder.accounts):
+            self.holders.pop(holder.name, None)

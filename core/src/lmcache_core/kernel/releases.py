@@ -1,0 +1,191 @@
+"""What was decided at once and is carried out in steps: slots and holds that leases let go of, or that are overdue.
+
+One lease may have a million positions, and a worker that dies thousands of leases. So a lease that ends is settled in
+the book at once, with all its answers; nobody can ask for it any more. Its objects come here, and follow a bounded
+number at a time: until then a slot that was being written is nobody else's and its key is busy, and what was held
+stays. As many as one step takes follow at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.effects import RowLeft
+from lmcache_core.kernel.fence import STEP_OBJECTS
+from lmcache_core.kernel.leases import Lease
+from lmcache_core.kernel.ledger import Account
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.quota import Quarantine
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.states import Event, State
+
+Entries = list[Incarnation | None]
+
+
+class _Work(Protocol):
+    def step(self, objects_max: int) -> int:
+        """Do some; how many positions that took. Fewer than `objects_max`: all is done."""
+        ...
+
+
+class Releases:
+    """The work, the oldest first."""
+
+    def __init__(self, residents: Residents, quarantine: Quarantine) -> None:
+        self._residents = residents
+        self._quarantine = quarantine
+        self._work: deque[_Work] = deque()
+        self.step_objects = STEP_OBJECTS  # fewer where a test wants much to come between two steps
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def written(self, entries: Entries, lease: Lease, reason: Reason) -> None:
+        """These positions of a write lease were given up: the owner has answered for them, or is dead."""
+        self._work.append(_Written(self._residents, entries, lease, reason))
+
+    def held(self, entries: Entries, account: Account) -> None:
+        """These holds of a promise or a read lease have ended, which are charged to that account."""
+        self._work.append(_Held(self._residents, entries, account))
+
+    def overdue(self, lease: Lease) -> None:
+        """A write lease has expired: its keys are free, its slots wait for the owner's answer."""
+        self._work.append(_Overdue(self._residents, self._quarantine, lease))
+
+    def answered(self, objects: Iterable[Incarnation], state: State, event: Event) -> None:
+        """Nobody touches these any more, which are in `state` and nobody's."""
+        self._work.append(_Answered(self._residents, list(objects), state, event))
+
+    def moved(self, lease: Lease) -> None:
+        """A write lease is another session's now: its slots are to name that one's row."""
+        self._work.append(_Moved(self._residents, lease))
+
+    def row_left(self, row: int) -> None:
+        """What moved away from this row is known so far: say so when no slot names it any more."""
+        self._work.append(_RowLeft(self._residents, row))
+
+    def step(self) -> None:
+        """A bounded part of it."""
+        work, objects_max = self._work, self.step_objects
+        while work and objects_max > 0:
+            taken = work[0].step(objects_max)
+            if taken < objects_max:
+                work.popleft()
+            objects_max -= max(taken, 1)
+
+
+def _take_last(entries: Entries, objects_max: int) -> Entries:
+    """Off the end, which costs what is taken: a suffix goes before its prefix, too."""
+    some = entries[-objects_max:]
+    del entries[-objects_max:]
+    return some
+
+
+class _Written:
+    __slots__ = ("_entries", "_lease", "_reason", "_residents")
+
+    def __init__(self, residents: Residents, entries: Entries, lease: Lease, reason: Reason) -> None:
+        self._residents = residents
+        self._entries = entries
+        self._lease = lease
+        self._reason = reason
+
+    def step(self, objects_max: int) -> int:
+        some, lease, residents = _take_last(self._entries, objects_max), self._lease, self._residents
+        held = [item for item in some if item is not None]
+        residents.doom_cleared(held)
+        live = [item for item in held if item.state is lease.live]
+        waiting = [item for item in held if item.state is State.QUARANTINED]
+        session = lease.session
+        residents.unwrite(live, lease.live, Event.ABORT, self._reason, session.row, session.id)
+        if waiting:
+            residents.move(waiting, State.QUARANTINED, Event.ANSWER)
+        return len(some)
+
+
+class _Held:
+    __slots__ = ("_account", "_entries", "_residents")
+
+    def __init__(self, residents: Residents, entries: Entries, account: Account) -> None:
+        self._residents = residents
+        self._entries = entries
+        self._account = account
+
+    def step(self, objects_max: int) -> int:
+        some = _take_last(self._entries, objects_max)
+        held = [item for item in some if item is not None]
+        self._account.give(held)
+        self._residents.release(held)
+        return len(some)
+
+
+class _Overdue:
+    __slots__ = ("_lease", "_quarantine", "_residents")
+
+    def __init__(self, residents: Residents, quarantine: Quarantine, lease: Lease) -> None:
+        self._residents = residents
+        self._quarantine = quarantine
+        self._lease = lease
+
+    def step(self, objects_max: int) -> int:
+        lease = self._lease
+        some = lease.entries[lease.overdue_to : lease.overdue_to + objects_max]  # none where it was settled meanwhile
+        lease.overdue_to += len(some)
+        held = [item for item in some if item is not None]
+        self._residents.doom_cleared(held)
+        live = [item for item in held if item.state is lease.live]
+        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id)
+        self._quarantine.charge(lease, sum(item.nbytes for item in held))
+        return len(some)
+
+
+class _Answered:
+    __slots__ = ("_event", "_objects", "_residents", "_state")
+
+    def __init__(self, residents: Residents, objects: list[Incarnation], state: State, event: Event) -> None:
+        self._residents = residents
+        self._objects = objects
+        self._state = state
+        self._event = event
+
+    def step(self, objects_max: int) -> int:
+        some = self._objects[-objects_max:]
+        del self._objects[-objects_max:]
+        if some:
+            for item in some:
+                item.holds = 0
+            self._residents.move(some, self._state, self._event)
+        return len(some)
+
+
+class _Moved:
+    __slots__ = ("_lease", "_residents", "_to")
+
+    def __init__(self, residents: Residents, lease: Lease) -> None:
+        self._residents = residents
+        self._lease = lease
+        self._to = 0  # positions before this one name the new row
+
+    def step(self, objects_max: int) -> int:
+        lease = self._lease
+        some = lease.entries[self._to : self._to + objects_max]  # none where it was settled meanwhile
+        self._to += len(some)
+        for state in (lease.live, State.QUARANTINED):
+            held = [item for item in some if item is not None and item.state is state]
+            self._residents.change_owner(held, state, lease.session.row)
+        return len(some)
+
+
+class _RowLeft:
+    __slots__ = ("_residents", "_row")
+
+    def __init__(self, residents: Residents, row: int) -> None:
+        self._residents = residents
+        self._row = row
+
+    def step(self, objects_max: int) -> int:
+        self._residents.effects.append(RowLeft(self._row))
+        return 0

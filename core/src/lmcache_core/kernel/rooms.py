@@ -1,0 +1,258 @@
+"""Room for grants that need more than one step: whole slabs of other size classes, emptied a bounded step at a time.
+
+A hundred thousand small objects may stand in the way of one large one, and to evict these takes half a second. So such
+a grant, to a worker that stores or to a lane that loads, waits as a `Preparation`: none of its keys is claimed and no
+slot is its own, so one that is given up leaves nothing, and others may store the same keys meanwhile. What is being
+emptied for it is a state of the units themselves (`Allocator.begin_emptying`): nothing new comes to stand there, and
+nobody else is given it. In the step in which the last slot that it needs is there, the grant is carried out whole.
+
+They wait in the order in which they came. Those whose own class has room, or victims, do not come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core.errors import CacheError
+from lmcache_core.kernel.allocator import Emptying, SizeClass, Slab
+from lmcache_core.kernel.answers import Grants
+from lmcache_core.kernel.eviction import LOOK_OBJECTS_MAX, make_room
+from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
+from lmcache_core.kernel.ledger import Sort
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.releases import Releases
+from lmcache_core.kernel.residents import Residents
+from lmcache_core.kernel.states import State
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.sessions import Session
+
+JUDGED_SLOTS = 2048  # slots looked at in one step, before anything is evicted: a tenth of a millisecond
+
+
+class Preparation:
+    """A grant under way. It is `done` once it has `grants`, an `error`, or was given up."""
+
+    __slots__ = (
+        "cancelled", "deadline", "emptied", "emptying", "error", "existing", "grants", "keys", "known_busy",
+        "layout_id", "lease_id", "live", "namespace", "session", "size_class", "slots", "until_s",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        session: Session,
+        namespace: int,
+        layout_id: int,
+        size_class: SizeClass,
+        keys: Sequence[bytes],
+        lease_id: int,
+        live: State,
+        deadline: float | None,
+        slots: int,
+        existing: Sequence[Incarnation],
+        until_s: float,
+    ) -> None:
+        self.session = session
+        self.namespace = namespace
+        self.layout_id = layout_id
+        self.size_class = size_class
+        self.keys = keys
+        self.lease_id = lease_id
+        self.live = live
+        self.deadline = deadline  # of its lease; None: it has all its time from when it is carried out
+        self.slots = slots  # that it needs
+        self.existing = existing  # held: what it will say exists must not go for the rest of its own prefix
+        self.until_s = until_s  # with what there is by then it is carried out
+        self.emptying: EmptyingSteps | None = None
+        self.emptied: list[Emptying] = []
+        self.known_busy: set[Slab] = set()
+        self.grants: Grants | None = None
+        self.error: CacheError | None = None
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        return self.grants is not None or self.error is not None or self.cancelled
+
+    @property
+    def slots_to_come(self) -> int:
+        """Slots that what is emptied already will make."""
+        return sum(each.nbytes // self.size_class.slot_bytes for each in self.emptied)
+
+
+class EmptyingSteps:
+    """The slabs of one run of units on their way: first all slots are judged, so that nothing is evicted in vain, then
+    all that stands in them is evicted."""
+
+    def __init__(self, residents: Residents, emptying: Emptying, namespace: int) -> None:
+        self.emptying = emptying
+        self._residents = residents
+        self._namespace = namespace
+        self._judging = True
+        self._slab = self._slot = 0
+        self.busy: Slab | None = None  # the one that something stands in that may not go
+
+    def step(self) -> bool | None:
+        """A bounded step. True: all is empty; False: something may not go; None: there is more to do."""
+        slabs = self.emptying.slabs
+        if self._slab == len(slabs):
+            if not self._judging:
+                return True
+            self._judging, self._slab = False, 0
+        if self._slab < len(slabs):
+            slab = slabs[self._slab]
+            if slab.unmade and self._residents.untouched is not None:
+                self._residents.untouched.reveal(slab)
+                return None
+            standing = self._next(slab, JUDGED_SLOTS if self._judging else STEP_OBJECTS)
+            held = any(item.state is not State.READY or item.holds for item in standing)
+            if held or (standing and self._residents.policy.spares(standing, self._namespace)):
+                self.busy = slab
+                return False
+            if not self._judging and standing:
+                self._residents.evict(standing)
+        return None
+
+    def _next(self, slab: Slab, slots: int) -> list[Incarnation]:
+        """What stands in the next slots of the slab."""
+        some = slab.residents[self._slot : self._slot + slots]
+        self._slot += slots
+        if self._slot >= len(slab.residents):
+            self._slab, self._slot = self._slab + 1, 0
+        return [item for item in some if item is not None and item.state is not State.FREE]
+
+
+class Rooms:
+    """The grants that wait. `carry_out` does one with the room that there is by then."""
+
+    def __init__(
+        self,
+        residents: Residents,
+        fence: Fence,
+        releases: Releases,
+        carry_out: Callable[[Preparation, float], Grants],
+    ) -> None:
+        self._residents = residents
+        self._fence = fence
+        self._releases = releases
+        self._carry_out = carry_out
+        self._waiting: dict[Preparation, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, preparation: Preparation) -> None:
+        """It is to wait, behind those that wait already. What is there of its keys is held, as if it were promised: the
+        first of it, where the session is promised so much already."""
+        session, existing = preparation.session, preparation.existing
+        account = session.accounts[Sort.PROMISED]
+        preparation.existing = existing = existing[: account.first_that_fit(existing)]
+        account.take(existing)
+        self._residents.hold(existing)
+        self._charge(preparation, +1)
+        self._waiting[preparation] = None
+        session.preparations[preparation] = None
+
+    def cancel(self, preparation: Preparation) -> None:
+        """Nobody waits for it any more. What was being emptied for it is as before, less what was evicted."""
+        if not preparation.done:
+            preparation.cancelled = True
+            self._take_out(preparation)
+            self._let_go(preparation)
+
+    def session_ended(self, session: Session) -> None:
+        """Nobody waits for what it has asked for any more."""
+        for preparation in list(session.preparations):
+            self.cancel(preparation)
+
+    def hurry(self) -> None:
+        """Nothing is granted any more: what waits is answered so, in the next steps."""
+        for preparation in self._waiting:
+            preparation.until_s = float("-inf")
+
+    def step(self, now: float) -> None:
+        """A bounded step for the first that waits."""
+        first = next(iter(self._waiting), None)
+        if first is None or (now < first.until_s and self._advance(first)):
+            return
+        for each in first.emptied:
+            self._residents.allocator.give_emptied(each)
+        first.emptied = []
+        self._take_out(first)
+        try:
+            first.grants = self._carry_out(first, now)
+        except CacheError as error:  # the lease that it was to be a page of is gone, for instance
+            first.error = error
+        self._let_go(first)
+
+    def _advance(self, first: Preparation) -> bool:
+        """Whether it is worth waiting for the next step."""
+        residents, allocator = self._residents, self._residents.allocator
+        if first.emptying is not None:
+            self._empty_more(first, first.emptying)
+            return True
+        missing = first.slots - first.slots_to_come
+        if first.size_class.slots_free >= missing:
+            return False
+        if residents.clearings:  # they give more room than any eviction, and nobody misses it
+            freed = self._fence.step()
+            while first.size_class.slots_free < first.slots and allocator.grow(first.size_class):
+                pass
+            if freed:
+                return True
+        if make_room(residents, first.size_class, missing, first.namespace, may_wait=True):
+            return False
+        # Behind what is made already there is more of an adopted pool, and it may be what can go.
+        return self._begin_emptying(first) or (residents.untouched is not None and residents.untouched.step() > 0)
+
+    def _empty_more(self, first: Preparation, steps: EmptyingSteps) -> None:
+        outcome = steps.step()
+        if outcome is None:
+            return
+        first.emptying = None
+        if outcome:
+            first.emptied.append(steps.emptying)
+        else:
+            self._residents.allocator.keep(steps.emptying)
+            if steps.busy is not None:
+                first.known_busy.add(steps.busy)
+
+    def _begin_emptying(self, first: Preparation) -> bool:
+        """Choose the slabs around the coldest object that stands in any that can be had."""
+        residents, allocator = self._residents, self._residents.allocator
+        mean = max(1, allocator.used_bytes // max(1, residents.objects()))
+        coldest = residents.coldest(LOOK_OBJECTS_MAX * mean, LOOK_OBJECTS_MAX)
+        for slab in dict.fromkeys(item.slab for item in coldest):
+            if slab.size_class in (first.size_class, allocator.emptying) or slab in first.known_busy:
+                continue
+            run = allocator.run_around(first.size_class, slab, first.known_busy)
+            if run is not None:
+                first.emptying = EmptyingSteps(residents, allocator.begin_emptying(run), first.namespace)
+                return True
+            first.known_busy.add(slab)  # its neighbours are busy: the same for this purpose
+        return False
+
+    def _charge(self, preparation: Preparation, sign: int) -> None:
+        """What it waits for is its tenant's from the first byte: room is made of what others have too much, then."""
+        policy = self._residents.policy
+        if policy.wants_charges:
+            policy.charge(preparation.namespace, sign * preparation.slots * preparation.size_class.slot_bytes)
+
+    def _take_out(self, preparation: Preparation) -> None:
+        """It does not wait any more."""
+        del self._waiting[preparation]
+        del preparation.session.preparations[preparation]
+        self._charge(preparation, -1)
+
+    def _let_go(self, preparation: Preparation) -> None:
+        """What was being emptied for it, and what it held."""
+        if preparation.emptying is not None:
+            self._residents.allocator.keep(preparation.emptying.emptying)
+            preparation.emptying = None
+        for each in preparation.emptied:
+            self._residents.allocator.keep(each)
+        preparation.emptied = []
+        if preparation.existing:
+            self._releases.held(list(preparation.existing), preparation.session.accounts[Sort.PROMISED])
+            preparation.existing = ()

@@ -1,0 +1,84 @@
+"""Stores: most are answered at once; one for which whole slabs have to be emptied is answered when they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lmcache_core.kernel.answers import Grants
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.kernel.rooms import Preparation
+from lmcache_core.limits import ROOM_WAIT_S, STORES_PER_SESSION_MAX, STORES_WAITING_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import error_reply, split_keys
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Session
+from lmcache_core.server.store_waits import StoreWaits, granted
+
+
+class Stores:
+    """Who waits for room. Lives on the loop's thread."""
+
+    def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits) -> None:
+        self._kernel = kernel
+        self._l1 = l1
+        self._store_waits = store_waits  # for tiers, with what was granted: a page waits for slabs first
+        self._by_session: Counter[Session] = Counter()  # of those that wait
+        self.waited = 0  # stores that could not be answered at once
+
+    def prepare(self, session: Session, request: m.PrepareStore, layout_id: int) -> m.Message | None:
+        """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` without all of it."""
+        now, keys = self._l1.clock.now, split_keys(request.keys)
+        self._l1.before_store(layout_id, len(keys))
+        many = self.under_way >= STORES_WAITING_MAX or self._by_session[session] >= STORES_PER_SESSION_MAX
+        answer = self._kernel.begin_store(
+            session.id,
+            request.namespace,
+            layout_id,
+            keys,
+            now,
+            lease_id=request.lease,
+            wait_s=0.0 if many else ROOM_WAIT_S,
+        )
+        if isinstance(answer, Grants):
+            return self._answer(session, request, layout_id, keys, answer)
+        self._by_session[session] += 1
+        self.waited += 1
+        self._l1.answer_later(answer, lambda: self._answer_late(session, request, layout_id, keys, answer))
+        return None
+
+    @property
+    def under_way(self) -> int:
+        """Stores that wait for room."""
+        return self._by_session.total()
+
+    def under_way_of(self, session: Session) -> int:
+        """Of these, this session's."""
+        return self._by_session[session]
+
+    def session_gone(self, session: Session) -> None:
+        """The kernel has cancelled those that it waited for."""
+        self._by_session.pop(session, None)
+
+    def _answer(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
+    ) -> m.Message | None:
+        """None: tiers are waited for, too."""
+        if self._store_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
+            return None
+        return granted(request.rid, grants, self._l1.clock.now)
+
+    def _answer_late(
+        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], done: Preparation
+    ) -> None:
+        if session.peer is None:  # it went in the very step that made room
+            return
+        self._by_session[session] -= 1
+        if not self._by_session[session]:  # sessions come and go
+            del self._by_session[session]
+        reply: m.Message | None = None
+        if done.grants is not None:
+            reply = self._answer(session, request, layout_id, keys, done.grants)
+        elif done.error is not None:
+            reply = error_reply(request.rid, done.error)
+        if reply is not None:
+            session.send(reply)

@@ -1,0 +1,282 @@
+"""A grant in whose way many objects stand is prepared in steps, and what comes between two of them is in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kernel_words import BIG, LAYOUT, MIB, NS, OTHER, WORKER, found, keys, names, offer, read, store
+
+from lmcache_core.kernel import Grants, Kernel
+from lmcache_core.kernel.contracts import Entry
+from lmcache_core.kernel.effects import Evicted
+from lmcache_core.kernel.fence import STEP_OBJECTS
+from lmcache_core.kernel.objects import Incarnation
+from lmcache_core.kernel.rooms import Preparation
+from lmcache_core.kernel.sessions import SERVER_SESSION
+from lmcache_core.limits import CALL_OBJECTS_MAX, STORES_WAITING_MAX
+from lmcache_core.policies.lru import LruEviction
+
+TINY, HUGE = 3, 4  # layouts of 4 KiB and of 4 MiB
+TINY_COUNT = 8 * MIB // 4096
+
+
+@pytest.fixture
+def full(make_kernel: Callable[..., Kernel]) -> Kernel:
+    """Eight units of 1 MiB, full of objects of 4 KiB; the first stored is the coldest."""
+    return filled(make_kernel(slots=8))
+
+
+def filled(kernel: Kernel) -> Kernel:
+    kernel.register_layout(TINY, 4096)
+    kernel.register_layout(HUGE, 4 * MIB)
+    for first in range(0, TINY_COUNT, 512):
+        store(kernel, *range(first, first + 512), layout=TINY)
+    kernel.take_effects()
+    return kernel
+
+
+def begin(kernel: Kernel, *numbers: int, layout: int, session: int = WORKER, now: float = 0.0) -> Preparation:
+    answer = kernel.begin_store(session, NS, layout, keys(*numbers), now, wait_s=5.0)
+    assert isinstance(answer, Preparation)
+    return answer
+
+
+def finish(kernel: Kernel, preparation: Preparation, now: float = 0.0) -> Grants:
+    while not preparation.done:
+        kernel.step(now)
+    assert preparation.grants is not None
+    return preparation.grants
+
+
+def evicted(kernel: Kernel) -> int:
+    return sum(len(effect.objects) for effect in kernel.take_effects() if isinstance(effect, Evicted))
+
+
+def test_a_grant_in_whose_way_many_objects_stand_evicts_a_bounded_number_in_each_step(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    steps = [evicted(full)]
+    while not waiting.done:
+        full.step(0.0)
+        steps.append(evicted(full))
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["GRANTED"]
+    assert max(steps) <= STEP_OBJECTS
+    assert sum(steps) == TINY_COUNT // 2, "four units were in its way, and no more had to go"
+    assert not full.working
+
+
+def test_what_is_being_emptied_is_given_to_nobody_else(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    spans: list[tuple[int, int]] = []
+    number = 10_000
+    while not waiting.done:
+        full.step(0.0)
+        grants = full.begin_store(OTHER, NS, TINY, keys(*range(number, number + 8)), 0.0)
+        assert isinstance(grants, Grants)
+        assert set(names(grants.statuses)) == {"GRANTED"}
+        spans += [(offset, offset + 4096) for offset in grants.offsets]
+        number += 8
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["GRANTED"]
+    start = waiting.grants.offsets[0]
+    assert all(end <= start or begin >= start + 4 * MIB for begin, end in spans)
+
+
+@pytest.mark.parametrize("how", ["session_dead", "session_closed", "session_lost", "cancel"])
+def test_who_goes_while_its_grant_is_prepared_leaves_nothing(full: Kernel, how: str) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    while not full.usage().emptying_bytes or not evicted(full):
+        full.step(0.0)
+    if how == "cancel":
+        full.cancel_store(waiting)
+    else:
+        getattr(full, how)(WORKER, 1.0)
+    assert waiting.done
+    assert waiting.grants is None
+    usage = full.usage()
+    assert not full.working
+    assert usage.emptying_bytes == 0
+    assert usage.objects_by_state["writing"] == 0
+    assert sum(each.slots_used * each.slot_bytes for each in usage.classes) == usage.used_bytes
+    free = (usage.pool_bytes - usage.used_bytes) // 4096
+    assert free
+    grants = offer(full, *range(20_000, 20_000 + min(free, 512)), session=OTHER, layout=TINY)
+    assert set(names(grants.statuses)) == {"GRANTED"}, "the room that was made is anybody's"
+    assert not evicted(full)
+
+
+def test_a_drain_answers_who_waits(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    full.step(0.0)
+    full.begin_drain()
+    full.step(0.0)
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["DRAINING"]
+    assert full.usage().emptying_bytes == 0
+
+
+def test_a_reader_that_comes_between_two_steps_keeps_its_bytes(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    for _ in range(4):
+        full.step(0.0)
+    there = [number for number in range(0, TINY_COUNT, 64) if found(full, number)[0]]
+    held = read(full, *there, session=OTHER)
+    assert names(held.statuses) == ["GRANTED"] * len(there)
+    assert names(finish(full, waiting).statuses) == ["FULL"], "every unit has a reader"
+    assert found(full, *there) == [True] * len(there)
+    full.finish_read(OTHER, held.lease_id, 0.0)
+    assert names(offer(full, 9000, layout=HUGE).statuses) == ["GRANTED"]
+
+
+def test_a_key_that_another_stores_meanwhile_is_stored_once(full: Kernel) -> None:
+    waiting = begin(full, 9000, 9001, layout=BIG)
+    full.step(0.0)
+    meanwhile = full.begin_store(OTHER, NS, TINY, keys(9000), 0.0)
+    assert isinstance(meanwhile, Grants)
+    full.commit_store(OTHER, meanwhile.lease_id, 0.0)
+    read(full, 9000, session=OTHER)
+    assert names(finish(full, waiting).statuses) == ["EXISTS", "GRANTED"]
+
+
+def test_a_store_waits_no_longer_than_it_was_to(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    full.step(4.0)
+    assert not waiting.done
+    full.step(5.0)
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["FULL"]
+    assert full.usage().emptying_bytes == 0
+
+
+def test_stores_that_wait_are_carried_out_in_their_order(full: Kernel) -> None:
+    first, second = begin(full, 9000, layout=HUGE), begin(full, 9001, layout=LAYOUT, session=OTHER)
+    while not first.done:
+        full.step(0.0)
+        assert first.done or not second.done
+    assert names(finish(full, second).statuses) == ["GRANTED"]
+
+
+def test_a_clear_makes_the_room_that_a_store_waits_for(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    full.step(0.0)
+    full.begin_clear(0.0)
+    assert names(finish(full, waiting).statuses) == ["GRANTED"]
+    assert evicted(full) <= STEP_OBJECTS, "what was cleared goes before anything is evicted"
+    while full.clearing:
+        full.free_cleared(0.0)
+    assert full.usage().used_bytes == 4 * MIB
+
+
+def test_one_that_does_not_wait_is_answered_at_once(full: Kernel) -> None:
+    grants = full.begin_store(WORKER, NS, HUGE, keys(9000), 0.0)
+    assert isinstance(grants, Grants)
+    assert names(grants.statuses) == ["FULL"]
+    assert not full.working
+
+
+def test_a_load_from_a_tier_waits_for_room_as_a_store_does_and_keeps_its_deadline(full: Kernel) -> None:
+    waiting = full.begin_store(
+        SERVER_SESSION, NS, HUGE, keys(9000), 1.0, loading=True, ttl_s=5.0, wait_s=5.0
+    )  # until 6.0
+    assert isinstance(waiting, Preparation)
+    grants = finish(full, waiting, 3.0)
+    assert names(grants.statuses) == ["GRANTED"]
+    assert grants.deadline == 6.0, "its lane has as long as it was given, however long it has waited for its slot"
+    assert full.usage().objects_by_state["loading"] == 1
+
+
+def test_no_load_waits_beyond_its_deadline(full: Kernel) -> None:
+    waiting = full.begin_store(SERVER_SESSION, NS, HUGE, keys(9000), 1.0, loading=True, ttl_s=2.0, wait_s=5.0)
+    assert isinstance(waiting, Preparation)
+    full.step(3.0)
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["FULL"]
+    assert full.usage().emptying_bytes == 0
+
+
+def test_a_policy_that_says_nothing_but_its_victims_is_asked_for_them_in_steps(
+    make_kernel: Callable[..., Kernel],
+) -> None:
+    """As an heir of a policy of ours that changes their order, and as anybody's."""
+
+    class Newest(LruEviction):
+        named = 0
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            chosen: list[Entry] = []
+            for entry in super().victims(1 << 60)[::-1]:
+                if nbytes <= 0:
+                    break
+                chosen.append(entry)
+                nbytes -= entry.nbytes
+            self.named = max(self.named, len(chosen))
+            return chosen
+
+    policy = Newest()
+    kernel = filled(make_kernel(slots=8, policy=policy))
+    policy.named = 0
+    assert names(finish(kernel, begin(kernel, 9000, layout=HUGE)).statuses) == ["GRANTED"]
+    assert policy.named <= 4096, "it is asked for no more bytes than the objects that may be named have"
+    assert found(kernel, 0, TINY_COUNT - 512) == [True, False], "its order was kept: the last used went"
+
+
+def test_a_large_object_among_many_small_ones_is_found_by_its_policy(make_kernel: Callable[..., Kernel]) -> None:
+    """The bytes asked for are those of the smallest objects; for larger ones it is asked again."""
+    kernel = make_kernel(slots=64)
+    kernel.register_layout(TINY, 4096)
+    store(kernel, *range(56))
+    store(kernel, *range(1000, 1512), layout=TINY)
+    kernel.take_effects()
+    grants = offer(kernel, *range(2000, 2040))
+    assert set(names(grants.statuses)) == {"GRANTED"}
+    assert evicted(kernel) == 40 - 6, "of its own class, and as many as were needed"
+
+
+def test_thousands_of_stores_that_wait_are_carried_out_or_withdrawn_and_no_call_looks_at_them_all(
+    make_kernel: Callable[..., Kernel],
+) -> None:
+    kernel = filled(make_kernel(slots=8))
+    count = 2 * STORES_WAITING_MAX
+    sessions = range(10, 26)
+    for session in sessions:
+        kernel.open_session(session, 1000, session)
+        kernel.attach_session(session, session)
+    there = keys(*range(TINY_COUNT - 64, TINY_COUNT))
+    waiting: list[Preparation] = []
+    for number in range(count):
+        named = [*keys(10_000 + number), *there]
+        answer = kernel.begin_store(sessions[number % len(sessions)], NS, HUGE, named, 0.0, wait_s=5.0)
+        assert isinstance(answer, Preparation)
+        waiting.append(answer)
+    before = kernel.take_touched()
+    assert before
+    for session in sessions[::2]:
+        kernel.session_dead(session, 1.0)
+        assert kernel.take_touched() <= CALL_OBJECTS_MAX // 16, "its holds end in steps"
+    assert sum(each.cancelled for each in waiting) == count // 2
+    done: list[Preparation] = []
+    left = [each for each in waiting if not each.cancelled]
+    steps = 0
+    while kernel.working:
+        kernel.step(1.0 if steps < 200 else 5.0)
+        assert kernel.take_touched() <= CALL_OBJECTS_MAX
+        kernel.take_effects()
+        steps += 1
+        while len(done) < len(left) and left[len(done)].done:
+            done.append(left[len(done)])
+    assert len(done) == len(left), "each is answered, in their order"
+    assert all(each.grants is not None for each in done)
+    assert kernel.usage().emptying_bytes == 0
+    held = [item for item in kernel._residents.table.of(NS) if isinstance(item, Incarnation) and item.holds]
+    assert not held, "what waiting stores have held is held no more"
+    assert not any(each.promised_bytes for each in kernel.usage().holders.values())
+
+
+def test_what_waiting_stores_hold_is_charged_as_promised(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = filled(make_kernel(slots=8, promised_fraction_per_session_max=3 * 4096 / (8 * MIB)))
+    waiting = kernel.begin_store(WORKER, NS, HUGE, keys(9000, 0, 1, 2, 3, 4), 0.0, wait_s=5.0)
+    assert isinstance(waiting, Preparation)
+    assert kernel.usage().held_by_session[WORKER].promised_bytes == 3 * 4096
+    kernel.cancel_store(waiting)
+    assert kernel.usage().held_by_session == {}

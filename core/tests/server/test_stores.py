@@ -1,0 +1,174 @@
+"""A store that needs whole slabs of others is answered when they are empty, and holds nobody up until then."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.tiers.l1 import LoadGrant, Loading
+from lmcache_core.tokens.namespace import Namespace
+
+SMALL = Namespace("small", Layout("uint8", (4096,)))
+LARGE = Namespace("large", Layout("uint8", (8 << 20,)))
+WAIT_S = 60.0
+
+
+def keys(count: int, first: int = 0) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in range(first, first + count)]
+
+
+@pytest.fixture
+def full(server: Server, client: Client) -> Server:
+    """A pool full of small objects."""
+    count = server.segment.info.data_bytes // 4096
+    assert client.store(keys(count), [bytes(4096)] * count, namespace=SMALL).stored == count
+    return server
+
+
+@pytest.fixture
+def go(full: Server, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The kernel takes its steps only once this is set."""
+    go = threading.Event()
+    step = full.kernel.step
+    monkeypatch.setattr(full.kernel, "step", lambda now: step(now) if go.is_set() else None)
+    return go
+
+
+def seen(server: Server, what: Callable[[], bool]) -> bool:
+    """Whether it is so, on the loop."""
+    answers: list[bool] = []
+    asked = threading.Event()
+
+    def ask() -> None:
+        answers.append(what())
+        asked.set()
+
+    server.loop.call(ask)
+    assert asked.wait(WAIT_S)
+    return answers[0]
+
+
+def wait_for(server: Server, what: Callable[[], bool]) -> None:
+    """Until it is so."""
+    assert any(seen(server, what) for _ in range(100_000)), "it never came to be"
+
+
+def test_a_store_that_waits_for_room_is_answered_with_all_of_it_and_others_go_first(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        outcome: list[int] = []
+        thread = threading.Thread(
+            target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
+        )
+        thread.start()
+        wait_for(full, lambda: full.stores.under_way == 1)
+        assert client.lookup(keys(4), namespace=SMALL).hits >= 0, "nobody waits for it"
+        assert client.status()["stores_preparing"] == 1
+        go.set()
+        thread.join(WAIT_S)
+        assert outcome == [1]
+    status = client.status()
+    assert (status["stores_preparing"], status["stores_prepared"]) == (0, 1)
+
+
+def test_a_client_that_goes_while_its_grant_is_prepared_leaves_nothing(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    other = full.connect("other")
+    other.lookup(keys(1), namespace=SMALL)
+    thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))
+    thread.start()
+    wait_for(full, lambda: full.stores.under_way == 1)
+    peer = next(session.peer for session in full.sessions if session.name == "other")
+    full.loop.call(lambda: full._peer_ended(peer))
+    wait_for(full, lambda: full.stores.under_way == 0)
+    go.set()
+    thread.join(WAIT_S)  # its call is made again, over another connection
+    other.close()
+    wait_for(full, lambda: not full.kernel.working)
+    usage = full.kernel.usage()
+    assert usage.objects_by_state["writing"] == 0
+    assert usage.emptying_bytes == 0
+
+
+def test_a_load_from_a_tier_is_given_its_slots_by_the_same_mechanism(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.lookup(keys(1), namespace=LARGE)  # registers the namespace
+    layout_id = full.l1.layout_id(LARGE.layout, set)
+    answers: list[Loading] = []
+
+    def begin() -> None:
+        deadline = full.clock.now + WAIT_S
+        waits.append(full.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
+
+    waits: list[Any] = []
+    full.loop.call(begin)
+    wait_for(full, lambda: bool(waits))
+    assert not isinstance(waits[0], Loading)
+    assert client.lookup(keys(4), namespace=SMALL).hits >= 0, "nobody waits for it"
+    go.set()
+    wait_for(full, lambda: bool(answers))
+    assert answers[0].grants == [LoadGrant.GRANTED]
+    assert full.kernel.usage().objects_by_state["loading"] == 1
+
+
+def test_a_load_that_is_given_up_while_it_waits_leaves_nothing(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.lookup(keys(1), namespace=LARGE)
+    layout_id = full.l1.layout_id(LARGE.layout, set)
+    answers: list[Loading] = []
+    waits: list[Any] = []
+
+    def begin() -> None:
+        deadline = full.clock.now + WAIT_S
+        waits.append(full.l1.begin_load(7, layout_id, keys(1, 1 << 21), deadline, answers.append))
+
+    full.loop.call(begin)
+    wait_for(full, lambda: bool(waits))
+    full.loop.call(lambda: waits[0].cancel())
+    go.set()
+    wait_for(full, lambda: not full.kernel.working)
+    assert client.status()["l1"]["emptying_bytes"] == 0
+    assert not answers
+
+
+def test_status_says_what_each_holder_has_of_what_all_share(full: Server, client: Client, go: threading.Event) -> None:
+    with full.connect("other") as other:
+        thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))
+        thread.start()
+        wait_for(full, lambda: full.stores.under_way == 1)
+        client.lookup(keys(8), namespace=SMALL, hold=True)
+        holders = client.status()["l1"]["holders"]
+        assert list(holders) == [f"uid {os.getuid()}"]
+        mine = holders[f"uid {os.getuid()}"]
+        assert (mine["sessions"], mine["connections"], mine["rows"]) == (2, 2, 2)
+        assert (mine["namespaces"], mine["layouts"], mine["stores_waiting"]) == (2, 2, 1)
+        assert (mine["promised_bytes"], mine["quarantined_bytes"], mine["lookups_waiting"]) == (8 * 4096, 0, 0)
+        go.set()
+        thread.join(WAIT_S)
+
+
+def test_a_drain_does_not_wait_for_room(full: Server, go: threading.Event) -> None:
+    with full.connect("other") as other:
+        outcome: list[int] = []
+        thread = threading.Thread(
+            target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
+        )
+        thread.start()
+        wait_for(full, lambda: full.stores.under_way == 1)
+        full.loop.call(full._begin_drain)
+        go.set()
+        thread.join(WAIT_S)
+        assert outcome == [0]
