@@ -87,11 +87,11 @@ def ready(*hunters: subprocess.Popen[str]) -> None:
         assert each.stdout.readline() == "ready\n"
 
 
-def hunt(batches: int) -> list[int]:
+def hunt(batches: int, role: str = "read") -> list[int]:
     """Two readers beside two writers that store so many batches. Returns what the readers saw of each size."""
     with ServerProcess(POOL_BYTES) as server:
         writers = [hunter("store", server, batches) for _ in range(2)]
-        readers = [hunter("read", server, FOR_EVER) for _ in range(2)]
+        readers = [hunter(role, server, FOR_EVER) for _ in range(2)]
         try:
             ready(*writers, *readers)
             seen = [[int(word) for word in each.communicate(timeout=END_S)[0].split()] for each in writers]
@@ -112,12 +112,20 @@ def test_clients_of_a_server_that_evicts_all_the_time_read_whole_objects_only() 
     assert all(seen)
 
 
+@needs_extension
+def test_pages_of_a_server_that_evicts_all_the_time_are_whole_or_reported() -> None:
+    seen = hunt(batches=150 * TIMES, role="pages")
+    print(f"objects of 64 B, 4 KiB, 64 KiB and 1 MiB that were read into pages and whole: {seen}")
+    assert all(seen)
+
+
 @needs_source
 @needs_extension
-def test_a_client_that_does_not_validate_reads_torn_objects(without_validation: str) -> None:
+@pytest.mark.parametrize("role", ["read", "pages"])
+def test_a_client_that_does_not_validate_reads_torn_objects(without_validation: str, role: str) -> None:
     with ServerProcess(POOL_BYTES) as server:
         writers = [hunter("store", server, FOR_EVER) for _ in range(2)]
-        reader = hunter("read", server, FOR_EVER, without_validation)
+        reader = hunter(role, server, FOR_EVER, without_validation)
         try:
             ready(*writers, reader)
             assert reader.stdout is not None
