@@ -272,7 +272,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benches named as arguments, or all of them, quickly."""
     install(session, *installable(), extras="[cli,torch]")
-    names = session.posargs or ["rpc", "copy", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
+    names = session.posargs or ["rpc", "copy", "pages", "prompt", "alloc", "l2", "policy", "serde", "hash", "hooks"]
     for name in names:
         session.run("lmcache-core", "bench", name, "--quick")
 

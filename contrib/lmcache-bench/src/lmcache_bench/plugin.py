@@ -10,6 +10,7 @@ from lmcache_core import PluginInfo, hookimpl
 BENCHES: dict[str, str] = {
     "rpc": "round trips and two-phase calls on each carrier, against a bare echo",
     "copy": "store and retrieve end to end, against the best plain copy",
+    "pages": "an engine's pages stored and retrieved, against bare strided copies of the same pages",
     "prompt": "a long prompt stored and retrieved by several workers, against pickle over ZMQ",
     "alloc": "allocate and free, up to a million residents",
     "clear": "a clear of a million objects, and what others notice of it",
