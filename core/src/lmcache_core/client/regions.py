@@ -209,14 +209,10 @@ def _by_dlpack(name: str, buffer: Any) -> Any:
     device, _ = buffer.__dlpack_device__()
     if int(device) not in _DLPACK_HOST:
         raise UsageError(f"{name}: DLPack says that the memory is on device {int(device)}: give host memory")
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return torch.from_dlpack(buffer)
-    try:
-        import numpy as np
-    except ImportError:
-        raise UsageError(f"{name}: DLPack needs torch or numpy here: install one, or give a buffer") from None
-    return np.from_dlpack(buffer)
+    library = sys.modules.get("torch") or sys.modules.get("numpy")  # whoever has such memory has one of them
+    if library is None:
+        raise UsageError(f"{name}: DLPack is read by torch or numpy here: import one of them, or give a buffer")
+    return library.from_dlpack(buffer)
 
 
 # --- which pages share memory -----------------------------------------------------------------------------------
