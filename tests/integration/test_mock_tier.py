@@ -120,6 +120,20 @@ def test_loads_that_hang_are_late_and_the_tier_recovers_by_itself(node: Node, ba
     until(lambda: read_back(node, client, keys).hits == 4, "the tier's recovery")
 
 
+def test_no_wait_ends_early_on_a_server_that_has_nothing_else_to_do(node: Node, bad: Backend) -> None:
+    node.serve(*bad.options(deadline_s=FAR_S))
+    client = node.client()
+    keys = fill(node, client, count=3)
+    bad.holds(client, 3)
+    client.clear(node.namespace)
+    bad.rules("load hang")
+    for key, wait_s in zip(keys, (0.2, 0.05, 0.35), strict=True):
+        time.sleep(wait_s / 3)  # the loop is in its wait, as long as nothing happens
+        before = time.monotonic()
+        assert client.lookup([key], namespace=node.namespace, wait_s=wait_s).hits == 0
+        assert time.monotonic() - before >= wait_s
+
+
 def test_sigterm_ends_within_the_drain_although_the_tier_hangs(node: Node, bad: Backend) -> None:
     server = node.serve(*bad.options(deadline_s=FAR_S), "--drain_s", "1")
     client = node.client()

@@ -10,6 +10,7 @@ from kernel_words import BIG, LAYOUT, MIB, NS, OTHER, WORKER, found, keys, names
 from lmcache_core.kernel import Grants, Kernel
 from lmcache_core.kernel.contracts import Entry
 from lmcache_core.kernel.effects import Evicted
+from lmcache_core.kernel.eviction import LOOK_OBJECTS_MAX
 from lmcache_core.kernel.fence import STEP_OBJECTS
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.rooms import Preparation
@@ -217,7 +218,7 @@ def test_a_policy_that_says_nothing_but_its_victims_is_asked_for_them_in_steps(
     kernel = filled(make_kernel(slots=8, policy=policy))
     policy.named = 0
     assert names(finish(kernel, begin(kernel, 9000, layout=HUGE)).statuses) == ["GRANTED"]
-    assert policy.named <= 4096, "it is asked for no more bytes than the objects that may be named have"
+    assert policy.named <= LOOK_OBJECTS_MAX, "it is asked for no more bytes than the objects that may be named have"
     assert found(kernel, 0, TINY_COUNT - 512) == [True, False], "its order was kept: the last used went"
 
 

@@ -6,7 +6,7 @@ from lmcache_core.kernel.allocator import SizeClass
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 
-LOOK_OBJECTS_MAX = 4096  # victims looked at for one page: a millisecond of walking
+LOOK_OBJECTS_MAX = 2048  # victims looked at for one page: half a millisecond of walking
 TRIM_STEP_OBJECTS = 512  # evicted in one background step: well below the loop's page of 2 ms
 
 
