@@ -21,12 +21,14 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.handshake import _STEPS, Handshake
 from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.link_states import LinkEvent, LinkState
-from lmcache_core.client.occupancy import Occupancy
+from lmcache_core.client.occupancy import Occupancy, settle_page
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import unpack_positions
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
@@ -469,3 +471,10 @@ def test_a_lease_that_gives_views_one_after_another_keeps_nothing_of_those_that_
         for view in kept:
             with pytest.raises(ValueError, match="released"):
                 view[0]
+
+
+def test_a_run_of_positions_is_said_as_a_range_and_any_others_one_by_one() -> None:
+    run, others, one = (settle_page(m.AbortStore, 7, page)(1) for page in ([3, 4, 5], [3, 5], [9]))
+    assert (run.first, run.count, run.positions) == (3, 3, b"")
+    assert (others.first, others.count, list(unpack_positions(others.positions))) == (0, 0, [3, 5])
+    assert (one.first, one.count) == (9, 1)

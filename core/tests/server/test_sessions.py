@@ -104,11 +104,17 @@ def test_a_uid_has_only_so_many_connections_that_have_said_nothing(server: Serve
     try:
         with lifeline(server) as late:
             assert isinstance(say_hello(late), m.Welcome)
-            assert silent[0].recv(10) == b""  # the first had to go
+            assert isinstance(say_hello(silent[1]), m.Welcome)
             assert isinstance(say_hello(silent[-1]), m.Welcome)
+            assert silent[0].recv(10) == b""  # the first had to go
     finally:
         for sock in silent:
             sock.close()
+
+
+def test_a_session_is_known_by_the_name_that_it_gave_itself(server: Server) -> None:
+    assert on_loop(server, lambda: server.sessions.name_of(hello(server, Caller()).id)) == "vanished"
+    assert on_loop(server, lambda: server.sessions.name_of(1 << 40)) is None
 
 
 def test_vanished_hellos_of_one_origin_leave_room_for_everybody_else(

@@ -435,6 +435,27 @@ def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(double
     assert (tier["objects"], tier["bytes_leaving"]) == (0, 0)
 
 
+def test_what_a_clear_could_not_delete_in_time_is_deleted_later(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter, deadline_s=5.0))
+    loop.store(doubles.contents(4))
+    loop.idle()
+    adapter.hang("store")
+    before = adapter.calls["store"]
+    for number in (1, 2):  # as many as there are lanes
+        loop.store(doubles.contents(1, first=100 * number))
+        loop.until(lambda number=number: adapter.calls["store"] == before + number)
+    loop.tiering.clear(doubles.namespace, tiers=True)
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["lanes"]["mem-store"]["queued"])
+    loop.jump(6.0)
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["deletes"]["failed"])
+    assert adapter.calls["delete"] == 0, "it expired before any lane had it"
+    adapter.release("store")
+    loop.jump(6.0)
+    loop.until(lambda: not adapter.objects)
+    assert loop.tiering.status()["tiers"][0]["deletes"]["waiting"] == 0
+
+
 def test_what_a_medium_does_not_let_go_of_is_tried_again_ever_more_seldom(doubles: Any) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter), stands=True)

@@ -364,3 +364,57 @@ def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its
     assert job.ended
     assert adapter.objects[name][HEADER_BYTES:] == doubles.content(2)
     assert tier.accounting.bytes_used == OBJECT_BYTES
+
+
+# --- by itself ------------------------------------------------------------------------------------------------
+
+
+def a_call(told: list[str] | None = None, name: str = "") -> Call:
+    told = [] if told is None else told
+    return Call(lambda: None, 1e9, WAITED_FOR, lambda call: told.append(f"{name} ended"),
+                lambda call: told.append(f"{name} late"))  # fmt: skip
+
+
+def a_lane() -> PaperLane:
+    return PaperLane("lane", 1, lambda call: call.on_end(call))
+
+
+def test_a_watch_over_all_keys_sees_what_is_under_way_and_what_comes(paper: None) -> None:
+    order, lane = KeyOrder(), a_lane()
+    order.submit(lane, a_call(), [b"stored"], Access.STORE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"deleted"], Access.DELETE)  # type: ignore[arg-type]
+    every, deletes = order.watch_all(of_stores=True), order.watch_all(of_stores=False)
+    assert [every.saw(b"stored"), every.saw(b"deleted")] == [True, True]
+    assert [deletes.saw(b"stored"), deletes.saw(b"deleted")] == [False, True]
+    order.unwatch(every)
+    order.submit(lane, a_call(), [b"later"], Access.DELETE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"new"], Access.STORE)  # type: ignore[arg-type]
+    assert [deletes.saw(b"later"), deletes.saw(b"new")] == [True, False]
+    assert not every.saw(b"later"), "it takes no notes any more"
+
+
+def test_a_watch_over_some_keys_sees_what_changes_them_until_it_ends(paper: None) -> None:
+    order, lane = KeyOrder(), a_lane()
+    order.submit(lane, a_call(), [b"under way"], Access.STORE)  # type: ignore[arg-type]
+    keys = [b"under way", b"a", b"b", b"c"]
+    watch = order.watch(keys)
+    order.submit(lane, a_call(), [b"a"], Access.DELETE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"b"], Access.LOAD)  # type: ignore[arg-type]
+    assert [watch.saw(key) for key in keys] == [True, True, False, False]
+    order.unwatch(watch, keys)
+    order.submit(lane, a_call(), [b"c"], Access.STORE)  # type: ignore[arg-type]
+    assert not watch.saw(b"c")
+
+
+def test_a_call_whose_lane_is_full_by_its_turn_is_late_and_so_is_who_waits_for_it(paper: None) -> None:
+    order, lane, told = KeyOrder(), a_lane(), list[str]()
+    first, second, third = (a_call(told, name) for name in ("first", "second", "third"))
+    for each in (first, second, third):
+        assert order.submit(lane, each, [b"key"], Access.STORE)  # type: ignore[arg-type]
+    lane.run(first)
+    lane.closed = True  # from here on it takes nothing
+    lane.deliver(first)
+    assert told == ["first ended", "second late", "third late"]
+    assert [second.state, third.state] == [CallState.EXPIRED] * 2
+    assert not order.busy(b"key")
+    assert order.held(lane) == 0  # type: ignore[arg-type]
