@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,6 +31,9 @@ BAD_OBJECTS = {
     "text": ("x" * 2048, r"object 1 is a str"),
 }
 BAD_KEYS = {
+    "a set, which has no order": ({b"k" * 32}, "keys is a set: give a sequence"),
+    "what has no length": ((b"k" * 32 for _ in range(1)), "keys is a generator: give a sequence"),
+    "nothing": (None, "keys is a NoneType: give a sequence"),
     "a short key": ([b"k" * 31], r"key 0 has 31 bytes .*lmcache_core\.tokens"),
     "text": (["k" * 32], r"keys are bytes-like .*str"),
     "a number": ([7], r"keys are bytes-like .*int"),
@@ -56,7 +63,7 @@ def test_a_bad_key_is_refused_by_every_operation(node: Node, case: str) -> None:
     node.serve()
     client = node.client()
     keys, message = BAD_KEYS[case]
-    objects = [bytearray(65536) for _ in keys]
+    objects = [bytearray(65536)] * len(keys) if hasattr(keys, "__len__") else []
     for operation in (
         lambda: client.store(keys, objects, namespace=node.namespace),
         lambda: client.retrieve(keys, objects, namespace=node.namespace),
@@ -174,3 +181,139 @@ def test_tiers_that_are_no_list_of_names_are_refused_by_every_lookup(node: Node,
         with pytest.raises(UsageError, match="give a list of names"):
             lookup([node.key("a")], namespace=node.namespace, tiers=tiers)
     assert client.lookup([node.key("a")], namespace=node.namespace, tiers=()).hits == 0
+
+
+SMALL = Namespace("small", Layout("uint8", (64,)))
+SEQUENCES: dict[str, Callable[[list[bytes]], Any]] = {
+    "a tuple": tuple,
+    "a deque": deque,
+    "the keys of a dict": lambda keys: dict.fromkeys(keys).keys(),
+    "rows of an array": lambda keys: np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32),
+    "views": lambda keys: [memoryview(key) for key in keys],
+    "bytearrays": lambda keys: [bytearray(key) for key in keys],
+}
+
+
+@pytest.mark.parametrize("use_index", [True, False])
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_keys_are_any_sequence_of_anything_with_32_bytes_to_every_operation(
+    node: Node, kind: str, use_index: bool
+) -> None:
+    node.serve()
+    client = node.client(use_index=use_index)
+    keys = SEQUENCES[kind]([node.key(number) for number in range(3)])
+    more = SEQUENCES[kind]([node.key(f"m{number}") for number in range(3)])
+    objects = [bytes([number]) * 64 for number in range(3)]
+    assert client.store(keys, objects, namespace=SMALL).stored == 3
+    into = [bytearray(64) for _ in objects]
+    assert client.retrieve(keys, into, namespace=SMALL).hits == 3
+    assert into == objects
+    assert client.lookup(keys, namespace=SMALL).hits == 3
+    assert client.lookup_nowait(keys, namespace=SMALL).wait(30).hits == 3
+    with client.prepare_store(more, namespace=SMALL) as lease:
+        assert lease.granted == [0, 1, 2]
+    for optimistic in (False, True):
+        with client.prepare_retrieve(keys, namespace=SMALL, optimistic=optimistic) as lease:
+            assert [bytes(lease.view(at)) for at in range(3)] == objects
+    assert client.pin(keys, namespace=SMALL) == client.unpin(keys, namespace=SMALL) == [Status.GRANTED] * 3
+    assert len(client.explain(keys, namespace=SMALL)) == 3
+    assert client.status()["l1"]["leases_by_kind"] == {"promise": 0, "read": 0, "write": 0}
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        [0.0, 2.0],
+        [True, False, True],
+        np.array([True, False, True]),
+        torch.tensor([True, False]),
+        ["0"],
+        [None],
+        [[0]],
+        2,
+    ],
+    ids=str,
+)
+def test_what_is_no_position_is_refused_and_publishes_nothing(node: Node, positions: Any) -> None:
+    node.serve()
+    client = node.client()
+    keys = [node.key(number) for number in range(3)]
+    with client.prepare_store(keys, namespace=SMALL) as lease:
+        for settle in (lease.commit, lambda each: lease.commit(each, checksums=False), lease.abort):
+            with pytest.raises(UsageError, match=r"no position: give whole numbers|give a list of positions"):
+                settle(positions)
+        assert lease.granted == [0, 1, 2]
+    assert client.lookup(keys, namespace=SMALL, prefix=False).hits == 0
+    client.store(keys, [bytes(64)] * 3, namespace=SMALL)
+    for optimistic in (False, True):
+        with client.prepare_retrieve(keys, namespace=SMALL, optimistic=optimistic) as lease:
+            with pytest.raises(UsageError, match=r"no position: give whole numbers|give a list of positions"):
+                lease.finish(positions)
+            with pytest.raises(UsageError, match="no position: give whole numbers"):
+                lease.view(1.0)
+
+
+@pytest.mark.parametrize("positions", [np.array([2, 0]), torch.tensor([0, 2]), (at for at in (0, 2)), {0, 2}], ids=str)
+def test_positions_are_any_whole_numbers(node: Node, positions: Any) -> None:
+    node.serve()
+    client = node.client()
+    keys = [node.key(number) for number in range(3)]
+    with client.prepare_store(keys, namespace=SMALL) as lease:
+        lease.commit(positions)
+    assert [client.lookup([key], namespace=SMALL).hits for key in keys] == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"wait_s": "1"}, "wait_s is '1': give a number of seconds"),
+        ({"deadline_s": None}, "deadline_s is None: give a number of seconds"),
+        ({"pin_s": "1"}, "pin_s is '1': give a number of seconds"),
+        ({"window": 2.0}, "window is 2.0: give a whole number"),
+        ({"window": "2"}, "window is '2': give a whole number"),
+        ({"policy": 7}, "policy is 7: give its name"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_and_not_taken_for_a_server_that_is_gone(
+    node: Node, option: Any, message: str
+) -> None:
+    node.serve()
+    client = node.client()
+    keys = [node.key("a"), node.key("b")]
+    with pytest.raises(UsageError, match=message):
+        client.lookup(keys, namespace=SMALL, **option)
+    with pytest.raises(UsageError, match=message):
+        client.lookup_nowait(keys, namespace=SMALL, **option).wait(30)
+
+
+def test_options_are_numbers_of_any_kind(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    keys = [node.key("a"), node.key("b")]
+    client.store(keys[:1], [bytes(64)], namespace=SMALL)
+    for option in ({"wait_s": np.float32(0.01)}, {"wait_s": True}, {"pin_s": 1}, {"window": np.int64(1)}):
+        assert client.lookup(keys, namespace=SMALL, **option).hits == 1
+        assert client.lookup_nowait(keys, namespace=SMALL, **option).wait(30).hits == 1
+
+
+def test_no_time_is_too_long_to_wait(node: Node) -> None:
+    server = node.serve()
+    for longest in (1e12, float("inf")):
+        client = node.client(call_timeout_s=longest, connect_timeout_s=longest)
+        client.noop()
+        server.signal(signal.SIGSTOP)
+        going_on = threading.Timer(0.2, server.signal, (signal.SIGCONT,))
+        going_on.start()
+        client.noop()
+        assert client.lookup_nowait([node.key("a")], namespace=SMALL).wait(longest).hits == 0
+        going_on.join()
+
+
+def test_an_array_that_shows_no_buffer_is_named_with_the_cure(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    dates = np.zeros(8, "M8[s]")  # as with bfloat16 of ml_dtypes, there is no buffer format for it
+    for operation in (client.store, client.retrieve):
+        with pytest.raises(UsageError, match=r"object 0 shows no buffer .*array\.view"):
+            operation([node.key("a")], [dates], namespace=SMALL)
+    assert client.store([node.key("a")], [dates.view(np.uint8)], namespace=SMALL).stored == 1

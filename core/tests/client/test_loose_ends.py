@@ -23,7 +23,7 @@ from lmcache_core.client.link_states import LinkState
 from lmcache_core.client.links import Links
 from lmcache_core.client.occupancy import Holding, Occupancy
 from lmcache_core.client.results import Status
-from lmcache_core.errors import CacheError, DisconnectedError
+from lmcache_core.errors import CacheError, DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.limits import BATCH_KEYS_MAX, LEASES_PER_SESSION_MAX, NAMESPACES_PER_SESSION_MAX, STORE_PAGE_KEYS
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
@@ -162,6 +162,22 @@ def interrupted_at(function: Callable[..., Any], text: str) -> Iterator[None]:
         finally:
             sys.settrace(None)
     assert raised
+
+
+@pytest.mark.parametrize("how", ["commit", "finish"])
+def test_a_lease_that_another_thread_has_ended_is_said_to_have_ended(server: Server, how: str) -> None:
+    """Its owner made no mistake: the positions were granted to it."""
+    with server.connect() as client:
+        client.store(keys_of(1), [bytes(NBYTES)], namespace=SPACE)
+        make = client.prepare_store if how == "commit" else client.prepare_retrieve
+        lease = make(keys_of(2)[how == "commit" :], namespace=SPACE)
+        ending = threading.Thread(target=client.end_session)
+        ending.start()
+        ending.join()
+        with pytest.raises(LeaseExpiredError, match="has ended"):
+            getattr(lease, how)([0])
+        with pytest.raises(UsageError, match="position 7 is not open"):
+            getattr(lease, how)([7])
 
 
 # --- answers that come late -----------------------------------------------------------------------------------

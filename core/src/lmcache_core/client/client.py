@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -151,7 +151,7 @@ class Client:
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         layout = namespace.layout
         found = spans(sources, len(keys), layout, writable=False)
         with WriteLease(self._links, namespace, Presence()) as lease:
@@ -184,7 +184,7 @@ class Client:
         `verify`: compare the bytes with the checksum that they were stored with: "never", "first" (each object once
         in this process; without the index: always) or "always". A damaged one is a miss, and the server drops it.
         """
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         found = spans(into, len(keys), namespace.layout, writable=True)
         level = self._verify if verify is None else verify_level(verify)
         return self._retriever.retrieve(keys, found, namespace, prefix, promises, level)
@@ -258,7 +258,7 @@ class Client:
         them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
         prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads.
         """
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
         return self._lookups.lookup(keys, namespace, options)
 
@@ -278,7 +278,7 @@ class Client:
     ) -> LookupHandle:
         """As `lookup`, for callers that must not block: the handle has `done`, `result`, `wait` and `cancel`. One frame
         of keys at most. Neither this nor the handle ever waits for the server, but for `wait`."""
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
@@ -288,7 +288,7 @@ class Client:
 
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         with ExitStack() as undo:
             lease = undo.enter_context(WriteLease(self._links, namespace, threads=self._copy_threads))
             for first in range(0, len(keys), STORE_PAGE_KEYS):
@@ -312,7 +312,7 @@ class Client:
         nothing of it before. What the index does not have is a `MISS`. Where there is no index to go by, as before the
         first call in the namespace, it is a lease like any other.
         """
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         if optimistic and any(promises):
             raise UsageError("promises are redeemed with the server: give them without optimistic=True")
         with ExitStack() as undo:
@@ -383,7 +383,7 @@ class Client:
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
         """The same for tools that know an id and a layout and no more; it is registered by that."""
-        _check_keys(keys)
+        keys = _checked_keys(keys)
 
         def explain(link: Link) -> list[KeyExplanation]:
             link.bind_id(namespace_id, layout)
@@ -468,7 +468,7 @@ class Client:
 
         For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
         """
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         blob, named = join_keys(keys), list(tiers)
 
         def warm(link: Link) -> m.Reply:
@@ -499,7 +499,7 @@ class Client:
     def _pages(
         self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[bytes, int], m.Message]
     ) -> list[Status]:
-        _check_keys(keys)
+        keys = _checked_keys(keys)
         statuses: list[Status] = []
         for first in range(0, len(keys), BATCH_KEYS_MAX):
             blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
@@ -546,7 +546,7 @@ def _explain(
     if tokens is not None:
         keys = chunk_keys(tokens, namespace, link.chunk_tokens)
     assert keys is not None
-    _check_keys(keys)
+    keys = _checked_keys(keys)
     if namespace.id not in link.registered:
         return explain_pages(link, keys, namespace.id)  # and hear what the server says to that
     link.bind(namespace)  # perhaps in a session that is gone
@@ -566,10 +566,16 @@ def _caller() -> str:
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _check_keys(keys: Sequence[bytes]) -> None:
+def _checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys as what can be cut into pages. Raises `UsageError` for what has no order or no length."""
     if isinstance(keys, bytes | bytearray | memoryview | str):
         raise UsageError(f"keys is one {type(keys).__name__} object: give a sequence of keys of 32 bytes each")
+    if not isinstance(keys, list | tuple):
+        if isinstance(keys, set | frozenset) or not isinstance(keys, Sized):
+            raise UsageError(f"keys is a {type(keys).__name__}: give a sequence of keys of 32 bytes each, as a list")
+        keys = list(keys)
     if len(keys) > OPERATION_KEYS_MAX:
         raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
     if len(keys) > STORE_PAGE_KEYS:
         join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent
+    return keys

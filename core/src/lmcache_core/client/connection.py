@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lmcache_core.trust import Trust
 
 _POLL_S = 1.0  # how long one blocking receive lasts before the deadline is looked at again
+_POLL_MAX_S = 86_400.0  # the longest that poll is asked to wait at once: it counts milliseconds in an int
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _WAIT, _DO_NOT_WAIT = (0,), (_DONTWAIT,)  # flags of a receive
 _BACKLOG_POLL_S = 0.001  # nothing tells when a full backlog has room again
@@ -436,7 +437,7 @@ def _ready(fd: int, events: int, timeout_s: float) -> bool:
         return False  # it was tried just now
     poller = select.poll()
     poller.register(fd, events)
-    return bool(poller.poll(max(0.0, timeout_s) * 1000))
+    return bool(poller.poll(min(max(0.0, timeout_s), _POLL_MAX_S) * 1000))
 
 
 def _check_descriptors(count: int) -> None:

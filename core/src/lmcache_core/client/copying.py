@@ -74,6 +74,8 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
         raise UsageError(
             f"object {position} is a {type(each).__name__}: give a torch tensor or something with a buffer"
         ) from None
+    except (ValueError, BufferError) as error:  # an array of a type that buffers have no name for, as bfloat16
+        raise UsageError(f"object {position} shows no buffer ({error}): pass its bytes (array.view('uint8'))") from None
     if not view.c_contiguous:
         raise UsageError(f"object {position} is not contiguous: copy it first (numpy.ascontiguousarray)")
     if view.nbytes != layout.nbytes:

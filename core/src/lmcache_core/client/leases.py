@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,14 @@ if TYPE_CHECKING:
 _ZERO = array("Q", [0])
 # How the server says that it has ended a lease.
 _ENDED: dict[type[CacheError], Status] = {LeaseExpiredError: Status.EXPIRED, ClearedError: Status.CLEARED}
+
+
+def _position(given: Any) -> int:
+    """A whole number of whatever kind. None of a mask: `True` would be position 1."""
+    if not isinstance(given, bool) and "bool" not in str(getattr(given, "dtype", "")):
+        with contextlib.suppress(TypeError):
+            return operator.index(given)
+    raise UsageError(f"{given!r} is no position: give whole numbers, from 0 on; of a mask, those at which it is True")
 
 
 class Lease(ABC):
@@ -232,6 +241,7 @@ class Lease(ABC):
             raise LeaseExpiredError(f"lease {self.id:x} has ended: {holding.barred}")
         if holding.over:
             raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
+        position = _position(position)
         if not 0 <= position < len(self.statuses):
             raise UsageError(f"position {position} is not in this lease of {len(self.statuses)} keys")
         if position not in self._unsettled:
@@ -289,9 +299,13 @@ class Lease(ABC):
 
     def _checked(self, positions: Iterable[int]) -> list[int]:
         """In ascending order, each once: runs of them are said as ranges."""
-        chosen = set(positions)
+        if not isinstance(positions, Iterable):
+            raise UsageError(f"positions is a {type(positions).__name__}: give a list of positions, or None for all")
+        chosen = {each if type(each) is int else _position(each) for each in positions}
         for position in chosen:
             if position not in self._unsettled:
+                if self._holding.barred and 0 <= position < len(self.statuses):  # another thread ended it
+                    raise LeaseExpiredError(f"lease {self.id:x} has ended: {self._holding.barred}")
                 raise UsageError(f"position {position} is not open in this lease: it was not granted, or was settled")
         return sorted(chosen)
 
@@ -438,15 +452,16 @@ class ReadLease(Lease):
 
     def watch(self, keys: Sequence[bytes]) -> None:
         """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""
-        self._keys += keys
-        self._generations.extend(self._generations_of(keys, self._offsets[-len(keys) :]) if keys else ())
+        asked = [bytes(key) for key in keys]
+        self._keys += asked
+        self._generations.extend(self._generations_of(asked, self._offsets[-len(asked) :]) if asked else ())
 
-    def _generations_of(self, keys: Sequence[bytes], offsets: array[int]) -> array[int]:
+    def _generations_of(self, keys: list[bytes], offsets: array[int]) -> array[int]:
         index = None if self._link is None else self._link.index
         layout = None if self._link is None else self._link.layout_of(self._namespace)
         if index is None or layout is None:
             return _ZERO * len(keys)
-        return array("Q", index.generations(self._namespace.id, layout, list(keys), offsets))
+        return array("Q", index.generations(self._namespace.id, layout, keys, offsets))
 
     def untouched(self, positions: Sequence[int]) -> list[bool]:
         """Of each of these: whether its slot is shown to hold what it held when it was granted, and did all the while.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -113,7 +114,7 @@ def _lookup_window(
 ) -> LookupResult:
     """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
     keys with the next that every window is whole in one of them."""
-    window, end = options.window, len(keys)
+    window, end = _whole("window", options.window), len(keys)
     if not 0 < window <= BATCH_KEYS_MAX:
         raise UsageError(f"a window of {window} keys: give 1 to {BATCH_KEYS_MAX}")
     while True:
@@ -148,10 +149,37 @@ def _page(
 
 
 def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.Lookup]:
-    """The request, for a channel to number."""
+    """The request, for a channel to number. Raises `UsageError` for what is of the wrong kind."""
     tiers = None if options.tiers is None else list(options.tiers)
-    sent = options._replace(tiers=tiers, hold=bool(options.hold))
+    sent = options._replace(
+        tiers=tiers,
+        hold=bool(options.hold),
+        wait_s=_seconds("wait_s", options.wait_s),
+        window=_whole("window", options.window),
+        deadline_s=_seconds("deadline_s", options.deadline_s),
+        pin_s=_seconds("pin_s", options.pin_s),
+        policy=_text("policy", options.policy),
+    )
     return lambda rid: m.Lookup(rid, namespace.id, blob, **sent._asdict())
+
+
+def _seconds(name: str, given: Any) -> float:
+    """Whatever kind of number it is."""
+    if hasattr(given, "__float__"):
+        return float(given)
+    raise UsageError(f"{name} is {given!r}: give a number of seconds")
+
+
+def _whole(name: str, given: Any) -> int:
+    if hasattr(given, "__index__"):
+        return operator.index(given)
+    raise UsageError(f"{name} is {given!r}: give a whole number, 0 for none")
+
+
+def _text(name: str, given: object) -> str:
+    if isinstance(given, str):
+        return given
+    raise UsageError(f"{name} is {given!r}: give its name")
 
 
 def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> LookupResult:
@@ -301,7 +329,10 @@ class Lookups:
             _check_tiers(options.tiers)
         if options.hold or options.window or options.policy or options.pin_s != 0:
             return None
-        if not (options.wait_s >= 0 and options.deadline_s >= 0):
+        try:
+            if not (options.wait_s >= 0 and options.deadline_s >= 0):
+                return None
+        except TypeError:  # no numbers: `asking` says so
             return None
         return self._hits.find(keys, namespace, options.prefix)
 
