@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -364,6 +365,46 @@ def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its
     assert job.ended
     assert adapter.objects[name][HEADER_BYTES:] == doubles.content(2)
     assert tier.accounting.bytes_used == OBJECT_BYTES
+
+
+def test_a_call_that_is_over_is_gone_without_the_collector(doubles: Any) -> None:
+    # The server's collector looks at what is young only, and a call to a slow medium is old when it ends.
+    def left() -> list[Call]:
+        return [each for each in gc.get_objects() if isinstance(each, Call)]
+
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, connections=1, deadline_s=30.0))
+    loop.idle()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(left())
+        contents = doubles.contents(5)
+        loop.store(contents)
+        loop.idle()
+        assert len(left()) == before, "stores"
+        for key in contents:
+            loop.l1.evict(key)
+        loop.fetch(list(contents)[:2])
+        assert len(left()) == before, "loads"
+        adapter.hang("load")
+        running = loop.ask(list(contents)[2:3])
+        loop.until(lambda: adapter.entered.acquire(blocking=False))
+        taken_back = loop.ask(list(contents)[3:4])
+        loop.until(lambda: len(loop.l1.loading) == 2)
+        loop.tiering.cancel(taken_back)
+        expired = loop.ask(list(contents)[4:], seconds=5.0)
+        loop.until(lambda: len(loop.l1.loading) == 2)
+        loop.jump(6.0)
+        loop.until(lambda: expired in loop.done)
+        adapter.release("load")
+        loop.until(lambda: running in loop.done)
+        assert len(left()) == before, "loads that were taken back or expired"
+        loop.tiering.clear(doubles.namespace, tiers=True)
+        loop.until(lambda: not adapter.objects and loop.tiering.drained)
+        loop.until(lambda: len(left()) == before)  # deletes
+    finally:
+        gc.enable()
 
 
 # --- by itself ------------------------------------------------------------------------------------------------

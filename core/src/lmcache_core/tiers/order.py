@@ -191,8 +191,12 @@ class KeyOrder:
         call.on_end, call.on_late = ended, late
 
     def _leave(self, ticket: _Ticket) -> None:
-        if self._tickets.pop(ticket.call, None) is None:
+        call = ticket.call
+        if self._tickets.pop(call, None) is None:
             return
+        # Nothing is called back any more. Call and ticket would keep each other, and all that the callbacks have: the
+        # server's collector does not look at what is old, as a call to a slow medium is by now.
+        call.on_end = call.on_late = _nothing
         self._no_longer_held(ticket)
         if ticket.watch is not None:
             self.unwatch(ticket.watch, ticket.keys)
@@ -234,3 +238,7 @@ class KeyOrder:
     def _no_longer_held(self, ticket: _Ticket) -> None:
         if self._held.pop(ticket, ticket) is None:
             self._held_by_lane[ticket.lane] -= 1
+
+
+def _nothing(call: Call) -> None:
+    """A call is over."""
