@@ -14,7 +14,10 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
+from lmcache_core.errors import LimitError
+from lmcache_core.kernel import sessions as kernel_sessions
 from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server import lookups
 from lmcache_core.server.server import Server
 from lmcache_core.tokens.namespace import Namespace
@@ -126,3 +129,27 @@ def test_a_client_that_comes_back_while_it_waits_for_hits_is_let_in_and_asks_on(
         assert lease.finish() == [Status.HIT]
         assert with_silent_tier.loop.faults == 0
         del query
+
+
+def test_a_held_back_lookup_whose_session_has_all_its_leases_by_then_is_answered(
+    with_silent_tier: Server, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_sessions, "LEASES_PER_SESSION_MAX", 1)
+    server, payload = with_silent_tier, bytes(namespace.layout.nbytes)
+    with server.connect(use_index=False) as client, server.connect() as other:
+        other.store(keys(1, 0), [payload], namespace=namespace)
+        with client.prepare_retrieve(keys(1, 0), namespace=namespace) as lease:
+            client_link = client._links.current()
+            lease.finish()
+            held_back = client_link.channel.start(
+                lambda rid: m.Lookup(rid, namespace.id, join_keys(keys(1, 1)), hold=True, wait_s=60.0)
+            )
+            client.noop()  # the server waits for the tier from here on
+        with client.prepare_retrieve(keys(1, 0), namespace=namespace):
+            other.store(keys(1, 1), [payload], namespace=namespace)  # a promise of it would be one lease too many
+            client_link.channel.call(lambda rid: m.Cancel(rid, held_back.rid))
+            with pytest.raises(LimitError, match="open leases, the limit"):
+                client_link.channel.wait(held_back)
+    assert server.loop.faults == 0
+    assert server.tiering is not None
+    assert server.tiering.status()["faults"] == 0

@@ -14,6 +14,7 @@ import pytest
 from lmcache_core.errors import CacheError, LimitError, NotAttachedError
 from lmcache_core.limits import (
     HELLO_S,
+    SEND_QUEUE_FRAMES_MAX,
     SESSIONS_MAX,
     SESSIONS_PER_ORIGIN_MAX,
     UNANSWERED_PER_UID_MAX,
@@ -263,3 +264,21 @@ def test_a_promise_outlives_the_connection_of_its_scheduler(server: Server, name
         on_loop(server, lambda: server.sessions.check(server.clock.now + HELLO_S))
         assert lost.state is SessionState.ENDED
         scheduler.close()
+
+
+def test_the_goodbye_of_a_client_that_reads_no_answers_ends_its_session(server: Server) -> None:
+    with lifeline(server) as deaf:
+        assert isinstance(say_hello(deaf), m.Welcome)
+        session = on_loop(server, lambda: next(iter(server.sessions)))
+
+        def fill() -> None:  # the next answer ends the connection
+            assert session.peer is not None
+            while len(session.peer._waiting) < SEND_QUEUE_FRAMES_MAX:
+                session.peer.send(bytes(60_000))
+
+        on_loop(server, fill)
+        deaf.send(encode_request(m.EndSession(1, goodbye=True)))
+        while deaf.recv(1 << 16):
+            pass
+    assert on_loop(server, lambda: session.state) is SessionState.ENDED
+    assert server.dispatch.counters["internal_errors"] == 0

@@ -19,7 +19,8 @@ from lmcache_core.limits import (
     TIER_DEADLINE_S,
 )
 from lmcache_core.policies.contracts import PrefetchPolicy
-from lmcache_core.protocol.messages import Found, Lookup
+from lmcache_core.protocol.codec import error_reply
+from lmcache_core.protocol.messages import Found, Lookup, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.tiers.jobs import Job, Wanted
@@ -219,7 +220,11 @@ class Lookups:
             wait.promise = 0
         if wait.session.peer is None:
             return
-        wait.session.send(self._look_again(wait.session, wait, wait.rid, hold=wait.request.hold, pin=True))
+        try:
+            reply: Message = self._look_again(wait.session, wait, wait.rid, hold=wait.request.hold, pin=True)
+        except CacheError as error:  # meanwhile the session has come to hold as many leases as it may, say
+            reply = error_reply(wait.rid, error)
+        wait.session.send(reply)
 
     def _answer_hits(self, wait: Wait) -> None:
         queries, wait.hits_queries = wait.hits_queries, ()

@@ -54,9 +54,9 @@ def _session_transitions() -> dict[tuple[SessionState, SessionEvent], SessionSta
     }
     for connected in (state.OPEN, state.SEATED, state.ATTACHED):
         table[connected, event.HANG_UP] = state.LOST
-        table[connected, event.GOODBYE] = state.ENDED
     for known in (state.OPEN, state.SEATED, state.ATTACHED, state.LOST):
-        for end in (event.DIE, event.RETURN, event.DROP, event.SHUT):
+        # A goodbye counts even if its connection ends before it is answered.
+        for end in (event.GOODBYE, event.DIE, event.RETURN, event.DROP, event.SHUT):
             table[known, end] = state.ENDED
     return table
 

@@ -143,8 +143,9 @@ class Sessions:
         return kept
 
     def goodbye(self, session: Session, now: float) -> None:
-        """It answers for everything it held."""
-        self._end(session, SessionEvent.GOODBYE, now)
+        """It answers for everything it held, also where the answer to that has just found out that nobody reads it."""
+        if session.state is not SessionState.ENDED:
+            self._end(session, SessionEvent.GOODBYE, now)
 
     def lost(self, peer: Peer, now: float) -> None:
         """The connection ended. Look whether its client is dead; if nothing proves it, look again by and by."""

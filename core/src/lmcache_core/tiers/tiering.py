@@ -165,7 +165,7 @@ class Tiering:
             nothing_done = 0 if self._guarded(piece) else nothing_done + 1
             if self._clock.read() >= until:
                 break
-        self._lookups.step()
+        self._guarded(self._lookups.step)
         # The loop turns for its housekeeping anyway: what an adapter or a policy changed in silence is found then.
         self._tiers_at = now + HOUSEKEEPING_S
         for tier in self._tiers.values():
