@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from uuid import uuid4
 
@@ -17,8 +18,11 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
+from lmcache_core.kernel.answers import Grant
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
@@ -255,6 +259,78 @@ def test_the_store_of_a_client_that_goes_is_withdrawn(start: Callable[..., World
     until(at.quiet, "the stores")
     assert at.store(SLOTS, 20) == [Status.STORED] * 20
     assert at.client.status()["counters"]["loop_faults"] == 0
+
+
+def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
+    """What a call gives on the loop's own thread."""
+    answers: SimpleQueue[Any] = SimpleQueue()
+    server.loop.call(lambda: answers.put(ask()))
+    return answers.get(timeout=60)
+
+
+def prepare_now(at: World, client: Client, first: int, count: int, lease: int = 0) -> Any:
+    """Ask for slots as a foreign client may."""
+    client.register_layout(NAMESPACE)
+    keys = join_keys([key(number) for number in range(first, first + count)])
+    return client._links.current().channel.start(lambda rid: m.PrepareStore(rid, NAMESPACE.id, keys, lease))
+
+
+def prepare(at: World, client: Client, first: int, count: int, lease: int = 0) -> Any:
+    """The same, and wait until the server holds the answer back."""
+    held_back = prepare_now(at, client, first, count, lease)
+    until(lambda: waiting(at) == 1, "the store to wait")
+    return held_back
+
+
+def test_an_end_of_a_session_ends_what_its_waiting_stores_were_granted_after_they_hear_of_it(
+    start: Callable[..., World],
+) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS - 5)
+    with at.server.connect() as other:
+        held_back = prepare(at, other, SLOTS, 20)
+        channel = other._links.current().channel
+        channel.call(lambda rid: m.EndSession(rid, leases=None))
+        # It was answered before the end, which settled it: what comes later would name slots that are others' by now.
+        granted = channel.poll(held_back)
+        assert isinstance(granted, m.Granted)
+        assert granted.statuses.count(Grant.GRANTED) == 5
+        assert waiting(at) == 0
+        state = channel.call(lambda rid: m.LeaseStatusOf(rid, granted.lease))
+        assert isinstance(state, m.LeaseState)
+        assert state.state == "settled"
+    at.goes_on()
+
+
+def test_a_waiting_page_is_withdrawn_when_its_client_is_back_before_its_connection_was_seen_to_end(
+    start: Callable[..., World],
+) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS - 10)
+    with at.server.connect() as before, at.server.connect() as back:
+        granted = before._links.current().channel.wait(prepare_now(at, before, SLOTS, 5))
+        assert isinstance(granted, m.Granted)
+        prepare(at, before, SLOTS + 5, 10, granted.lease)
+
+        def same_client() -> m.Attach:  # as over ZMQ, or where a fork has the socket: no end of file comes first
+            old, new = list(at.server.sessions)[-2:]
+            new.client_id = old.client_id
+            return m.Attach(0, new.row, new.nonce, [granted.lease])
+
+        channel = back._links.current().channel
+        attach = on_loop(at.server, same_client)
+        attached = channel.call(lambda rid: m.Attach(rid, attach.row, attach.nonce, attach.held))
+        assert isinstance(attached, m.Attached)
+        assert attached.held == [granted.lease]
+        # Nobody was told of the second page, so nobody would settle it: its keys were busy for as long as the lease.
+        assert at.client.status()["l1"]["objects_by_state"]["writing"] == 5
+        state = channel.call(lambda rid: m.LeaseStatusOf(rid, granted.lease))
+        assert isinstance(state, m.LeaseState)
+        assert state.open_positions == 5
+        assert waiting(at) == 0
+    at.goes_on()
 
 
 def test_what_was_offered_before_a_clear_is_given_no_room_after_it(start: Callable[..., World]) -> None:

@@ -212,6 +212,7 @@ class Dispatch:
 
     def _end_session(self, session: Session, request: m.EndSession) -> m.Message | None:
         if not request.goodbye:
+            self._stores.session_ends(session)
             self._kernel.end_session(session.id, self._l1.clock.now, request.leases)
             return m.Done(request.rid)
         session.send(m.Done(request.rid))

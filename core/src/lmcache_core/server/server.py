@@ -105,10 +105,12 @@ class Server:
             undo.callback(self.companions.close)
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
             self.namespaces = Namespaces(self.kernel, self.l1)
-            self.sessions = Sessions(self.kernel, self.segment, self.loop, self._session_ended)
             store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
             self.store_waits = StoreWaits(self.kernel, self.l1, store_wait_s)
             self.stores = Stores(self.kernel, self.l1, self.store_waits)
+            self.sessions = Sessions(
+                self.kernel, self.segment, self.loop, self.stores.session_gone, self._session_ended
+            )
             self.clears = Clears(self.kernel, self.l1, self.store_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
@@ -368,16 +370,11 @@ class Server:
         self.sessions.connected(peer, self.clock.now)
 
     def _peer_ended(self, peer: Any) -> None:
-        if peer.session is not None:
-            self.stores.session_gone(peer.session)
-            self.store_waits.session_gone(peer.session)
         self.sessions.lost(peer, self.clock.now)
         self.l1.apply()
 
     def _session_ended(self, session: Session) -> None:
         self.lookups.session_ended(session)
-        self.stores.session_gone(session)
-        self.store_waits.session_gone(session)
         self.namespaces.session_ended(session)
 
     def _garbage(self) -> None:

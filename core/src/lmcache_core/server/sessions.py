@@ -47,10 +47,20 @@ log = logging.getLogger(__name__)
 class Sessions:
     """All sessions, by id. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, segment: Segment, loop: Loop, on_end: Callable[[Session], None]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        segment: Segment,
+        loop: Loop,
+        on_gone: Callable[[Session], None],
+        on_end: Callable[[Session], None],
+    ) -> None:
+        """`on_gone`: what it was not told of yet, it will not hear of; called before anything becomes of its leases.
+        `on_end`: it has ended."""
         self._kernel = kernel
         self._segment = segment
         self._loop = loop
+        self._on_gone = on_gone
         self._on_end = on_end
         self._ids = count(1)
         self._by_id: dict[int, Session] = {}  # from the hello on
@@ -136,6 +146,7 @@ class Sessions:
         kept: list[int] = []
         for old in self:
             if old.client_id == session.client_id and old.uid == session.uid and old is not session:
+                self._on_gone(old)  # its connection may not have been seen to end
                 kept += self._kernel.reclaim(old.id, session.id, held, now)
                 self._end(old, SessionEvent.RETURN, now)
         if session.carrier != "lifeline":
@@ -158,6 +169,7 @@ class Sessions:
             return
         session.peer = None
         session.move(SessionEvent.HANG_UP)
+        self._on_gone(session)
         if self._proven_dead(session):
             self._died(session, now)
         elif not self._may_hold(session):
@@ -322,6 +334,7 @@ class Sessions:
     def _end(self, session: Session, event: SessionEvent, now: float) -> None:
         """The one way out. What it held is settled by what ended it."""
         session.move(event)
+        self._on_gone(session)
         if event is SessionEvent.DIE:
             self._kernel.session_dead(session.id, now)
         elif event in (SessionEvent.GOODBYE, SessionEvent.DROP):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmcache_core.errors import CacheError
@@ -98,7 +99,8 @@ class StoreWaits:
         return min(self._retry_at_s, next(iter(self._waits)).reply_at_s)  # they all wait for as long
 
     def session_gone(self, session: Session) -> None:
-        """Its stores are withdrawn: nobody was told of what they were granted, so nobody writes there."""
+        """Its stores are withdrawn: nobody was told of what they were granted, so nobody writes there. Before anything
+        else becomes of its leases."""
         if self._by_session[session]:
             for wait in [wait for wait in self._waits if wait.session is session]:
                 self._forget(wait)
@@ -109,13 +111,21 @@ class StoreWaits:
 
     def clear(self, namespace: int | None) -> None:
         """What was offered before a clear gets no room after it."""
-        for wait in [wait for wait in self._waits if namespace in (None, wait.namespace)]:
-            if wait in self._waits:  # else its session has gone, which came to light since
-                self._answer(wait)
+        self._answer_all([wait for wait in self._waits if namespace in (None, wait.namespace)])
+
+    def session_ends(self, session: Session) -> None:
+        """Its leases are about to be settled: what they were granted is said before, and nothing is granted after."""
+        if self._by_session[session]:
+            self._answer_all([wait for wait in self._waits if wait.session is session])
 
     def end(self) -> None:
         """Nothing new is granted any more."""
         self.clear(None)
+
+    def _answer_all(self, waits: Sequence[_Wait]) -> None:
+        for wait in waits:
+            if wait in self._waits:  # else its session has gone, which came to light since
+                self._answer(wait)
 
     def _answer(self, wait: _Wait) -> None:
         self._forget(wait)

@@ -55,9 +55,14 @@ class Stores:
         """Of these, this session's."""
         return self._by_session[session]
 
+    def session_ends(self, session: Session) -> None:
+        """Its leases are about to be settled."""
+        self._store_waits.session_ends(session)
+
     def session_gone(self, session: Session) -> None:
-        """The kernel has cancelled those that it waited for."""
+        """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
         self._by_session.pop(session, None)
+        self._store_waits.session_gone(session)
 
     def _answer(
         self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
