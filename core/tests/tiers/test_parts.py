@@ -105,6 +105,25 @@ def test_a_lane_has_no_more_threads_than_it_may_and_replaces_hung_ones_a_few_tim
     lane.close()
 
 
+def test_a_lane_that_gets_no_thread_loses_no_call_and_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    posts = Posts()
+    lane = Lane("t", 1, posts)
+    with monkeypatch.context() as at_the_limit:
+        at_the_limit.setattr(threading.Thread, "start", refuse)
+        expires, waits = _call(lambda: None, deadline=1.0), _call(lambda: None)
+        assert lane.submit(expires)
+        assert lane.submit(waits)
+        assert lane.expire(2.0) == [expires]
+    assert (lane.queued, lane.running) == (1, 0)
+    last = _call(lambda: None)
+    assert lane.submit(last)
+    assert posts.wait(2) == [waits, last]
+    assert lane.close()
+
+
 def test_a_lane_that_must_not_replace_runs_one_call_at_a_time() -> None:
     posts, together, worst = Posts(), 0, 0
     lock = threading.Lock()

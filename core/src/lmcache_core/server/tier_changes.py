@@ -124,12 +124,15 @@ class TierChanges:
         def work() -> None:
             try:
                 finish = make()
-            except Exception as error:  # noqa: BLE001  # whatever it is, the one who asked is told
-                self._loop.call(lambda error=error: self._answer(session, request, _raising(error)))  # type: ignore[misc]
-            else:
-                self._loop.call(lambda: self._answer(session, request, finish))
+            except BaseException as error:  # noqa: BLE001  # whatever it is, a panic of Rust too, who asked is told
+                finish = _raising(error)
+            self._loop.call(lambda: self._answer(session, request, finish))
 
-        threading.Thread(target=work, name=f"tier-{request.tier}-build", daemon=True).start()
+        try:
+            threading.Thread(target=work, name=f"tier-{request.tier}-build", daemon=True).start()
+        except RuntimeError as error:  # a limit of the user's processes, or of the control group's
+            self._under_way.discard(request.tier)
+            raise LimitError(f"no thread to build tier {request.tier!r} on: {error}; try again later") from error
 
     def _answer(self, session: Session, request: m.ChangeTier, finish: _Finish) -> None:
         self._under_way.discard(request.tier)
@@ -137,7 +140,9 @@ class TierChanges:
             finish()
         except CacheError as error:
             session.send(error_reply(request.rid, error))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             log.exception("a change of tier %s failed", request.tier)
             reason = f"tier {request.tier!r} could not be built: {type(error).__name__}; the server's log says how"
             session.send(error_reply(request.rid, PluginError(reason)))
@@ -145,7 +150,7 @@ class TierChanges:
             session.send(m.Done(request.rid))
 
 
-def _raising(error: Exception) -> _Finish:
+def _raising(error: BaseException) -> _Finish:
     def finish() -> None:
         raise error
 

@@ -12,6 +12,7 @@ one of these states, and only its lane changes it, under the lane's lock:
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 import os
 import threading
@@ -20,6 +21,8 @@ from enum import Enum, auto
 from typing import Any
 
 from lmcache_core.limits import LANE_NICE, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+
+log = logging.getLogger(__name__)
 
 
 class CallState(Enum):
@@ -212,8 +215,14 @@ class Lane:
         return self._threads_max + min(self._hung, self._replacements_max)
 
     def _start_thread(self) -> None:
+        """Where the system gives no thread, what is queued waits for those that there are, or is late; the next
+        submission asks again. To raise here would leave a call behind that runs although nobody waits for it."""
         self._threads += 1
-        threading.Thread(target=self._work, name=f"lane-{self.name}", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name=f"lane-{self.name}", daemon=True).start()
+        except RuntimeError as error:  # a limit of the user's processes, or of the control group's
+            self._threads -= 1
+            log.warning("lane %s has %d threads and gets no more: %s", self.name, self._threads, error)
 
     def _sweep(self) -> None:
         # Cancelled calls stay in the heap until they come up; when they outnumber the rest, they go together.
