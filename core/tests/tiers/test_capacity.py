@@ -152,6 +152,23 @@ def test_deletes_that_fail_are_tried_again_after_a_pause(doubles: Any) -> None:
     loop.until(lambda: len(adapter.objects) <= 2)
 
 
+def test_a_full_medium_that_cannot_delete_loses_nothing_in_the_books(doubles: Any) -> None:
+    class Fixed(doubles.adapter):  # type: ignore[misc]
+        capabilities = Capabilities(delete=False)
+
+    adapter = Fixed()
+    tier = doubles.tier("mem", adapter, eviction=LruEviction(None))
+    loop = doubles.loop(doubles.l1(), tier)
+    loop.store(doubles.contents(10))
+    loop.idle()
+    adapter.answers["store"] = Outcome(Result.FULL)
+    loop.store(doubles.contents(1, first=10))
+    loop.idle()
+    assert tier.accounting.known(list(adapter.objects)) == set(adapter.objects)
+    assert tier.accounting.bytes_leaving == 0
+    assert tier.reclaim.evicted == 0
+
+
 def test_a_capacity_without_a_way_to_delete_is_refused_with_the_setting_to_change(doubles: Any) -> None:
     class Keeps(doubles.adapter):  # type: ignore[misc]
         capabilities = Capabilities(delete=False)

@@ -73,6 +73,8 @@ class Tier:
             raise SettingsError(
                 f"tier {name!r} has a capacity and an adapter that cannot delete: set l2.{name}.eviction to none"
             )
+        if not adapter.capabilities.delete:
+            eviction = None  # whom it named would count as leaving, and stay
         self.name = name
         self.adapter = adapter
         self.medium = adapter.medium()
