@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -49,11 +49,39 @@ class Dirty:
         self.nbytes_on_tier = 0  # as the last lane that encoded it in vain has found; 0: none has
 
 
+class Shields:
+    """Who wants an incarnation to leave the L1 last: the arrival that it came in, then its `Dirty`. Each gives back
+    what it took. `counts`: what is read again comes in a second arrival, and stays shielded until the last of them."""
+
+    def __init__(self, l1: L1, *, counts: bool) -> None:
+        self._l1 = l1
+        self._takers: Counter[tuple[int, Named]] | None = Counter() if counts else None
+
+    def take(self, namespace: int, names: Sequence[Named]) -> None:
+        self._l1.shield(namespace, names)
+        if self._takers is not None:
+            self._takers.update((namespace, name) for name in names)
+
+    def give_back(self, namespace: int, names: Sequence[Named]) -> None:
+        if self._takers is not None:
+            names = [name for name in names if self._was_last(namespace, name)]
+        self._l1.unshield(namespace, names)
+
+    def _was_last(self, namespace: int, name: Named) -> bool:
+        assert self._takers is not None
+        self._takers[namespace, name] -= 1
+        if self._takers[namespace, name] > 0:
+            return False
+        del self._takers[namespace, name]
+        return True
+
+
 class Arrivals:
     """The queue before the plan. `objects` counts what is in it."""
 
-    def __init__(self, l1: L1) -> None:
+    def __init__(self, l1: L1, shields: Shields) -> None:
         self._l1 = l1
+        self._shields = shields
         self._queue: deque[Arrival] = deque()
         self.objects = 0
 
@@ -64,7 +92,7 @@ class Arrivals:
             for at in range(0, len(batch), PLAN_KEYS):
                 arrival = Arrival(batch[at : at + PLAN_KEYS], shields)
                 if shields:
-                    self._l1.shield(namespace, arrival.names)
+                    self._shields.take(namespace, arrival.names)
                 self._queue.append(arrival)
                 self.objects += len(arrival.objects)
 
@@ -91,7 +119,7 @@ class Arrivals:
     def let_go(self, arrival: Arrival) -> None:
         """Shield nothing of one that was taken."""
         if arrival.shielded:
-            self._l1.unshield(arrival.namespace, arrival.names)
+            self._shields.give_back(arrival.namespace, arrival.names)
 
     def __bool__(self) -> bool:
         return bool(self._queue)

@@ -17,7 +17,7 @@ from typing import Any
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePolicy
 from lmcache_core.pool.layout import Layout
-from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty
+from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Shields
 from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
@@ -52,7 +52,8 @@ class StoreController:
         self._epochs = epochs
         self._in_flight_bytes_max = in_flight_bytes_max
         self._keep = keep
-        self._arrived = Arrivals(l1)
+        self._shields = Shields(l1, counts=policy.wants_reuse)
+        self._arrived = Arrivals(l1, self._shields)
         self._queues: dict[str, deque[Dirty]] = {}
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
@@ -93,7 +94,7 @@ class StoreController:
         finally:
             if arrival.shielded and len(planned) < len(arrival.objects):
                 left = [name for position, name in enumerate(arrival.names) if position not in planned]
-                self._l1.unshield(arrival.namespace, left)
+                self._shields.give_back(arrival.namespace, left)
         return True
 
     def submit_some(self) -> bool:
@@ -256,7 +257,7 @@ class StoreController:
 
     def _unshield(self, batch: Sequence[Dirty]) -> None:
         for namespace, group in groupby((dirty.object for dirty in batch if dirty.shielded), key=NAMESPACE):
-            self._l1.unshield(namespace, [item.named for item in group])
+            self._shields.give_back(namespace, [item.named for item in group])
 
     # --- batches ------------------------------------------------------------------------------------------
     def _answers(self, name: str) -> bool:

@@ -1,0 +1,51 @@
+"""What is read again while a tier is still to get it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy, TierView
+
+
+class Once(StorePolicy):
+    """What was committed goes everywhere; its reads are looked at, and change nothing."""
+
+    wants_reuse = True
+
+    def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+        positions = [at for at, candidate in enumerate(batch) if not candidate.reused]
+        return StorePlan({tier.name: positions for tier in tiers})
+
+
+class Always(StorePolicy):
+    """What is read goes everywhere once more."""
+
+    wants_reuse = True
+
+    def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+        return StorePlan({tier.name: list(range(len(batch))) for tier in tiers})
+
+
+@pytest.mark.parametrize("policy", [Once, Always])
+def test_what_waits_for_a_tier_stays_shielded_though_it_is_read_meanwhile(doubles: Any, policy: Any) -> None:
+    adapter = doubles.adapter()
+    tier = doubles.tier("mem", adapter, connections=1)
+    loop = doubles.loop(doubles.l1(), tier, store_policy=policy(), config={"dirty": "keep"}, stands=True)
+    loop.idle()
+    adapter.hang("store")
+    tier.batch_keys_max = 1
+    committed = [loop.l1.put(key, content) for key, content in doubles.contents(8).items()]
+    loop.tiering.on_committed(committed)
+    loop.until(lambda: adapter.entered.acquire(blocking=False))
+    shielded = set(loop.l1.shielded)
+    assert len(shielded) == 8
+    loop.tiering.on_committed([item._replace(reused=True) for item in committed])
+    loop.until(lambda: not loop.tiering.status()["stores"]["arrived"])
+    assert set(loop.l1.shielded) == shielded, "none of them is on the tier yet"
+    adapter.release("store")
+    loop.idle()
+    assert len(adapter.objects) == 8
+    assert not loop.l1.shielded
