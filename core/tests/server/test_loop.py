@@ -15,22 +15,29 @@ from lmcache_core.server.lifeline import LifelineListener
 from lmcache_core.server.loop import Loop
 
 
-def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(
+    caplog: pytest.LogCaptureFixture, error: type[BaseException]
+) -> None:
     ticks: list[float] = []
 
     def tick() -> float | None:
         ticks.append(loop.clock.now)
         if len(ticks) == 1:
-            raise RuntimeError("a fault of the tick")
+            raise error("a fault of the tick")
         return None
 
     def handler(mask: int) -> None:
         os.read(reading, 1)
         handled.set()
-        raise RuntimeError("a fault of a handler")
+        raise error("a fault of a handler")
 
     def call() -> None:
-        raise RuntimeError("a fault of a call")
+        raise error("a fault of a call")
 
     loop = Loop(tick, Clock())
     reading, writing = os.pipe()

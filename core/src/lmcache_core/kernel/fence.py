@@ -16,7 +16,7 @@ from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.residents import Residents
 
-STEP_OBJECTS = 256  # freed in one step: about a millisecond, half of what a page may hold the loop
+STEP_OBJECTS = 128  # freed in one step: half a millisecond
 
 
 class Fence:

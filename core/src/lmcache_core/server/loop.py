@@ -103,14 +103,16 @@ class Loop:
                 if handler is not None and fd not in removed:
                     try:
                         handler(mask)
-                    except Exception:
-                        log.exception(_FAULT)
-                        self.faults += 1
+                    except KeyboardInterrupt:
+                        raise
+                    except BaseException:  # noqa: BLE001 - told by `_failed`
+                        self._failed()
             try:
                 next_tick = self._tick()
-            except Exception:
-                log.exception(_FAULT)
-                self.faults += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001 - told by `_failed`
+                self._failed()
                 next_tick = clock.now + HOUSEKEEPING_S  # what fails at once would fail again at once
             cpu_s = thread_time()
             if cpu_s - cpu_before_s > self.longest_turn_cpu_s:
@@ -118,6 +120,11 @@ class Loop:
             cpu_before_s = cpu_s
             # From this moment, not from the turn's beginning: a wait would be too long by what the turn took.
             timeout = -1.0 if next_tick is None else max(0.0, next_tick - clock.read())
+
+    def _failed(self) -> None:
+        """Something raised, perhaps a plugin in Rust, whose panic is no `Exception`: serving goes on."""
+        log.exception(_FAULT)
+        self.faults += 1
 
     @property
     def ended(self) -> bool:
@@ -139,6 +146,7 @@ class Loop:
         for _ in range(len(self._calls)):
             try:
                 self._calls.popleft()()
-            except Exception:
-                log.exception(_FAULT)
-                self.faults += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001 - told by `_failed`
+                self._failed()
