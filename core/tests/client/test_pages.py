@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -817,3 +818,76 @@ def test_a_commit_that_nobody_waits_for_is_stored_all_the_same(server: Server, w
         client.noop()
         until(lambda: watcher.lookup(small.keys, namespace=small.space).hits == small.count, "the commit")
         assert leases(watcher) == NO_LEASES
+
+
+# --- interrupts, and servers that come back ---------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """What Ctrl-C raises, wherever the thread is."""
+
+
+@needs_native
+@pytest.mark.parametrize("use_index", [True, False])
+def test_an_interrupt_anywhere_leaves_no_thread_at_work_and_no_lease(
+    server: Server, watcher: Client, use_index: bool
+) -> None:
+    with connect(server, use_index=use_index) as client:
+        large = Large(client)
+        raised, own = 0, threading.get_ident()
+        raise_here = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+        def interrupt(after_s: float, over: threading.Event) -> None:
+            if not over.wait(after_s):
+                raise_here(ctypes.c_ulong(own), ctypes.py_object(Interrupt))
+
+        for attempt in range(40):
+            over = threading.Event()
+            thread = threading.Thread(target=interrupt, args=(attempt * 0.0004, over))
+            try:
+                thread.start()
+                if attempt % 2:
+                    large.pages.retrieve([large.entry])
+                else:
+                    large.pages.store([large.entry._replace(keys=fresh_keys(8), page_ids=list(range(8)))])
+                over.set()
+                thread.join()
+                for _ in range(100):  # one that is on its way comes here
+                    time.sleep(0)
+            except Interrupt:
+                raised += 1
+                assert not [work for work in client._links.occupancy._works.values() if work.running]
+                nobody_writes(large, lambda: watcher.ping(bytes(1000)))
+            finally:
+                over.set()
+                thread.join()
+            large.storage[:] = 0
+        assert raised
+
+        def let_go() -> bool:
+            client.noop()
+            return leases(watcher) == NO_LEASES
+
+        gc.collect()
+        until(let_go, "the leases to go")
+        assert large.pages.retrieve([large.entry]).hits == large.count
+        client.clear(large.space)
+
+
+def test_pages_are_stored_again_at_the_next_server(tmp_path: Path) -> None:
+    composed = make_settings(
+        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 8 << 20}, drain_s=0.1,
+    )  # fmt: skip
+    with Client.connect(composed.name, runtime_dir=composed.runtime_dir) as client:
+        small = Small(client.register_pages)
+        assert set(small.pages.store([small.entry]).statuses[0]) == {Status.UNREACHABLE}
+        for _ in range(2):
+            with Server(composed, load_plugins()) as server:
+                assert server.populator.wait(60)
+                small.storage[:] = small.before
+                until(lambda: small.pages.store([small.entry]).stored == small.count, "the server")
+                small.storage[:] = 0
+                result = small.pages.retrieve([small.entry])
+                assert result.hits == small.count
+                small.check(result)
