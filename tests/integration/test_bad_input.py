@@ -22,10 +22,16 @@ Node = Any  # the fixture of tests/conftest.py
 HALF = Namespace("half", Layout("bfloat16", (2, 64, 8), "KTD"))
 BAD_OBJECTS = {
     "another dtype": (torch.zeros(2, 64, 8), r"tensor 1 is float32 .*convert it, or register its dtype"),
+    "the same numbers in another shape": (
+        torch.zeros(64, 2, 8, dtype=torch.bfloat16),
+        r"tensor 1 has shape \(64, 2, 8\)",
+    ),
     "another shape": (torch.zeros(2, 64, 9, dtype=torch.bfloat16), r"tensor 1 has shape \(2, 64, 9\)"),
     "not contiguous": (torch.zeros(2, 8, 64, dtype=torch.bfloat16).mT, r"tensor 1 .*call \.contiguous\(\)"),
     "too few bytes": (bytearray(2047), r"object 1 has 2,047 bytes .* 2,048"),
-    "an array of another item size": (np.zeros(512, np.float32), r"object 1 has items of 4 bytes .*view\.cast"),
+    "an array of another item size": (np.zeros(512, np.float32), r"object 1 has items of format 'f' .*view\.cast"),
+    "an array of another dtype": (np.zeros(1024, np.int16), r"object 1 has items of format 'h' .*convert it"),
+    "an array of another shape": (np.zeros((64, 2, 8), np.uint16), r"object 1 has shape \(64, 2, 8\) .*reshape it"),
     "an array that is not contiguous": (np.zeros((64, 32), np.uint8).T[:, :32], r"object 1 is not contiguous"),
     "no buffer at all": ([1, 2, 3], r"object 1 is a list: give a torch tensor"),
     "text": ("x" * 2048, r"object 1 is a str"),
@@ -133,7 +139,7 @@ def test_what_may_be_written_from_and_read_into_is_anything_with_the_bytes(node:
     keys = [node.key(number) for number in range(len(views))]
     assert client.store(keys, views, namespace=HALF).stored == len(views)
     back = torch.zeros(2, 64, 8, dtype=torch.bfloat16)
-    array = np.zeros((2, 64, 8), np.int16)
+    array = np.zeros((2, 64, 8), np.uint16)
     for key in keys:
         assert client.retrieve([key, keys[0]], [back, array], namespace=HALF).hits == 2
         assert torch.equal(back, tensor)

@@ -336,3 +336,18 @@ def test_a_quota_of_any_ancestor_group_bounds_the_cores(tmp_path: Path) -> None:
     assert usable_cores(root) == ours
     plant({"sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us": "50000\n"})
     assert usable_cores(root) == 1, "half a processor is still one thread"
+
+
+def test_an_array_of_another_dtype_or_shape_than_the_layouts_is_refused() -> None:
+    np = pytest.importorskip("numpy")
+    layout = Layout("float16", (4, 8))
+    right = np.zeros((4, 8), np.float16)
+    for each in (right, right.ravel(), right.tobytes(), memoryview(right).cast("B"), bytearray(64)):
+        spans([each], 1, layout, writable=False)
+    for each in (right.view(np.int16), right.view(np.uint16), np.zeros(8, np.float64), right.view(np.int8)):
+        with pytest.raises(UsageError, match="has items of format"):
+            spans([each], 1, layout, writable=False)
+    with pytest.raises(UsageError, match=r"has shape \(8, 4\)"):
+        spans([right.reshape(8, 4)], 1, layout, writable=False)
+    with pytest.raises(UsageError, match="has items of format 'h'"):
+        spans([right.view(np.int16)], 1, Layout("bfloat16", (4, 8)), writable=False)

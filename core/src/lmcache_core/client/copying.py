@@ -21,7 +21,19 @@ from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
 
-_FREE_FORMATS = ("B", "b", "c")  # plain bytes: the caller vouches for what they mean
+_BYTES = ("B", "c")  # plain bytes: the caller vouches for what they mean
+# What a buffer says of its items, by dtype. None says bfloat16: arrays carry it as uint16. None says float8.
+_FORMATS = {
+    "float64": ("d",),
+    "float32": ("f",),
+    "float16": ("e",),
+    "bfloat16": ("H",),
+    "int64": ("q", "l"),
+    "int32": ("i",),
+    "int16": ("h",),
+    "int8": ("b",),
+    "bool": ("?",),
+}
 _addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
 
 
@@ -80,11 +92,13 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
         raise UsageError(f"object {position} is not contiguous: copy it first (numpy.ascontiguousarray)")
     if view.nbytes != layout.nbytes:
         raise UsageError(f"object {position} has {view.nbytes:,} bytes and its layout {layout} has {layout.nbytes:,}")
-    if view.format not in _FREE_FORMATS and view.itemsize != layout.itemsize:
+    if view.format not in _BYTES and view.format not in _FORMATS.get(layout.dtype, ()):
         raise UsageError(
-            f"object {position} has items of {view.itemsize} bytes and its layout is {layout}: "
-            "pass its bytes (view.cast('B')) if that is what you mean"
+            f"object {position} has items of format {view.format!r} and its layout is {layout}: convert it, or pass "
+            "its bytes (view.cast('B')) if that is what you mean"
         )
+    if view.ndim > 1 and view.itemsize == layout.itemsize and view.shape != layout.shape:
+        raise UsageError(f"object {position} has shape {view.shape} and its layout is {layout}: reshape it")
     if not view.readonly:
         return _addressof(_from_buffer(view)), view  # 0.15 µs; what also takes read-only buffers 0.8
     if writable:
@@ -96,7 +110,7 @@ def _tensor_span(tensor: Any, position: int, layout: Layout) -> Span:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype != layout.dtype:
         raise UsageError(f"tensor {position} is {dtype} and its layout is {layout}: convert it, or register its dtype")
-    if tensor.numel() != math.prod(layout.shape):
+    if tensor.numel() != math.prod(layout.shape) or (tensor.dim() > 1 and tuple(tensor.shape) != layout.shape):
         raise UsageError(f"tensor {position} has shape {tuple(tensor.shape)} and its layout is {layout}")
     if not tensor.is_contiguous():
         raise UsageError(f"tensor {position} is not contiguous: call .contiguous() first")
