@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kernel_words import BIG, LAYOUT, MIB, NS, OTHER, WORKER, found, keys, names, offer, read, store
+from kernel_words import BIG, LAYOUT, MIB, NS, NS2, OTHER, WORKER, found, keys, names, offer, read, store
 
 from lmcache_core.kernel import Grants, Kernel
 from lmcache_core.kernel.contracts import Entry
@@ -117,6 +117,46 @@ def test_a_drain_answers_who_waits(full: Kernel) -> None:
     assert full.usage().emptying_bytes == 0
 
 
+def test_slabs_that_others_give_back_meanwhile_are_taken_before_more_goes(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = make_kernel(slots=16)
+    written = offer(kernel, *range(9100, 9108), session=OTHER)
+    filled(kernel)
+    waiting = begin(kernel, 9000, layout=HUGE)
+    kernel.step(0.0)
+    kernel.abort_store(OTHER, written.lease_id, 0.0)
+    kernel.take_effects()
+    assert names(finish(kernel, waiting).statuses) == ["GRANTED"]
+    assert not evicted(kernel)
+    assert kernel.usage().emptying_bytes == 0
+
+
+@pytest.mark.parametrize("scope", [NS, None])
+def test_what_was_offered_before_a_clear_does_not_appear_after_it(full: Kernel, scope: int | None) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    full.step(0.0)
+    full.clear(1.0, scope)
+    assert names(finish(full, waiting, 1.0).statuses) == ["FULL"]
+    assert full.usage().used_bytes == full.usage().emptying_bytes == 0
+    assert names(offer(full, 9000, layout=HUGE, now=1.0).statuses) == ["GRANTED"], "what comes after it has the room"
+
+
+def test_a_clear_of_another_namespace_gives_a_waiting_grant_its_room(full: Kernel) -> None:
+    waiting = begin(full, 9000, layout=HUGE)
+    full.step(0.0)
+    full.clear(1.0, NS2)
+    assert names(finish(full, waiting, 1.0).statuses) == ["GRANTED"]
+
+
+def test_slabs_that_are_emptied_count_with_all_their_units(make_kernel: Callable[..., Kernel]) -> None:
+    """Slots of 608 KiB stand by three in slabs of two units: ten units are five of them."""
+    kernel = make_kernel(slots=64)
+    kernel.register_layout(TINY, 608 << 10)
+    store(kernel, *range(96), layout=TINY)
+    kernel.take_effects()
+    assert names(finish(kernel, begin(kernel, *range(1000, 1010), layout=LAYOUT)).statuses) == ["GRANTED"] * 10
+    assert evicted(kernel) == 15
+
+
 def test_a_reader_that_comes_between_two_steps_keeps_its_bytes(full: Kernel) -> None:
     waiting = begin(full, 9000, layout=HUGE)
     for _ in range(4):
@@ -158,10 +198,11 @@ def test_stores_that_wait_are_carried_out_in_their_order(full: Kernel) -> None:
     assert names(finish(full, second).statuses) == ["GRANTED"]
 
 
-def test_a_clear_makes_the_room_that_a_store_waits_for(full: Kernel) -> None:
-    waiting = begin(full, 9000, layout=HUGE)
+def test_a_clear_makes_the_room_that_a_store_of_another_namespace_waits_for(full: Kernel) -> None:
+    waiting = full.begin_store(WORKER, NS2, HUGE, keys(9000), 0.0, wait_s=5.0)
+    assert isinstance(waiting, Preparation)
     full.step(0.0)
-    full.begin_clear(0.0)
+    full.begin_clear(0.0, NS)
     assert names(finish(full, waiting).statuses) == ["GRANTED"]
     assert evicted(full) <= STEP_OBJECTS, "what was cleared goes before anything is evicted"
     while full.clearing:

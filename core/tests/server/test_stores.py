@@ -172,3 +172,21 @@ def test_a_drain_does_not_wait_for_room(full: Server, go: threading.Event) -> No
         go.set()
         thread.join(WAIT_S)
         assert outcome == [0]
+
+
+def test_what_a_store_offers_before_a_clear_is_not_found_after_it(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        outcome: list[int] = []
+        thread = threading.Thread(
+            target=lambda: outcome.append(other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored)
+        )
+        thread.start()
+        wait_for(full, lambda: full.stores.under_way == 1)
+        client.clear(LARGE)
+        go.set()
+        thread.join(WAIT_S)
+        assert outcome == [0]
+        assert not other.lookup(keys(1, 1 << 20), namespace=LARGE).hits
+        assert other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE).stored == 1

@@ -100,11 +100,10 @@ class Slab:
 class Emptying:
     """Units on their way from their slabs to another size class: see `Allocator.begin_emptying`."""
 
-    __slots__ = ("loose", "nbytes", "run", "slabs")
+    __slots__ = ("loose", "slabs", "slots")
 
-    def __init__(self, run: range, nbytes: int, slabs: list[Slab], loose: list[int]) -> None:
-        self.run = run
-        self.nbytes = nbytes
+    def __init__(self, slots: int, slabs: list[Slab], loose: list[int]) -> None:
+        self.slots = slots  # that it will make for the class that it is for
         self.slabs = slabs
         self.loose = loose  # units of the run that are in no slab
 
@@ -293,9 +292,9 @@ class Allocator:
             return self._units[unit] == FREE
         return owner.size_class is not self.emptying and owner not in avoid
 
-    def begin_emptying(self, run: range) -> Emptying:
+    def begin_emptying(self, size_class: SizeClass, run: range) -> Emptying:
         """From here on nothing new comes to stand in these units, and nobody gets them, until `give_emptied` or `keep`
-        ends that. `run` is what `run_around` named, and nothing has happened since."""
+        ends that. `run` is what `run_around` named for the class, and nothing has happened since."""
         slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
         for slab in slabs:
             home = slab.home = slab.size_class  # which goes on counting the slab, but none of its slots
@@ -308,7 +307,13 @@ class Allocator:
         loose = [unit for unit in run if self._owners[unit] is None]
         for unit in loose:
             self._units[unit] = TAKEN
-        return Emptying(run, self._run_bytes(run.start, len(run)), slabs, loose)
+        # A slab goes whole, also where it reaches beyond the run: all of its units make slots.
+        start = min([run.start, *(slab.first_unit for slab in slabs)])
+        end = max([run.stop, *(slab.first_unit + slab.units for slab in slabs)])
+        units = size_class.units_least
+        firsts = range(start, end - units + 1, units)
+        slots = sum(self._run_bytes(first, units) // size_class.slot_bytes for first in firsts)
+        return Emptying(slots, slabs, loose)
 
     def keep(self, emptying: Emptying) -> None:
         """The units are not needed, or could not be emptied: their slabs are as all others again."""

@@ -479,6 +479,7 @@ class Kernel:
         is done before those that began before it."""
         self._expire_due(now)
         clearing = self._fence.begin(namespace, now, session_id)
+        self._rooms.clear(namespace)
         self.adoption.cleared(namespace, clearing)
         return clearing
 

@@ -35,7 +35,7 @@ class Preparation:
     """A grant under way. It is `done` once it has `grants`, an `error`, or was given up."""
 
     __slots__ = (
-        "cancelled", "deadline", "emptied", "emptying", "error", "existing", "grants", "keys", "known_busy",
+        "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "grants", "keys", "known_busy",
         "layout_id", "lease_id", "live", "namespace", "session", "size_class", "slots", "until_s",
     )  # fmt: skip
 
@@ -70,6 +70,7 @@ class Preparation:
         self.grants: Grants | None = None
         self.error: CacheError | None = None
         self.cancelled = False
+        self.cleared = False  # a clear came: what was offered before it is granted nothing
 
     @property
     def done(self) -> bool:
@@ -78,7 +79,7 @@ class Preparation:
     @property
     def slots_to_come(self) -> int:
         """Slots that what is emptied already will make."""
-        return sum(each.nbytes // self.size_class.slot_bytes for each in self.emptied)
+        return sum(each.slots for each in self.emptied)
 
 
 class EmptyingSteps:
@@ -171,6 +172,13 @@ class Rooms:
         for preparation in self._waiting:
             preparation.until_s = float("-inf")
 
+    def clear(self, namespace: int | None) -> None:
+        """What was offered for this scope (None: all) before the clear must not appear after it."""
+        for preparation in self._waiting:
+            if namespace in (None, preparation.namespace):
+                preparation.cleared = True
+                preparation.until_s = float("-inf")
+
     def step(self, now: float) -> None:
         """A bounded step for the first that waits."""
         first = next(iter(self._waiting), None)
@@ -189,18 +197,17 @@ class Rooms:
     def _advance(self, first: Preparation) -> bool:
         """Whether it is worth waiting for the next step."""
         residents, allocator = self._residents, self._residents.allocator
+        missing = first.slots - first.slots_to_come
+        while first.size_class.slots_free < missing and allocator.grow(first.size_class):
+            pass  # somebody gave whole slabs back since
+        if first.size_class.slots_free >= missing:
+            return False
         if first.emptying is not None:
             self._empty_more(first, first.emptying)
             return True
-        missing = first.slots - first.slots_to_come
-        if first.size_class.slots_free >= missing:
-            return False
-        if residents.clearings:  # they give more room than any eviction, and nobody misses it
-            freed = self._fence.step()
-            while first.size_class.slots_free < first.slots and allocator.grow(first.size_class):
-                pass
-            if freed:
-                return True
+        # Clears give more room than any eviction, and nobody misses it.
+        if residents.clearings and self._fence.step():
+            return True
         if make_room(residents, first.size_class, missing, first.namespace, may_wait=True):
             return False
         # Behind what is made already there is more of an adopted pool, and it may be what can go.
@@ -228,7 +235,9 @@ class Rooms:
                 continue
             run = allocator.run_around(first.size_class, slab, first.known_busy)
             if run is not None:
-                first.emptying = EmptyingSteps(residents, allocator.begin_emptying(run), first.namespace)
+                first.emptying = EmptyingSteps(
+                    residents, allocator.begin_emptying(first.size_class, run), first.namespace
+                )
                 return True
             first.known_busy.add(slab)  # its neighbours are busy: the same for this purpose
         return False

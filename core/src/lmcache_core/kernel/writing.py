@@ -110,9 +110,10 @@ class Writing:
         live: State,
         ttl_s: float | None,
         wait_s: float = 0.0,
+        cleared: bool = False,
     ) -> Grants | Preparation:
         """`wait_s`: where room is to be had in more than one step, the answer is a `Preparation` that waits for it so
-        long; with 0 the keys without room are FULL."""
+        long; with 0 the keys without room are FULL. `cleared`: offered before a clear, it is granted nothing."""
         lease = self._lease_to_extend(session, lease_id, namespace, live)
         check_batch(keys, lease)
         size_class = self._layouts.get(layout_id)
@@ -133,7 +134,10 @@ class Writing:
         if existing:
             residents.policy.access(existing[::-1])
         try:
-            refusal, placed = self._place(session, size_class, created, existing, may_wait=wait_s > 0)
+            if cleared:
+                refusal, placed = Grant.FULL, 0
+            else:
+                refusal, placed = self._place(session, size_class, created, existing, may_wait=wait_s > 0)
         except _MustWaitError:
             residents.unclaim(created)
             deadline = None if ttl_s is None else now + ttl_s
@@ -177,8 +181,9 @@ class Writing:
         """What one that has waited is granted, with the room that there is now."""
         ttl_s = None if waited.deadline is None else max(0.0, waited.deadline - now)
         grants = self.prepare(
-            waited.session, waited.namespace, waited.layout_id, waited.keys, now, waited.lease_id, waited.live, ttl_s
-        )
+            waited.session, waited.namespace, waited.layout_id, waited.keys, now, waited.lease_id, waited.live, ttl_s,
+            cleared=waited.cleared,
+        )  # fmt: skip
         assert isinstance(grants, Grants)  # it does not wait twice
         return grants
 
