@@ -62,6 +62,24 @@ def test_an_embedded_server_is_served_by_one_thread_however_it_is_started(tmp_pa
     assert nothing_left(server)
 
 
+def test_a_client_that_connects_as_the_server_ends_finds_an_end_of_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(settings_for(tmp_path), load_plugins()).start()
+    late: list[Any] = []
+
+    def close() -> None:  # the loop turns no more, and says not yet that it has ended
+        late.append(server._open_pair())
+        ends()
+
+    ends = server.loop.close
+    monkeypatch.setattr(server.loop, "close", close)
+    server.stop()
+    (connection,) = late
+    assert connection.ended()
+    connection.close()
+
+
 def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_threads(self: object) -> None:
         raise RuntimeError("can't start new thread")

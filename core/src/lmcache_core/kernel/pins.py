@@ -11,6 +11,8 @@ from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 
+STALE_KEPT = 1024  # listed objects that are not worth a look at all
+
 
 class Pins:
     """Ready objects with a server's hold on them, until a time."""
@@ -20,7 +22,10 @@ class Pins:
         self._nbytes_max = nbytes_max
         self._until: dict[Incarnation, float] = {}
         self._by: dict[Incarnation, Account] = {}  # whom each is charged to: who pinned it first
+        # When to look at which: each where it stood when it was pinned first. One that was made to last longer since is
+        # put back then, so to pin again costs no memory.
         self._batches: list[tuple[float, int, list[Incarnation]]] = []
+        self._listed = 0  # in batches; more than are pinned, by those that were let go of before their time
         self._count = 0
         self.nbytes = 0
 
@@ -31,7 +36,6 @@ class Pins:
         """GRANTED (a pin that is there already is made to last longer), QUOTA at a cap, or MISS."""
         table = self._residents.table.of(namespace)
         statuses = bytearray(len(keys))
-        batch: list[Incarnation] = []
         fresh: list[Incarnation] = []
         for at, key in enumerate(keys):
             found = table.get(key)
@@ -47,13 +51,15 @@ class Pins:
                 account.take((found,))
                 self._by[found] = account
             self._until[found] = max(until, self._until.get(found, until))
-            batch.append(found)
-        if batch:
-            self._count += 1
-            heapq.heappush(self._batches, (until, self._count, batch))
         if fresh:
+            self._list(until, fresh)
             self._residents.hold(fresh)
         return statuses
+
+    def _list(self, until: float, objects: list[Incarnation]) -> None:
+        self._count += 1
+        self._listed += len(objects)
+        heapq.heappush(self._batches, (until, self._count, objects))
 
     def unpin(self, namespace: int, keys: Sequence[bytes]) -> bytearray:
         """GRANTED where there was a pin, MISS elsewhere."""
@@ -73,7 +79,7 @@ class Pins:
                 self._by.pop(item).give((item,))
             self.nbytes -= sum(item.nbytes for item in pinned)
             self._residents.release(pinned)
-        if len(self._batches) > 64 and len(self._batches) > 2 * len(self._until):
+        if self._listed > STALE_KEPT and self._listed > 2 * len(self._until):
             self._sift()
 
     def expire(self, now: float, objects_max: int) -> None:
@@ -81,12 +87,29 @@ class Pins:
         while self._batches and self._batches[0][0] <= now and objects_max > 0:
             batch = heapq.heappop(self._batches)[2]
             objects_max -= len(batch)
+            self._listed -= len(batch)
+            later: dict[float, list[Incarnation]] = {}
+            for item in batch:
+                until = self._until.get(item, now)
+                if until > now:
+                    later.setdefault(until, []).append(item)
+            for until, items in later.items():
+                self._list(until, items)
             self.let_go([item for item in batch if self._until.get(item, now + 1) <= now])
 
     def next_deadline(self) -> float | None:
         return self._batches[0][0] if self._batches else None
 
     def _sift(self) -> None:
-        # Batches of which nothing is pinned any more: an operator who pins and unpins all day leaves none behind.
-        self._batches = [entry for entry in self._batches if any(item in self._until for item in entry[2])]
+        # An operator who pins and unpins all day leaves no list of what is not pinned any more.
+        kept: dict[Incarnation, tuple[float, int]] = {}
+        for until, number, batch in self._batches:
+            for item in batch:
+                if item in self._until:
+                    kept[item] = min((until, number), kept.get(item, (until, number)))
+        batches: dict[tuple[float, int], list[Incarnation]] = {}
+        for item, place in kept.items():
+            batches.setdefault(place, []).append(item)
+        self._batches = [(until, number, batch) for (until, number), batch in batches.items()]
         heapq.heapify(self._batches)
+        self._listed = len(kept)

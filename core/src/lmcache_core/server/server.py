@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -78,6 +79,7 @@ class Server:
         self.adopting: Adopting | None = None
         self.service_manager = ServiceManager()
         self._thread: threading.Thread | None = None
+        self._arrivals: deque[socket.socket] = deque()  # of clients in this process, until the loop takes them
         self._drain_until_s: float | None = None
         self._housekeeping_at_s = self._chores_at_s = 0.0
         with contextlib.ExitStack() as undo:
@@ -219,8 +221,21 @@ class Server:
         if self.loop.ended:
             raise DisconnectedError(f"the embedded server {self.settings.name!r} has ended")
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self.loop.call(lambda: self._accept(ours))
+        self._arrivals.append(ours)
+        self.loop.call(self._accept_arrivals)
+        if self.loop.ended:  # it ended meanwhile, and runs nothing any more
+            self._close_arrivals()
         return LifelineConnection(theirs)
+
+    def _accept_arrivals(self) -> None:
+        while self._arrivals:
+            self._accept(self._arrivals.popleft())
+
+    def _close_arrivals(self) -> None:
+        """Who came too late finds an end of file."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._arrivals.popleft().close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -420,6 +435,7 @@ class Server:
             ("carrying out what was decided", self.l1.apply),
             ("keeping the pool", self._keep_pool),
             ("closing the loop", self.loop.close),
+            ("turning away who came too late", self._close_arrivals),
             ("letting go of what was adopted", self._close_former),
             ("letting go of the index", self._close_index),
             ("closing the pool", self.segment.close),
