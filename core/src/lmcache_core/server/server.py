@@ -218,13 +218,13 @@ class Server:
         from lmcache_core.client.connection import LifelineConnection
         from lmcache_core.errors import DisconnectedError
 
-        if self.loop.ended:
-            raise DisconnectedError(f"the embedded server {self.settings.name!r} has ended")
         theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._arrivals.append(ours)
         self.loop.call(self._accept_arrivals)
-        if self.loop.ended:  # it ended meanwhile, and runs nothing any more
+        if self.loop.ended:  # perhaps just now: it runs nothing any more
             self._close_arrivals()
+            theirs.close()
+            raise DisconnectedError(f"the embedded server {self.settings.name!r} has ended")
         return LifelineConnection(theirs)
 
     def _accept_arrivals(self) -> None:
