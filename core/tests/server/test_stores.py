@@ -144,6 +144,31 @@ def test_a_load_that_is_given_up_while_it_waits_leaves_nothing(
     assert not answers
 
 
+def test_those_who_gave_up_are_forgotten_while_the_oldest_still_waits(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.lookup(keys(1), namespace=LARGE)
+    layout_id = full.l1.layout_id(LARGE.layout, set)
+    begun = threading.Event()
+
+    def begin() -> None:
+        deadline = full.clock.now + WAIT_S
+        waits: list[Any] = [
+            full.l1.begin_load(7, layout_id, keys(1, (1 << 21) + at), deadline, lambda loading: None)
+            for at in range(1000)
+        ]
+        for wait in waits[1:]:
+            wait.cancel()
+        begun.set()
+
+    full.loop.call(begin)
+    assert begun.wait(WAIT_S)
+    wait_for(full, lambda: full.kernel.preparing == 1 and len(full.l1._preparing) == 1)
+    go.set()
+    wait_for(full, lambda: not full.kernel.working)
+
+
 def test_status_says_what_each_holder_has_of_what_all_share(full: Server, client: Client, go: threading.Event) -> None:
     with full.connect("other") as other:
         thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))

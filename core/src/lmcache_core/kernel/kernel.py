@@ -217,6 +217,11 @@ class Kernel:
         """Whether `step` has something left to do."""
         return bool(self._rooms or self._releases)
 
+    @property
+    def preparing(self) -> int:
+        """Grants that wait for room."""
+        return len(self._rooms)
+
     def grant_more(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
     ) -> None:

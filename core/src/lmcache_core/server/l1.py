@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
+CANCELLED_KEPT = 64  # so few are not worth sifting
 
 REASONS = {
     TierReason.NOWHERE: Reason.NONE,  # the kernel knows better why it is not in the L1 any more
@@ -339,6 +340,8 @@ class L1:
             preparation, answer = preparing.popleft()
             if not preparation.cancelled:
                 answer()
+        if len(preparing) > CANCELLED_KEPT + 2 * kernel.preparing:  # who comes and goes leaves none behind the oldest
+            self._preparing = deque(each for each in preparing if not each[0].cancelled)
         return kernel.working
 
     def commit_load(
