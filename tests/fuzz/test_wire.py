@@ -58,7 +58,7 @@ def garbage(seed: int) -> Iterator[bytes]:
         m.CommitStore(7, 2**63, 0, 4),
         m.CommitStore(7, 12345, 0, 4, b"", bytes(32)),
         m.ReportDamaged(7, 12345, 0, 1),
-        m.Lookup(7, 1, key, hold=True),
+        m.LookupRequest(7, 1, key, hold=True),
         m.FinishRead(7, 12345, 0, 1),
         m.PrepareRetrieve(7, 1, key, 99, 98),
         m.PrepareRetrieve(7, 1, key, 0, 0, True, True),
@@ -150,7 +150,7 @@ def test_too_many_keys_in_one_frame_are_refused_with_the_cure(node: Node) -> Non
     layout = node.namespace.layout
     sock.send(encode(m.RegisterLayout(1, 1, layout.dtype, list(layout.shape), "", layout.fingerprint)))
     assert isinstance(decode_reply(sock.recv(FRAME_BYTES_MAX)), m.LayoutRegistered)
-    sock.send(encode(m.Lookup(4, 1, bytes(32 * (BATCH_KEYS_MAX + 1)))))
+    sock.send(encode(m.LookupRequest(4, 1, bytes(32 * (BATCH_KEYS_MAX + 1)))))
     reply = decode_reply(sock.recv(FRAME_BYTES_MAX))
     assert isinstance(reply, m.Error)
     assert reply.rid == 4
@@ -205,7 +205,7 @@ def test_a_session_cannot_settle_the_lease_of_another(node: Node) -> None:
 def test_nothing_is_answered_before_hello_but_an_error(node: Node) -> None:
     node.serve()
     sock = node.socket()
-    for request in (m.Noop(1), m.Status(2), m.Clear(3, None)):
+    for request in (m.Noop(1), m.StatusRequest(2), m.Clear(3, None)):
         sock.send(encode(request))
         reply = decode_reply(sock.recv(FRAME_BYTES_MAX))
         assert isinstance(reply, m.Error)

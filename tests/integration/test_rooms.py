@@ -83,6 +83,15 @@ def test_no_two_modules_import_each_other() -> None:
     assert not left, "each of these waits for another of them"
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    named: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = (
         "import sys, lmcache_core\n"

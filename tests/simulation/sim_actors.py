@@ -19,7 +19,7 @@ import lmcache_core.client.client as client_module
 import lmcache_core.client.retrieving as retrieving_module
 from lmcache_core.client.client import Client
 from lmcache_core.client.hits import Hits
-from lmcache_core.client.lookups import LookupHandle, Lookups
+from lmcache_core.client.lookups import ClientLookups, LookupHandle
 from lmcache_core.client.results import Status
 from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
 
@@ -517,7 +517,7 @@ def watch_waits() -> None:
     """What must not wait for the server, says so while it is at work."""
     Hits.find = _quick("a look into the index", Hits.find)  # type: ignore[method-assign]
     Hits.read = _quick("a read by the index", Hits.read)  # type: ignore[method-assign]
-    Lookups.start = _quick("lookup_nowait", Lookups.start)  # type: ignore[method-assign]
+    ClientLookups.start = _quick("lookup_nowait", ClientLookups.start)  # type: ignore[method-assign]
     LookupHandle.cancel = _quick("cancel", LookupHandle.cancel)  # type: ignore[method-assign]
 
 

@@ -17,7 +17,7 @@ from lmcache_core.errors import CacheError
 from lmcache_core.kernel.adoption import Adoption
 from lmcache_core.kernel.answers import LeaseKind, Reason
 from lmcache_core.kernel.endings import Endings
-from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.leases import KernelLease, LeaseBook
 from lmcache_core.kernel.reading import Reading
 from lmcache_core.kernel.writing import Writing
 from lmcache_core.protocol import messages as m
@@ -63,7 +63,7 @@ def the_slots_of_an_expired_writer_are_free_at_once() -> None:
     """No quarantine."""
     expire = Writing.expire
 
-    def hasty(self: Writing, lease: Lease) -> None:
+    def hasty(self: Writing, lease: KernelLease) -> None:
         expire(self, lease)
         self.give_up(lease, Reason.EXPIRED)
 
@@ -74,7 +74,7 @@ def the_pins_of_a_slow_reader_expire() -> None:
     """The slot is overwritten under its eyes."""
     expire = Reading.expire
 
-    def hasty(self: Reading, lease: Lease) -> None:
+    def hasty(self: Reading, lease: KernelLease) -> None:
         expire(self, lease)
         self.let_go(lease)
 
@@ -85,7 +85,7 @@ def promises_never_expire() -> None:
     """What nobody redeems is kept for ever."""
     push = LeaseBook._push
 
-    def patient(self: LeaseBook, lease: Lease) -> None:
+    def patient(self: LeaseBook, lease: KernelLease) -> None:
         if lease.kind is not LeaseKind.PROMISE:
             push(self, lease)
 

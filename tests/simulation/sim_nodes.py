@@ -209,7 +209,7 @@ class ServerNode:
     def _watch_request(self, peer: SimulatedPeer, frame: bytes) -> None:
         request = decode_request(memoryview(frame))
         self.world.note("server", f"{peer.socket.name} {type(request).__name__}")
-        if isinstance(request, m.Lookup | m.PrepareStore):
+        if isinstance(request, m.LookupRequest | m.PrepareStore):
             self._asked[id(peer), request.rid] = (self.world.now, request)
         elif isinstance(request, m.Clear):
             self._clears[id(peer), request.rid] = (self.world.steps, request)
@@ -218,10 +218,10 @@ class ServerNode:
         """Every frame that the server sends comes by here."""
         reply = decode_reply(memoryview(bytes(frame)))
         self.world.note("server", f"to {peer.socket.name} {type(reply).__name__}")
-        if isinstance(reply, m.LeaseExpired):
+        if isinstance(reply, m.LeaseExpiredNotice):
             return
         asked = self._clears.pop((id(peer), reply.rid), None)
-        if asked is not None and isinstance(reply, m.Cleared):
+        if asked is not None and isinstance(reply, m.ClearedReply):
             self.shadow.cleared(asked[1].namespace, asked[0], tiers=asked[1].tiers)
         came, request = self._asked.pop((id(peer), reply.rid), (0.0, None))
         if isinstance(reply, m.Granted) and request is not None:
@@ -229,7 +229,7 @@ class ServerNode:
             inode = os.fstat(self.server.segment.fileno()).st_ino
             places = self.granted.setdefault(reply.lease, [])
             places += [(inode, offset) if offset else None for offset in unpack_u64(reply.offsets)]
-        elif isinstance(reply, m.Found) and isinstance(request, m.Lookup) and request.wait_s > 0:
+        elif isinstance(reply, m.LookupReply) and isinstance(request, m.LookupRequest) and request.wait_s > 0:
             waited = self.world.now - came
             if not reply.done and waited < request.wait_s - 1e-6:
                 raise Broken(

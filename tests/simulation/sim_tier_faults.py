@@ -18,7 +18,7 @@ from lmcache_core.server.l1 import L1
 from lmcache_core.tiers.contract import Outcome
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import read_header
-from lmcache_core.tiers.l1 import Pinned, TierReason
+from lmcache_core.tiers.l1 import StorePin, TierReason
 from lmcache_core.tiers.lanes import Call, Lane
 from lmcache_core.tiers.loads import Load, LoadTable
 from lmcache_core.tiers.order import KeyOrder
@@ -42,7 +42,7 @@ def a_tier_gets_the_checksum_of_another_commit() -> None:
     """That with which the key was committed first."""
     pin, sums = L1.pin_for_store, dict[tuple[int, int, bytes], int | None]()
 
-    def pin_for_store(self: L1, namespace: int, wanted: Sequence[Named]) -> Pinned:
+    def pin_for_store(self: L1, namespace: int, wanted: Sequence[Named]) -> StorePin:
         pinned = pin(self, namespace, wanted)
         slots = [
             None
@@ -50,7 +50,7 @@ def a_tier_gets_the_checksum_of_another_commit() -> None:
             else slot._replace(checksum=sums.setdefault((id(self.segment), namespace, key), slot.checksum))
             for (key, _), slot in zip(wanted, pinned.slots, strict=True)
         ]
-        return Pinned(pinned.lease, slots)
+        return StorePin(pinned.lease, slots)
 
     L1.pin_for_store = pin_for_store  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ from sim_world import Broken, World
 from lmcache_core.kernel.effects import Committed
 from lmcache_core.kernel.objects import Incarnation as Resident
 from lmcache_core.tiers.format import payload_checksum
-from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Pinned
+from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, StorePin
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -46,7 +46,7 @@ class Watch:
         incarnation = self._shadow.committed(self.bytes_at(item.offset)[:16])
         self._numbers[item.namespace, item.key, item.generation] = incarnation.number
 
-    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
         pinned = self._pin(namespace, wanted)
         for (key, generation), slot in zip(wanted, pinned.slots, strict=True):
             number = self._numbers.get((namespace, key, generation))

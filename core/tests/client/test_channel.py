@@ -210,7 +210,7 @@ def test_an_interrupt_that_eats_the_wake_up_leaves_the_others_reading(script: Sc
 
 
 def undo_of(reply: m.Reply) -> Callable[[int], m.Message] | None:
-    assert isinstance(reply, m.Found)
+    assert isinstance(reply, m.LookupReply)
     return lambda rid: m.FreeLookupLocks(rid, [reply.promise])
 
 
@@ -218,15 +218,15 @@ def undone(script: Script) -> list[int]:
     return [promise for sent in script.sent if isinstance(sent, m.FreeLookupLocks) for promise in sent.promises]
 
 
-def found(rid: int, promise: int) -> m.Found:
-    return m.Found(rid, b"", b"", 0, True, promise, 60.0, 0)
+def found(rid: int, promise: int) -> m.LookupReply:
+    return m.LookupReply(rid, b"", b"", 0, True, promise, 60.0, 0)
 
 
 @pytest.mark.parametrize("way", ["dropped", "dropped late", "abandoned", "abandoned late", "told"])
 def test_what_an_answer_granted_that_nobody_took_is_undone_by_whoever_reads_next(
     script: Script, channel: Channel, way: str
 ) -> None:
-    pending: Pending | None = channel.start(lambda rid: m.Lookup(rid, 1, b"", hold=True), undo_of)
+    pending: Pending | None = channel.start(lambda rid: m.LookupRequest(rid, 1, b"", hold=True), undo_of)
     assert pending is not None
     answer = found(pending.rid, 7)
     if way in ("dropped late", "abandoned late", "told"):

@@ -8,7 +8,7 @@ import pytest
 from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, keys, names, offer, store
 
 from lmcache_core.kernel import Grant, Kernel
-from lmcache_core.kernel.answers import Lookup
+from lmcache_core.kernel.answers import KernelLookup
 
 THIRD = 3
 
@@ -25,7 +25,7 @@ def kernel(make_kernel: Callable[..., Kernel]) -> Kernel:
     )
 
 
-def promise(kernel: Kernel, *numbers: int, session: int = WORKER, now: float = 0.0) -> Lookup:
+def promise(kernel: Kernel, *numbers: int, session: int = WORKER, now: float = 0.0) -> KernelLookup:
     return kernel.lookup(session, NS, keys(*numbers), now, hold=True)
 
 

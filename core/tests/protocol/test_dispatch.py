@@ -74,7 +74,7 @@ class Desk:
         self.server._tick()
         before = len(peer.replies)
         self.server.dispatch.on_frame(peer, memoryview(encode(request)))
-        answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpired)]
+        answers = [reply for reply in peer.replies[before:] if not isinstance(reply, m.LeaseExpiredNotice)]
         assert len(answers) == 1, (request, answers)
         assert answers[0].rid == getattr(request, "rid", 0)
         return answers[0]
@@ -131,8 +131,8 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.PrepareStore, rid, namespace, keys, lease),
         st.builds(m.PrepareRetrieve, rid, namespace, keys, lease, lease, st.booleans()),
         *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
-        st.builds(m.Lookup, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
-        st.builds(m.Lookup, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
+        st.builds(m.LookupRequest, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
+        st.builds(m.LookupRequest, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
         st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
         st.builds(registered, rid, wire_int, st.lists(st.integers(1, 1600), min_size=1, max_size=3)),
         st.builds(m.Pin, rid, namespace, keys, seconds),
@@ -148,7 +148,7 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.Attach, rid, wire_int, wire_int, st.lists(lease, max_size=5)),
         st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int),
         st.builds(m.Ping, rid, st.binary(max_size=100)),
-        st.builds(m.Status, rid),
+        st.builds(m.StatusRequest, rid),
         st.builds(m.GetChunkSize, rid),
     )
 
@@ -280,7 +280,7 @@ def test_damage_is_reported_of_what_a_lease_holds_and_never_hits_a_successor(des
         return int(held.lease)
 
     def hits() -> int:
-        found: Any = desk.say(peer, m.Lookup(8, NAMESPACE, key))
+        found: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key))
         return int(found.hits)
 
     store()
@@ -292,7 +292,7 @@ def test_damage_is_reported_of_what_a_lease_holds_and_never_hits_a_successor(des
     assert hits() == 1
     told: Any = desk.say(peer, m.ReportDamaged(11, former, 0, 1))
     assert told.outcomes == bytes([Settled.FINISHED])
-    gone: Any = desk.say(peer, m.Lookup(12, NAMESPACE, key))
+    gone: Any = desk.say(peer, m.LookupRequest(12, NAMESPACE, key))
     assert gone.reasons == bytes([Reason.DAMAGED])
     store()
     assert isinstance(desk.say(peer, m.ReportDamaged(13, again, 0, 1)), m.SettledReply)
@@ -306,15 +306,15 @@ def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) 
     granted: Any = desk.say(greedy, m.PrepareStore(5, NAMESPACE, key))
     desk.say(greedy, m.CommitStore(6, granted.lease, 0, 1))
     replies: list[Any] = [
-        desk.say(greedy, m.Lookup(7, NAMESPACE, key, hold=True)) for _ in range(LEASES_PER_SESSION_MAX + 1)
+        desk.say(greedy, m.LookupRequest(7, NAMESPACE, key, hold=True)) for _ in range(LEASES_PER_SESSION_MAX + 1)
     ]
     assert all(reply.promise for reply in replies[:-1])
     assert replies[-1].code == "LIMIT"
-    held: Any = desk.say(modest, m.Lookup(8, NAMESPACE, key, hold=True))
+    held: Any = desk.say(modest, m.LookupRequest(8, NAMESPACE, key, hold=True))
     assert held.promise
     freed: Any = desk.say(greedy, m.FreeLookupLocks(9, [reply.promise for reply in replies[:3]]))
     assert freed.count == 3
-    again: Any = desk.say(greedy, m.Lookup(10, NAMESPACE, key, hold=True))
+    again: Any = desk.say(greedy, m.LookupRequest(10, NAMESPACE, key, hold=True))
     assert again.promise
     for peer in (greedy, modest):
         desk.say(peer, m.EndSession(11, goodbye=True))
@@ -331,7 +331,7 @@ def test_sessions_that_hold_something_are_bounded_and_a_goodbye_makes_room(
     desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
     holders = [desk.peer(attached=False) for _ in range(2)]
     for peer in holders:
-        promised: Any = desk.say(peer, m.Lookup(8, NAMESPACE, key, hold=True))
+        promised: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key, hold=True))
         assert promised.promise
     late = Mouth()
     refused = desk.say(late, m.Hello(1, 1, 1, os.urandom(16), "late", 0))

@@ -142,7 +142,7 @@ def test_a_held_back_lookup_whose_session_has_all_its_leases_by_then_is_answered
             client_link = client._links.current()
             lease.finish()
             held_back = client_link.channel.start(
-                lambda rid: m.Lookup(rid, namespace.id, join_keys(keys(1, 1)), hold=True, wait_s=60.0)
+                lambda rid: m.LookupRequest(rid, namespace.id, join_keys(keys(1, 1)), hold=True, wait_s=60.0)
             )
             client.noop()  # the server waits for the tier from here on
         with client.prepare_retrieve(keys(1, 0), namespace=namespace):

@@ -30,8 +30,8 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_core.tiers.jobs import Job, Lookup
-from lmcache_core.tiers.l1 import Committed, LoadGrant, Loading, LoadWait, Named, Pinned, Slot, TierReason
+from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.l1 import CommittedObject, LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
 from lmcache_core.tiers.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
@@ -80,13 +80,15 @@ class MemoryL1:
         self.waits: list[MemoryWait] = []
 
     # --- as workers do ------------------------------------------------------------------------------------
-    def put(self, key: bytes, content: bytes, namespace: int = NAMESPACE, checksum: int | None = None) -> Committed:
+    def put(
+        self, key: bytes, content: bytes, namespace: int = NAMESPACE, checksum: int | None = None
+    ) -> CommittedObject:
         slot = self.free.pop(0)
         self.memory[slot * self.slot_bytes : slot * self.slot_bytes + len(content)] = content
         self.ready[namespace, key] = slot
         self.generations[namespace, key] = self.next_generation()
         self.checksums[namespace, key] = checksum
-        return Committed(key, namespace, 1, len(content), self.generations[namespace, key])
+        return CommittedObject(key, namespace, 1, len(content), self.generations[namespace, key])
 
     def next_generation(self) -> int:
         self.generation += 1
@@ -137,11 +139,11 @@ class MemoryL1:
             self.let_go.append(len(oldest))
         return len(oldest)
 
-    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
         slots = [self.slot_of(namespace, named) for named in wanted]
         self.holds[lease] = {i: slot for i, slot in enumerate(slots) if slot is not None}
-        return Pinned(
+        return StorePin(
             lease,
             [
                 None if slot is None else Slot(slot * self.slot_bytes, 1, self.checksums.get((namespace, key)))
@@ -401,7 +403,7 @@ class Loop:
     def ask(self, keys: Sequence[bytes], seconds: float = 1000.0, **options: object) -> Job:
         missing = [i for i, key in enumerate(keys) if (NAMESPACE, key) not in self.l1.ready]
         self.clock.turn()
-        request = Lookup(NAMESPACE, 1, keys, missing, self.now() + seconds, **options)  # type: ignore[arg-type]
+        request = TierLookup(NAMESPACE, 1, keys, missing, self.now() + seconds, **options)  # type: ignore[arg-type]
         return self.tiering.lookup(request, self.done.append)
 
     def fetch(self, keys: Sequence[bytes], **options: object) -> Job:

@@ -17,7 +17,7 @@ from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import WAITED_FOR, Call, CallState
-from lmcache_core.tiers.order import Access, KeyOrder
+from lmcache_core.tiers.order import KeyAccess, KeyOrder
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 KEYS = 6
@@ -277,10 +277,10 @@ def test_what_has_expired_cannot_be_taken_back_and_what_has_not_is_never_called_
         return Call(lambda: None, deadline, WAITED_FOR, told.append, told.append)
 
     if held:
-        assert order.submit(lane, call(100.0), [b"k"], Access.STORE)
+        assert order.submit(lane, call(100.0), [b"k"], KeyAccess.STORE)
     late, early = call(1.0), call(50.0)
     for each in (late, early):
-        assert order.submit(lane, each, [b"k"], Access.LOAD)
+        assert order.submit(lane, each, [b"k"], KeyAccess.LOAD)
     assert order.held(lane) == (2 if held else 0)
     expired = order.expire(1.0) + lane.expire(1.0)
     assert expired == [late]
@@ -370,7 +370,7 @@ def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its
 def test_a_call_that_is_over_is_gone_without_the_collector(doubles: Any) -> None:
     # The server's collector looks at what is young only, and a call to a slow medium is old when it ends.
     def left() -> list[Call]:
-        return [each for each in gc.get_objects() if isinstance(each, Call)]
+        return [each for each in gc.get_objects() if type(each) is Call]
 
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, connections=1, deadline_s=30.0))
@@ -422,28 +422,28 @@ def a_lane() -> PaperLane:
 
 def test_a_watch_over_all_keys_sees_what_is_under_way_and_what_comes(paper: None) -> None:
     order, lane = KeyOrder(), a_lane()
-    order.submit(lane, a_call(), [b"stored"], Access.STORE)  # type: ignore[arg-type]
-    order.submit(lane, a_call(), [b"deleted"], Access.DELETE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"stored"], KeyAccess.STORE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"deleted"], KeyAccess.DELETE)  # type: ignore[arg-type]
     every, deletes = order.watch_all(of_stores=True), order.watch_all(of_stores=False)
     assert [every.saw(b"stored"), every.saw(b"deleted")] == [True, True]
     assert [deletes.saw(b"stored"), deletes.saw(b"deleted")] == [False, True]
     order.unwatch(every)
-    order.submit(lane, a_call(), [b"later"], Access.DELETE)  # type: ignore[arg-type]
-    order.submit(lane, a_call(), [b"new"], Access.STORE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"later"], KeyAccess.DELETE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"new"], KeyAccess.STORE)  # type: ignore[arg-type]
     assert [deletes.saw(b"later"), deletes.saw(b"new")] == [True, False]
     assert not every.saw(b"later"), "it takes no notes any more"
 
 
 def test_a_watch_over_some_keys_sees_what_changes_them_until_it_ends(paper: None) -> None:
     order, lane = KeyOrder(), a_lane()
-    order.submit(lane, a_call(), [b"under way"], Access.STORE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"under way"], KeyAccess.STORE)  # type: ignore[arg-type]
     keys = [b"under way", b"a", b"b", b"c"]
     watch = order.watch(keys)
-    order.submit(lane, a_call(), [b"a"], Access.DELETE)  # type: ignore[arg-type]
-    order.submit(lane, a_call(), [b"b"], Access.LOAD)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"a"], KeyAccess.DELETE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"b"], KeyAccess.LOAD)  # type: ignore[arg-type]
     assert [watch.saw(key) for key in keys] == [True, True, False, False]
     order.unwatch(watch, keys)
-    order.submit(lane, a_call(), [b"c"], Access.STORE)  # type: ignore[arg-type]
+    order.submit(lane, a_call(), [b"c"], KeyAccess.STORE)  # type: ignore[arg-type]
     assert not watch.saw(b"c")
 
 
@@ -451,7 +451,7 @@ def test_a_call_whose_lane_is_full_by_its_turn_is_late_and_so_is_who_waits_for_i
     order, lane, told = KeyOrder(), a_lane(), list[str]()
     first, second, third = (a_call(told, name) for name in ("first", "second", "third"))
     for each in (first, second, third):
-        assert order.submit(lane, each, [b"key"], Access.STORE)  # type: ignore[arg-type]
+        assert order.submit(lane, each, [b"key"], KeyAccess.STORE)  # type: ignore[arg-type]
     lane.run(first)
     lane.closed = True  # from here on it takes nothing
     lane.deliver(first)

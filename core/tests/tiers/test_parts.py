@@ -18,7 +18,7 @@ from lmcache_core.errors import SettingsError, TierError
 from lmcache_core.tiers.breaker import Breaker, BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import Lookup, Wanted
+from lmcache_core.tiers.jobs import TierLookup, Wanted
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, CallState, Lane
 from lmcache_core.tiers.parallel import Parallel
 from lmcache_core.tiers.retry import ask_batch, call_batch
@@ -353,7 +353,7 @@ def test_an_epoch_that_cannot_be_kept_is_not_used_and_the_error_says_where_to_le
 @given(st.lists(st.sampled_from("LTN"), max_size=12), st.integers(1, 5))
 def test_a_window_is_the_last_run_that_can_be_served(where: list[str], window: int) -> None:
     missing = [i for i, place in enumerate(where) if place != "L"]  # L: in the L1, T: on a tier, N: nowhere
-    request = Lookup(1, 1, [b""] * len(where), missing, 0.0, wanted=Wanted.WINDOW, window=window)
+    request = TierLookup(1, 1, [b""] * len(where), missing, 0.0, wanted=Wanted.WINDOW, window=window)
     chosen = select(request, {i: "t" for i, place in enumerate(where) if place == "T"})
     ends = [e for e in range(len(where) + 1) if "N" not in where[max(0, e - window) : e]]
     assert chosen.hits == max(ends)
@@ -364,7 +364,7 @@ def test_a_window_is_the_last_run_that_can_be_served(where: list[str], window: i
 @given(st.lists(st.sampled_from("LTN"), max_size=12))
 def test_a_prefix_ends_where_the_first_key_is_nowhere(where: list[str]) -> None:
     missing = [i for i, place in enumerate(where) if place != "L"]
-    request = Lookup(1, 1, [b""] * len(where), missing, 0.0)
+    request = TierLookup(1, 1, [b""] * len(where), missing, 0.0)
     chosen = select(request, {i: "t" for i, place in enumerate(where) if place == "T"})
     assert chosen.hits == "".join([*where, "N"]).index("N")
     assert list(chosen.positions) == [i for i in range(chosen.hits) if where[i] == "T"]

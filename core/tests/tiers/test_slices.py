@@ -10,7 +10,7 @@ import pytest
 from lmcache_core.errors import TierError
 from lmcache_core.limits import BREAKER_FAILURES, HOUSEKEEPING_S
 from lmcache_core.policies.contracts import StorePlan
-from lmcache_core.tiers.l1 import Committed
+from lmcache_core.tiers.l1 import CommittedObject
 from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
 
 SAFETY_S = 60.0
@@ -20,7 +20,7 @@ GONE = 20_000  # objects that have left the L1 before their turn: planned, pinne
 def test_a_backlog_is_worked_off_in_many_steps_and_each_says_that_there_is_more(doubles: Any) -> None:
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
     loop.idle()
-    loop.tiering.on_committed([Committed(doubles.key(i), doubles.namespace, 1, 5000, 0) for i in range(GONE)])
+    loop.tiering.on_committed([CommittedObject(doubles.key(i), doubles.namespace, 1, 5000, 0) for i in range(GONE)])
     steps = 0
     while loop.tiering.status()["stores"]["counts"].get("lost_evicted", 0) < GONE:
         assert loop.tiering.next_deadline() <= loop.now(), "there is more"
@@ -35,7 +35,9 @@ def test_what_arrives_during_a_backlog_of_one_tier_reaches_another(doubles: Any)
     loop.idle()
     near.hang("store")
     far.hang("store")
-    loop.tiering.on_committed([Committed(doubles.key(i), doubles.namespace, 1, 5000, 0) for i in range(1000, GONE)])
+    loop.tiering.on_committed(
+        [CommittedObject(doubles.key(i), doubles.namespace, 1, 5000, 0) for i in range(1000, GONE)]
+    )
     loop.store(doubles.contents(1))
     far.release("store")
     loop.until(lambda: far.objects)

@@ -16,7 +16,7 @@ from lmcache_core.plugins.components import Kind
 
 if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
-    from lmcache_core.policies.simulation import Result
+    from lmcache_core.policies.simulation import SimulationResult
     from lmcache_core.policies.traces import Trace
 
 SUMMARY = "replay request traces through eviction policies and show their hit rates"
@@ -140,7 +140,9 @@ def _traces(options: Namespace) -> list[Trace]:
     return traces
 
 
-def _replay_all(options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice]) -> list[Result]:
+def _replay_all(
+    options: Namespace, registry: Registry, traces: list[Trace], choices: list[_Choice]
+) -> list[SimulationResult]:
     from lmcache_core.policies.simulation import Order, replay
 
     runs = [(trace, choice, capacity) for trace in traces for choice in choices for capacity in options.capacities]
@@ -185,7 +187,7 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, label: None
 
 
-def _print_tables(options: Namespace, traces: list[Trace], results: list[Result]) -> None:
+def _print_tables(options: Namespace, traces: list[Trace], results: list[SimulationResult]) -> None:
     by_run = {(result.trace, result.policy, result.capacity): result.hit_rate for result in results}
     columns = ("policy", *(f"{capacity:,}" for capacity in options.capacities))
     for trace in traces:
@@ -208,7 +210,7 @@ def _matplotlib() -> Any:
     return Figure
 
 
-def _plot(path: Path, results: list[Result]) -> None:
+def _plot(path: Path, results: list[SimulationResult]) -> None:
     """One panel for each trace, one curve for each policy."""
     traces = list(dict.fromkeys(result.trace for result in results))
     figure = _matplotlib()(figsize=(6.4 * len(traces), 4.8), layout="constrained")

@@ -39,7 +39,7 @@ from lmcache_core.protocol.messages import (
     EndSession,
     Error,
     FreeLookupLocks,
-    LeaseExpired,
+    LeaseExpiredNotice,
     Message,
     Noop,
     Reply,
@@ -123,7 +123,7 @@ class Channel:
     def __init__(
         self,
         connection: Connection,
-        on_notice: Callable[[LeaseExpired], None],
+        on_notice: Callable[[LeaseExpiredNotice], None],
         orphans: Orphans | None = None,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
@@ -498,7 +498,7 @@ class Channel:
 
     def _deliver_unasked(self, reply: Reply) -> None:
         """A notice, or the answer to what nobody waits for."""
-        if isinstance(reply, LeaseExpired):
+        if isinstance(reply, LeaseExpiredNotice):
             self._on_notice(reply)
             return
         undone = self._undoing.get(reply.rid)

@@ -19,7 +19,7 @@ from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.links import Links
-from lmcache_core.client.lookups import LookupHandle, LookupOptions, Lookups
+from lmcache_core.client.lookups import ClientLookups, LookupHandle, LookupOptions
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.presence import Presence
@@ -64,7 +64,7 @@ class Client:
         self._copy_threads = threads_to_copy(copy_threads)
         self._verify = verify_level(verify)
         self._hits = Hits(self._links, self._copy_threads)
-        self._lookups = Lookups(self._links, self._hits)
+        self._lookups = ClientLookups(self._links, self._hits)
         self._retriever = Retriever(self._links, self._hits, self._copy_threads)
 
     @classmethod
@@ -359,15 +359,15 @@ class Client:
         """
         self._links.end_session(timeout_s)
 
-    def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.Cleared:
+    def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.ClearedReply:
         """Forget a namespace (None: everything), as a fence; with `tiers`, there too. Everything is for the server's
         own user and root to clear: `UsageError` for others."""
         if namespace is None:
-            return expect(self._ask(lambda rid: m.Clear(rid, None, tiers)), m.Cleared)
+            return expect(self._ask(lambda rid: m.Clear(rid, None, tiers)), m.ClearedReply)
         # Registered first: only the server's own user clears what it has not registered.
         chosen = namespace.id
         make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
-        return expect(self._links.asked(make, patient=True), m.Cleared)
+        return expect(self._links.asked(make, patient=True), m.ClearedReply)
 
     def explain(
         self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None
@@ -399,14 +399,14 @@ class Client:
         """End pins before their time."""
         return self._pages(keys, namespace, lambda blob, rid: m.Unpin(rid, namespace.id, blob))
 
-    def query_prefetch_status(self, job: int) -> m.Found:
+    def query_prefetch_status(self, job: int) -> m.LookupReply:
         """How far the loads of a lookup are; `done` when they have ended. Of a lookup with `hold` that found nothing at
         first, the first query after its loads makes the promise, which is the caller's."""
         return self._lookups.status_of(job)
 
-    def query_lookup_hits(self, job: int) -> m.Found:
+    def query_lookup_hits(self, job: int) -> m.LookupReply:
         """What will be a hit, as soon as the tiers have answered and before the loads end."""
-        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.Found))
+        return self._lookups.whole(expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.LookupReply))
 
     def lease_status(self, lease_id: int) -> m.LeaseState:
         """What the server knows of a lease of this client."""
@@ -418,7 +418,7 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """The server's account of itself."""
-        return expect(self._ask(m.Status), m.StatusReply).status
+        return expect(self._ask(m.StatusRequest), m.StatusReply).status
 
     def tiers_list(self) -> list[dict[str, Any]]:
         """The tiers in order, with their status and their settings; secrets are hidden."""
@@ -474,13 +474,13 @@ class Client:
         def warm(link: Link) -> m.Reply:
             link.bind_id(namespace_id, layout)
             return link.channel.call(
-                lambda rid: m.Lookup(
+                lambda rid: m.LookupRequest(
                     rid, namespace_id, blob, prefix=False, wait_s=wait_s, tiers=named, policy="retain", warm_up=True
                 ),
                 wait_s,
             )
 
-        return expect(self._links.asked(warm, patient=True), m.Found).hits
+        return expect(self._links.asked(warm, patient=True), m.LookupReply).hits
 
     def ping(self, payload: bytes = b"") -> bytes:
         """Round trip with a payload."""
@@ -504,7 +504,7 @@ class Client:
         for first in range(0, len(keys), BATCH_KEYS_MAX):
             blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
             reply = self._links.asked(partial(_ask_in, namespace, partial(make, blob)), patient=True)
-            statuses += grant_statuses(expect(reply, m.Pinned).statuses)
+            statuses += grant_statuses(expect(reply, m.PinnedReply).statuses)
         return statuses
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -33,7 +33,7 @@ class Handshake:
         client_id: bytes,
         held: Callable[[LifeLock], Sequence[int]],
         previous: Link | None,
-        on_notice: Callable[[m.LeaseExpired], None],
+        on_notice: Callable[[m.LeaseExpiredNotice], None],
         on_silence: Callable[[str], None],
         orphans: Orphans,
         now: float,

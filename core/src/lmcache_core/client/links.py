@@ -26,7 +26,7 @@ from lmcache_core.limits import (
     LINK_WAIT_S,
 )
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.messages import LeaseExpired
+from lmcache_core.protocol.messages import LeaseExpiredNotice
 
 log = logging.getLogger("lmcache_core.client")
 _V = TypeVar("_V")
@@ -368,11 +368,11 @@ class Links:
         """Whether there is something to close."""
         return self._link is not None or self._leaving is not None
 
-    def _noting(self) -> Callable[[LeaseExpired], None]:
+    def _noting(self) -> Callable[[LeaseExpiredNotice], None]:
         """What a channel calls with a notice. It may not keep us: a client that is dropped ends at once."""
         ours = weakref.ref(self.occupancy)
 
-        def note(notice: LeaseExpired) -> None:
+        def note(notice: LeaseExpiredNotice) -> None:
             occupancy = ours()
             if occupancy is not None:
                 occupancy.expire(notice.lease)

@@ -45,7 +45,7 @@ def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = R
 
 def result_of(reply: Reply, count: int) -> LookupResult:
     """The result that a reply carries."""
-    found = expect(reply, m.Found)
+    found = expect(reply, m.LookupReply)
     return LookupResult(
         grant_statuses(found.statuses),
         miss_reasons(found.reasons, count),
@@ -72,8 +72,8 @@ class Hearer:
     def undo(self, reply: Reply) -> Callable[[int], m.Message] | None:
         """What takes an answer back: the promise that it made. It has no time left where the answer only names one that
         was made before, as the answer to a query does, and which somebody has heard of."""
-        made = isinstance(reply, m.Found) and reply.deadline_s > 0 and not self.told
-        promise = reply.promise if made and isinstance(reply, m.Found) else 0
+        made = isinstance(reply, m.LookupReply) and reply.deadline_s > 0 and not self.told
+        promise = reply.promise if made and isinstance(reply, m.LookupReply) else 0
         return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
 
 
@@ -148,7 +148,7 @@ def _page(
     return result_of(link.in_namespace(namespace, ask), len(page))
 
 
-def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.Lookup]:
+def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.LookupRequest]:
     """The request, for a channel to number. Raises `UsageError` for what is of the wrong kind."""
     tiers = None if options.tiers is None else list(options.tiers)
     sent = options._replace(
@@ -160,7 +160,7 @@ def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callabl
         pin_s=_seconds("pin_s", options.pin_s),
         policy=_text("policy", options.policy),
     )
-    return lambda rid: m.Lookup(rid, namespace.id, blob, **sent._asdict())
+    return lambda rid: m.LookupRequest(rid, namespace.id, blob, **sent._asdict())
 
 
 def _seconds(name: str, given: Any) -> float:
@@ -216,7 +216,7 @@ class _Part(NamedTuple):
     prefix: bool
 
 
-class Lookups:
+class ClientLookups:
     """Lookups of one client. Thread-safe."""
 
     def __init__(self, links: Links, hits: Hits) -> None:
@@ -289,7 +289,7 @@ class Lookups:
         hits = len(found) if options.prefix else found.count(1)
         return LookupResult(statuses, [Reason.NONE] * len(keys), hits)
 
-    def status_of(self, job: int) -> m.Found:
+    def status_of(self, job: int) -> m.LookupReply:
         """How far a lookup is. The promise that this question may have made is freed unless its answer is returned."""
         answers = Answers()
 
@@ -298,11 +298,11 @@ class Lookups:
             answers.add(pending)
             return link.channel.wait(pending)
 
-        found = self.whole(expect(self._links.asked(ask, patient=True), m.Found))
+        found = self.whole(expect(self._links.asked(ask, patient=True), m.LookupReply))
         answers.hearer.told = True
         return found
 
-    def whole(self, found: m.Found) -> m.Found:
+    def whole(self, found: m.LookupReply) -> m.LookupReply:
         """What the server says of a job, with the keys that it was not asked for."""
         part = self._parts.get((self._links.current(patient=True).epoch, found.job))
         if part is None:
@@ -313,7 +313,7 @@ class Lookups:
         # Looked up again, as the server does: they may have been evicted since.
         blob = join_keys([part.keys[at] for at in had])
         make, space = asking(part.namespace, blob, options), part.namespace
-        still = expect(self._links.asked(lambda link: link.ask(space, make), patient=True), m.Found)
+        still = expect(self._links.asked(lambda link: link.ask(space, make), patient=True), m.LookupReply)
         statuses, reasons = bytearray([Grant.MISS]) * count, bytearray(count)
         _scatter(still, had, statuses, reasons)
         hits = still.hits
@@ -369,7 +369,7 @@ def _all_there(count: int) -> LookupResult:
     return LookupResult([Status.GRANTED] * count, [Reason.NONE] * count, count)
 
 
-def _scatter(found: m.Found, positions: Sequence[int], statuses: bytearray, reasons: bytearray) -> None:
+def _scatter(found: m.LookupReply, positions: Sequence[int], statuses: bytearray, reasons: bytearray) -> None:
     for at, status in zip(positions, found.statuses, strict=True):
         statuses[at] = status
     for at, reason in zip(positions, found.reasons, strict=False):  # none where nothing missed
@@ -397,7 +397,7 @@ class _Asked:
 class LookupHandle:
     """A lookup under way. `done`, `result` and `cancel` never wait; `result` is None until it is done."""
 
-    def __init__(self, lookups: Lookups, wanted: _Asking, result: LookupResult | None = None) -> None:
+    def __init__(self, lookups: ClientLookups, wanted: _Asking, result: LookupResult | None = None) -> None:
         self._lookups = lookups
         self._wanted = wanted
         self._asked: _Asked | None = None

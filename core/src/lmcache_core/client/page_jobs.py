@@ -22,7 +22,7 @@ from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.presence import Presence
-from lmcache_core.client.regions import Tables
+from lmcache_core.client.regions import RegionTables
 from lmcache_core.client.results import Status, settled_statuses
 from lmcache_core.client.retrieving import promise_of
 from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UnknownNamespaceError
@@ -62,7 +62,7 @@ class PagesResult:
         return sum(status in (Status.STORED, Status.EXISTS) for each in self.statuses for status in each)
 
 
-class Entry(NamedTuple):
+class GroupKeys(NamedTuple):
     """Keys of one group."""
 
     namespace: Namespace
@@ -75,7 +75,7 @@ class Ground(NamedTuple):
     links: Links
     hits: Hits
     threads: int
-    tables: Tables  # whose owners keep the memory of the pages
+    tables: RegionTables  # whose owners keep the memory of the pages
     engine: Any  # `_native`, or `pages_plain`
     has_index: bool
 
@@ -184,7 +184,7 @@ def _wait_for(link: Link, pending: Pending, timeout_s: float) -> None:
 def _frames_of(
     ground: Ground,
     number: int,
-    entry: Entry,
+    entry: GroupKeys,
     positions: Sequence[int],
     size: int,
     make_lease: Callable[[], Lease],
@@ -231,13 +231,13 @@ def _status_of(error: CacheError) -> Status:
     return Status.UNREACHABLE if isinstance(error, DisconnectedError) else Status.EXPIRED
 
 
-class Job(ABC):
+class PagesJob(ABC):
     """Keys of several groups on their way. `done`, `done_region`, `result` and `cancel` do not wait for the server. One
     that is dropped is cancelled, and its threads leave soon after."""
 
     _gather: bool
 
-    def __init__(self, ground: Ground, batch: Any, entries: Sequence[Entry], deadline_s: float | None) -> None:
+    def __init__(self, ground: Ground, batch: Any, entries: Sequence[GroupKeys], deadline_s: float | None) -> None:
         self._ground = ground
         self._occupancy = ground.links.occupancy
         self._batch = batch
@@ -402,7 +402,7 @@ class _Leased:
         return next((frame for frame in self.frames if not frame.heard), None)
 
 
-class RetrieveJob(Job):
+class RetrieveJob(PagesJob):
     """From slots into pages: by the index what it has, under leases what the server has beyond that."""
 
     _gather = False
@@ -411,7 +411,7 @@ class RetrieveJob(Job):
         self,
         ground: Ground,
         batch: Any,
-        entries: Sequence[Entry],
+        entries: Sequence[GroupKeys],
         promises: Sequence[Sequence[int]],
         by_region: bool,
         deadline_s: float | None,
@@ -467,12 +467,12 @@ class RetrieveJob(Job):
             promises = self._promises[number] if len(positions) == len(entry.keys) else ()
 
             def message(
-                blob: bytes, first: int, entry: Entry = entry, promises: Sequence[int] = promises
+                blob: bytes, first: int, entry: GroupKeys = entry, promises: Sequence[int] = promises
             ) -> Callable[[int, int], m.Message]:
                 space, promise = entry.namespace.id, promise_of(promises, first)
                 return lambda rid, lease: m.PrepareRetrieve(rid, space, blob, lease, promise, False, verify)
 
-            def lease(entry: Entry = entry) -> Lease:
+            def lease(entry: GroupKeys = entry) -> Lease:
                 return ReadLease(ground.links, entry.namespace)
 
             frames += _frames_of(ground, number, entry, positions, BATCH_KEYS_MAX, lease, message)
@@ -686,12 +686,12 @@ def _over(work: Any) -> bool:
     return bool(work.wait(0.0)) or not work.running
 
 
-class StoreJob(Job):
+class StoreJob(PagesJob):
     """From pages into slots. Everything is gathered when this is made; the commits are on their way."""
 
     _gather = True
 
-    def __init__(self, ground: Ground, batch: Any, entries: Sequence[Entry], deadline_s: float | None) -> None:
+    def __init__(self, ground: Ground, batch: Any, entries: Sequence[GroupKeys], deadline_s: float | None) -> None:
         super().__init__(ground, batch, entries, deadline_s)
         self._frames: list[Frame] = []
         try:
@@ -708,12 +708,12 @@ class StoreJob(Job):
         ground = self._ground
         for number, entry in enumerate(self._entries):
 
-            def message(blob: bytes, first: int, entry: Entry = entry) -> Callable[[int, int], m.Message]:
+            def message(blob: bytes, first: int, entry: GroupKeys = entry) -> Callable[[int, int], m.Message]:
                 del first
                 space = entry.namespace.id
                 return lambda rid, lease: m.PrepareStore(rid, space, blob, lease)
 
-            def lease(entry: Entry = entry) -> Lease:
+            def lease(entry: GroupKeys = entry) -> Lease:
                 return WriteLease(ground.links, entry.namespace)
 
             positions = range(len(entry.keys))

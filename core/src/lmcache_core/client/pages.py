@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 from lmcache_core.client import pages_plain
 from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.links import Links
-from lmcache_core.client.page_jobs import Entry, Ground, PagesResult, RetrieveJob, StoreJob
-from lmcache_core.client.regions import PageGroup, Tables
+from lmcache_core.client.page_jobs import Ground, GroupKeys, PagesResult, RetrieveJob, StoreJob
+from lmcache_core.client.regions import PageGroup, RegionTables
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import OPERATION_KEYS_MAX
 from lmcache_core.native import native
@@ -42,7 +42,7 @@ class Pages:
     """
 
     def __init__(self, links: Links, hits: Hits, groups: Sequence[PageGroup], threads: int, verify: int) -> None:
-        tables = Tables.of(groups)
+        tables = RegionTables.of(groups)
         engine: Any = pages_plain if native is None else native
         self._ground = Ground(links, hits, threads, tables, engine, native is not None)
         self._tables = engine.PageTables(tables.words())
@@ -130,9 +130,9 @@ class Pages:
         level = self._verify if verify is None else verify_level(verify)
         return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits)
 
-    def _batch(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool) -> tuple[list[Entry], Any]:
+    def _batch(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool) -> tuple[list[GroupKeys], Any]:
         """The entries, checked, and what the engine made of their pages."""
-        given: list[Entry] = []
+        given: list[GroupKeys] = []
         words = []
         for number, each in enumerate(entries):
             entry = each if isinstance(each, PageEntry) else PageEntry(*each)
@@ -143,7 +143,7 @@ class Pages:
                 raise UsageError(f"entry {number}: skip_pages is {entry.skip_pages}: a store reads all valid pages")
             valid = all_pages if entry.valid_pages is None else entry.valid_pages
             words.append((entry.group, len(keys), _ids_of(number, entry.page_ids), entry.skip_pages, valid))
-            given.append(Entry(group.namespace, keys))
+            given.append(GroupKeys(group.namespace, keys))
         try:
             return given, self._ground.engine.PageBatch(self._tables, tuple(words), writes)
         except (ValueError, OverflowError, TypeError) as error:

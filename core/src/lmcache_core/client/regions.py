@@ -78,7 +78,7 @@ class Place(NamedTuple):
         return self.base + (self.pages - 1) * self.page_stride + self.page_bytes
 
 
-class Tables(NamedTuple):
+class RegionTables(NamedTuple):
     """Groups with their places, and how they share memory. `alias`: groups of the same number are known to share pages
     of equal ids, and no others; `exact`: whether two pages of different groups share memory is seen by their places."""
 
@@ -88,7 +88,7 @@ class Tables(NamedTuple):
     exact: tuple[bool, ...]
 
     @classmethod
-    def of(cls, groups: Sequence[PageGroup]) -> Tables:
+    def of(cls, groups: Sequence[PageGroup]) -> RegionTables:
         """Check the groups. Raises `UsageError` that says which region, what is wrong, and what to give."""
         given = tuple(groups)
         if not given:

@@ -2,15 +2,15 @@
 
 from lmcache_core.kernel.answers import (
     ClassUsage,
-    Cleared,
+    ClearedCount,
     Grant,
     Grants,
+    KernelLookup,
+    KernelUsage,
     LeaseKind,
     LeaseStatus,
-    Lookup,
     Reason,
     Settled,
-    Usage,
 )
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.kernel import Kernel
@@ -22,18 +22,18 @@ __all__ = [
     "SERVER_SESSION",
     "TRANSITIONS",
     "ClassUsage",
-    "Cleared",
+    "ClearedCount",
     "Event",
     "Grant",
     "Grants",
     "Incarnation",
     "Kernel",
     "KernelConfig",
+    "KernelLookup",
+    "KernelUsage",
     "LeaseKind",
     "LeaseStatus",
-    "Lookup",
     "Reason",
     "Settled",
     "State",
-    "Usage",
 ]

@@ -80,7 +80,7 @@ class Grants:
 
 
 @dataclass(slots=True)
-class Lookup:
+class KernelLookup:
     """The answer to a lookup. `promise_id` is 0 where nothing was held."""
 
     statuses: bytearray
@@ -102,7 +102,7 @@ class LeaseStatus:
 
 
 @dataclass(slots=True)
-class Cleared:
+class ClearedCount:
     """`objects` and `nbytes` left the index; `doomed` more were being written or loaded and will not appear."""
 
     objects: int
@@ -132,7 +132,7 @@ class HolderUsage:
 
 
 @dataclass(slots=True)
-class Usage:
+class KernelUsage:
     """What the kernel holds now; every figure is kept up to date and costs nothing that grows with residents."""
 
     pool_bytes: int

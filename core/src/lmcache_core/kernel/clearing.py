@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lmcache_core.kernel.answers import Cleared
+from lmcache_core.kernel.answers import ClearedCount
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable
 
 
@@ -20,7 +20,7 @@ class Clearing:
         self.tables = tables
         self.at_s = at_s
         self.session_id = session_id
-        self.cleared = Cleared(0, 0, 0)
+        self.cleared = ClearedCount(0, 0, 0)
         self.done = False
         self._shard = 0  # of the last table: the first that may still hold something
 

@@ -11,7 +11,7 @@ from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.reading import Reading
 from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.rooms import Rooms
-from lmcache_core.kernel.sessions import SERVER_SESSION, Session, SessionBook
+from lmcache_core.kernel.sessions import SERVER_SESSION, KernelSession, SessionBook
 from lmcache_core.kernel.writing import Writing
 
 
@@ -44,7 +44,7 @@ class Endings:
             self.settle_all(session, reason)
             self._sessions.forget(session)
 
-    def settle_all(self, session: Session, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
+    def settle_all(self, session: KernelSession, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
         """Nobody touches any more what it held: its promises, and these leases (None: all)."""
         chosen = None if lease_ids is None else frozenset(lease_ids)
         for lease in list(session.leases.values()):
@@ -85,7 +85,7 @@ class Endings:
             self._move(lease.id, old, new)
         self._sessions.forget_if_done(old)
 
-    def _move(self, lease_id: int, old: Session, new: Session) -> bool:
+    def _move(self, lease_id: int, old: KernelSession, new: KernelSession) -> bool:
         lease = self._leases.of_session(old, lease_id)
         if lease is None:
             return False

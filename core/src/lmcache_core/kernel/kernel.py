@@ -14,7 +14,7 @@ from typing import ClassVar
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.adoption import Adoption
 from lmcache_core.kernel.allocator import Allocator, slab_bytes_for
-from lmcache_core.kernel.answers import Cleared, Grants, LeaseKind, LeaseStatus, Lookup, Reason, Usage
+from lmcache_core.kernel.answers import ClearedCount, Grants, KernelLookup, KernelUsage, LeaseKind, LeaseStatus, Reason
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
@@ -312,7 +312,7 @@ class Kernel:
         *,
         hold: bool = False,
         prefix: bool = False,
-    ) -> Lookup:
+    ) -> KernelLookup:
         """What is ready. `hold`: a promise keeps what was found until it is redeemed, freed, or too old."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
@@ -470,7 +470,7 @@ class Kernel:
         check_batch(keys, None)
         return self._pins.unpin(namespace, keys)
 
-    def clear(self, now: float, namespace: int | None = None) -> Cleared:
+    def clear(self, now: float, namespace: int | None = None) -> ClearedCount:
         """`begin_clear` and all its steps in one call, which costs what it removes: for who has nobody waiting."""
         clearing = self.begin_clear(now, namespace)
         while not clearing.done:
@@ -623,7 +623,7 @@ class Kernel:
 
     # --- telling --------------------------------------------------------------------------------------------
 
-    def usage(self) -> Usage:
+    def usage(self) -> KernelUsage:
         """What is held now."""
         expiries = self._writing.expiries + self._reading.expiries
         return usage_of(

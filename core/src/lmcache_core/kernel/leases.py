@@ -14,7 +14,7 @@ from lmcache_core.errors import LeaseExpiredError, UsageError
 from lmcache_core.kernel.answers import LeaseKind, LeaseStatus, Settled
 from lmcache_core.kernel.ledger import Account, Sort
 from lmcache_core.kernel.objects import Incarnation
-from lmcache_core.kernel.sessions import Session
+from lmcache_core.kernel.sessions import KernelSession
 from lmcache_core.kernel.states import State
 
 COUNTER_BITS = 40  # a million leases a second for twelve days, below 24 bits of boot epoch
@@ -24,7 +24,7 @@ REMEMBERED_BYTES_MAX = 16 << 20  # answers of settled leases: one byte a positio
 _OPEN, _NOT_HELD = int(Settled.OPEN), int(Settled.NOT_HELD)
 
 
-class Lease:
+class KernelLease:
     """A permission for a batch of slots: `entries[i]` is what position i holds, `answers[i]` its `Settled`."""
 
     __slots__ = (
@@ -36,7 +36,7 @@ class Lease:
         self,
         lease_id: int,
         kind: LeaseKind,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         live: State,
         ttl_s: float,
@@ -144,12 +144,12 @@ class LeaseBook:
 
     def __init__(self, epoch: int, remembered_max: int) -> None:
         self._next_id = (epoch << COUNTER_BITS) + 1
-        self._open: dict[int, Lease] = {}
-        self._settled: dict[int, Lease] = {}
-        self._settled_order: deque[Lease] = deque()
+        self._open: dict[int, KernelLease] = {}
+        self._settled: dict[int, KernelLease] = {}
+        self._settled_order: deque[KernelLease] = deque()
         self._settled_bytes = 0
         self._settled_max = remembered_max
-        self._deadlines: list[tuple[float, int, Lease]] = []
+        self._deadlines: list[tuple[float, int, KernelLease]] = []
         self._stale_deadlines = 0
         self.by_kind = [0] * len(LeaseKind)
         self.stale = 0  # refused: not that session's, or too late
@@ -159,13 +159,13 @@ class LeaseBook:
         self._next_id += 1
         return lease_id
 
-    def open(self, lease: Lease) -> None:
+    def open(self, lease: KernelLease) -> None:
         self._open[lease.id] = lease
         lease.session.leases[lease.id] = lease
         self.by_kind[lease.kind] += 1
         self._push(lease)
 
-    def extend(self, lease: Lease, entries: list[Incarnation | None], granted: int) -> None:
+    def extend(self, lease: KernelLease, entries: list[Incarnation | None], granted: int) -> None:
         """Add a page. A lease whose earlier pages are all settled opens again if this one grants something."""
         if lease.pending:
             lease.add_page(entries, granted)
@@ -179,7 +179,7 @@ class LeaseBook:
             lease.answers += bytes((_NOT_HELD,)) * len(entries)
             self._settled_bytes += len(entries) if lease.id in self._settled else 0
 
-    def take_over(self, lease: Lease, lease_id: int, positions: Sequence[int]) -> None:
+    def take_over(self, lease: KernelLease, lease_id: int, positions: Sequence[int]) -> None:
         """What the lease of that id, which nobody was told of, holds, this one holds at `positions`, where it held
         nothing so far. One that is settled opens again."""
         other = self._open.get(lease_id)
@@ -197,7 +197,7 @@ class LeaseBook:
         for at, item in held:
             lease.hold_at(at, item)
 
-    def close(self, lease: Lease) -> None:
+    def close(self, lease: KernelLease) -> None:
         """All is settled: remember the answers for a while."""
         del self._open[lease.id]
         del lease.session.leases[lease.id]
@@ -207,7 +207,7 @@ class LeaseBook:
             self._sift()
         self.remember(lease)
 
-    def remember(self, lease: Lease) -> None:
+    def remember(self, lease: KernelLease) -> None:
         lease.entries = []
         self._settled[lease.id] = lease
         self._settled_order.append(lease)
@@ -217,7 +217,7 @@ class LeaseBook:
             if self._settled.pop(oldest.id, None) is not None:  # None: it was reopened since
                 self._settled_bytes -= len(oldest.answers)
 
-    def find(self, session: Session, lease_id: int, kind: LeaseKind | None) -> Lease:
+    def find(self, session: KernelSession, lease_id: int, kind: LeaseKind | None) -> KernelLease:
         """The session's lease of that id, open or remembered. Raises `LeaseExpiredError` and counts otherwise."""
         lease = self.of_session(session, lease_id)
         if lease is None:
@@ -230,16 +230,16 @@ class LeaseBook:
             )
         return lease
 
-    def of_session(self, session: Session, lease_id: int) -> Lease | None:
+    def of_session(self, session: KernelSession, lease_id: int) -> KernelLease | None:
         """The session's lease of that id, open or remembered, if there is one."""
         lease = self._open.get(lease_id) or self._settled.get(lease_id)
         return lease if lease is not None and lease.session is session else None
 
-    def find_open(self, lease_id: int) -> Lease | None:
+    def find_open(self, lease_id: int) -> KernelLease | None:
         """The lease of that id, whoever has it, while it is open."""
         return self._open.get(lease_id)
 
-    def find_promise(self, promise_id: int, namespace: int) -> Lease | None:
+    def find_promise(self, promise_id: int, namespace: int) -> KernelLease | None:
         """A promise that any session of its namespace may redeem; None, and counted, when it is no more."""
         promise = self._open.get(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE and promise.namespace == namespace:
@@ -252,7 +252,7 @@ class LeaseBook:
         self.stale += 1
         return LeaseExpiredError(message)
 
-    def renew(self, lease: Lease, now: float) -> None:
+    def renew(self, lease: KernelLease, now: float) -> None:
         # The heap keeps the old deadline; `due` looks at the lease and puts it back.
         lease.deadline = max(lease.deadline, now + lease.ttl_s)
 
@@ -262,7 +262,7 @@ class LeaseBook:
         """When `due` may have something; perhaps too early, never too late."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def due(self, now: float, leases_max: int) -> Iterable[Lease]:
+    def due(self, now: float, leases_max: int) -> Iterable[KernelLease]:
         """Open leases whose time is up, not many at once; each is given once and marked expired."""
         heap = self._deadlines
         while heap and heap[0][0] <= now and leases_max > 0:
@@ -277,7 +277,7 @@ class LeaseBook:
                 lease.expired = True
                 yield lease
 
-    def _push(self, lease: Lease) -> None:
+    def _push(self, lease: KernelLease) -> None:
         if lease.queued:  # it was settled and reopened before its old deadline passed
             self._stale_deadlines -= 1
         else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lmcache_core.kernel.leases import Lease
-from lmcache_core.kernel.sessions import Session
+from lmcache_core.kernel.leases import KernelLease
+from lmcache_core.kernel.sessions import KernelSession
 
 
 class Quarantine:
@@ -21,24 +21,24 @@ class Quarantine:
         self.by_uid: dict[int, int] = {}
         self._lost_by_uid: dict[int, int] = {}
 
-    def charge(self, lease: Lease, nbytes: int) -> None:
+    def charge(self, lease: KernelLease, nbytes: int) -> None:
         """`nbytes` more of the lease's slots are overdue; negative: as many were answered for."""
         lease.charged_bytes += nbytes
         self._count(lease.session, nbytes)
 
-    def lost(self, session: Session) -> None:
+    def lost(self, session: KernelSession) -> None:
         """The session's connection ended: from now on its uid answers for it."""
         session.lost = True
         if session.quarantined_bytes:
             _add(self._lost_by_uid, session.uid, session.quarantined_bytes)
 
-    def move(self, lease: Lease, session: Session) -> None:
+    def move(self, lease: KernelLease, session: KernelSession) -> None:
         """The lease is to be answered for by another session now."""
         self._count(lease.session, -lease.charged_bytes)
         lease.session = session
         self._count(session, lease.charged_bytes)
 
-    def refuses(self, session: Session) -> bool:
+    def refuses(self, session: KernelSession) -> bool:
         """Whether the session is to blame, and a cap is reached."""
         if not self.nbytes:
             return False
@@ -48,7 +48,7 @@ class Quarantine:
         over = self.nbytes >= self._pool_bytes_max or self.by_uid.get(uid, 0) >= self._uid_bytes_max
         return over and session.quarantined_bytes > 0
 
-    def _count(self, session: Session, nbytes: int) -> None:
+    def _count(self, session: KernelSession, nbytes: int) -> None:
         if nbytes:
             self.nbytes += nbytes
             session.quarantined_bytes += nbytes

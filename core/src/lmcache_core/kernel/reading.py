@@ -6,16 +6,16 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from lmcache_core.errors import UsageError
-from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Lookup, Reason, Settled
+from lmcache_core.kernel.answers import Grant, Grants, KernelLookup, LeaseKind, Reason, Settled
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import LeaseExpired, Read
-from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.leases import KernelLease, LeaseBook
 from lmcache_core.kernel.ledger import Sort
 from lmcache_core.kernel.objects import Incarnation, Named
 from lmcache_core.kernel.pins import Pins
 from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
-from lmcache_core.kernel.sessions import SERVER_SESSION, Session
+from lmcache_core.kernel.sessions import SERVER_SESSION, KernelSession
 from lmcache_core.kernel.states import State
 from lmcache_core.kernel.writing import check_batch
 
@@ -112,7 +112,7 @@ class Reading:
 
     def prepare(
         self,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         keys: Sequence[bytes],
         now: float,
@@ -179,14 +179,14 @@ class Reading:
     def _new(
         self,
         kind: LeaseKind,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         now: float,
         ttl_s: float,
         entries: list[Incarnation | None],
         granted: int,
-    ) -> Lease:
-        lease = Lease(self._leases.new_id(), kind, session, namespace, READY, ttl_s, now)
+    ) -> KernelLease:
+        lease = KernelLease(self._leases.new_id(), kind, session, namespace, READY, ttl_s, now)
         lease.add_page(entries, granted)
         if granted:
             self._leases.open(lease)
@@ -203,12 +203,12 @@ class Reading:
                 promise, [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
             )
 
-    def finish(self, session: Session, lease_id: int, positions: Sequence[int] | None) -> bytearray:
+    def finish(self, session: KernelSession, lease_id: int, positions: Sequence[int] | None) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.READ)
         self._let_go(lease, positions, read=session.id != SERVER_SESSION)
         return lease.answered(positions)
 
-    def let_go(self, lease: Lease) -> None:
+    def let_go(self, lease: KernelLease) -> None:
         """The owner of a read lease or promise has answered for all of it, or is dead, or its time is up: it is settled
         now, and `Releases` ends its holds."""
         if lease.pending:
@@ -216,7 +216,7 @@ class Reading:
             self._releases.held(lease.settle_all(Settled.FINISHED), lease.account)
             self._leases.close(lease)
 
-    def _let_go(self, lease: Lease, positions: Sequence[int] | None, *, read: bool = False) -> None:
+    def _let_go(self, lease: KernelLease, positions: Sequence[int] | None, *, read: bool = False) -> None:
         let_go, _ = lease.settle(positions, Settled.FINISHED)
         if let_go:
             if not lease.pending:
@@ -257,7 +257,7 @@ class Reading:
         return gone
 
     def hold_incarnations(
-        self, session: Session, namespace: int, wanted: Sequence[Named], now: float
+        self, session: KernelSession, namespace: int, wanted: Sequence[Named], now: float
     ) -> tuple[int, list[Incarnation | None]]:
         """A read lease on those that are still ready, and what it holds by position."""
         check_batch([key for key, _ in wanted], None)
@@ -269,7 +269,7 @@ class Reading:
         lease = self._new(LeaseKind.READ, session, namespace, now, self._read_ttl_s, list(entries), len(held))
         return lease.id, entries
 
-    def report_damaged(self, session: Session, lease_id: int, positions: Sequence[int]) -> bytearray:
+    def report_damaged(self, session: KernelSession, lease_id: int, positions: Sequence[int]) -> bytearray:
         """The reader has found that what it holds there is not what was stored: nobody else is given it."""
         lease = self._leases.find(session, lease_id, LeaseKind.READ)
         lease.check_positions(positions)
@@ -283,24 +283,24 @@ class Reading:
     # --- lookup and promises --------------------------------------------------------------------------------
 
     def lookup(
-        self, session: Session, namespace: int, keys: Sequence[bytes], now: float, hold: bool, prefix: bool
-    ) -> Lookup:
+        self, session: KernelSession, namespace: int, keys: Sequence[bytes], now: float, hold: bool, prefix: bool
+    ) -> KernelLookup:
         check_batch(keys, None)
         if hold:
             session.may_lease()
         entries, found, statuses, reasons = self._find(namespace, 0, keys, prefix)
         if not hold or not found:
-            return Lookup(statuses, reasons)
+            return KernelLookup(statuses, reasons)
         account = session.accounts[Sort.PROMISED]
         fits = account.first_that_fit(found)
         if fits < len(found):  # they are hits all the same
             self._refuse(entries, found, bytearray(len(entries)), fits)
             if not found:
-                return Lookup(statuses, reasons)
+                return KernelLookup(statuses, reasons)
         account.take(found)
         self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
-        return Lookup(statuses, reasons, promise.id, promise.deadline)
+        return KernelLookup(statuses, reasons, promise.id, promise.deadline)
 
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, prefix: bool
@@ -331,7 +331,7 @@ class Reading:
         if promise is not None and promise.kind is LeaseKind.PROMISE:
             self.let_go(promise)
 
-    def free_promises(self, session: Session, promise_ids: Sequence[int]) -> int:
+    def free_promises(self, session: KernelSession, promise_ids: Sequence[int]) -> int:
         """End the session's promises; how many were still open. One that is gone already is no error."""
         freed = 0
         for promise_id in promise_ids:
@@ -343,7 +343,7 @@ class Reading:
             freed += 1
         return freed
 
-    def expire(self, lease: Lease) -> None:
+    def expire(self, lease: KernelLease) -> None:
         """A promise ends. A read lease is only not renewed any more: its pins wait for the reader's answer."""
         self.expiries += 1
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))

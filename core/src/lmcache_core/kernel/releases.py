@@ -15,7 +15,7 @@ from typing import Protocol
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.effects import RowLeft
 from lmcache_core.kernel.fence import STEP_OBJECTS
-from lmcache_core.kernel.leases import Lease
+from lmcache_core.kernel.leases import KernelLease
 from lmcache_core.kernel.ledger import Account
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.quota import Quarantine
@@ -25,7 +25,7 @@ from lmcache_core.kernel.states import Event, State
 Entries = list[Incarnation | None]
 
 
-class _Work(Protocol):
+class _ReleaseWork(Protocol):
     def step(self, objects_max: int) -> int:
         """Do some; how many positions that took. Fewer than `objects_max`: all is done."""
         ...
@@ -37,13 +37,13 @@ class Releases:
     def __init__(self, residents: Residents, quarantine: Quarantine) -> None:
         self._residents = residents
         self._quarantine = quarantine
-        self._work: deque[_Work] = deque()
+        self._work: deque[_ReleaseWork] = deque()
         self.step_objects = STEP_OBJECTS  # fewer where a test wants much to come between two steps
 
     def __len__(self) -> int:
         return len(self._work)
 
-    def written(self, entries: Entries, lease: Lease, reason: Reason) -> None:
+    def written(self, entries: Entries, lease: KernelLease, reason: Reason) -> None:
         """These positions of a write lease were given up: the owner has answered for them, or is dead."""
         self._work.append(_Written(self._residents, entries, lease, reason))
 
@@ -51,7 +51,7 @@ class Releases:
         """These holds of a promise or a read lease have ended, which are charged to that account."""
         self._work.append(_Held(self._residents, entries, account))
 
-    def overdue(self, lease: Lease) -> None:
+    def overdue(self, lease: KernelLease) -> None:
         """A write lease has expired: its keys are free, its slots wait for the owner's answer."""
         self._work.append(_Overdue(self._residents, self._quarantine, lease))
 
@@ -59,7 +59,7 @@ class Releases:
         """Nobody touches these any more, which are in `state` and nobody's."""
         self._work.append(_Answered(self._residents, list(objects), state, event))
 
-    def moved(self, lease: Lease) -> None:
+    def moved(self, lease: KernelLease) -> None:
         """A write lease is another session's now: its slots are to name that one's row."""
         self._work.append(_Moved(self._residents, lease))
 
@@ -87,7 +87,7 @@ def _take_last(entries: Entries, objects_max: int) -> Entries:
 class _Written:
     __slots__ = ("_entries", "_lease", "_reason", "_residents")
 
-    def __init__(self, residents: Residents, entries: Entries, lease: Lease, reason: Reason) -> None:
+    def __init__(self, residents: Residents, entries: Entries, lease: KernelLease, reason: Reason) -> None:
         self._residents = residents
         self._entries = entries
         self._lease = lease
@@ -125,7 +125,7 @@ class _Held:
 class _Overdue:
     __slots__ = ("_lease", "_quarantine", "_residents")
 
-    def __init__(self, residents: Residents, quarantine: Quarantine, lease: Lease) -> None:
+    def __init__(self, residents: Residents, quarantine: Quarantine, lease: KernelLease) -> None:
         self._residents = residents
         self._quarantine = quarantine
         self._lease = lease
@@ -164,7 +164,7 @@ class _Answered:
 class _Moved:
     __slots__ = ("_lease", "_residents", "_to")
 
-    def __init__(self, residents: Residents, lease: Lease) -> None:
+    def __init__(self, residents: Residents, lease: KernelLease) -> None:
         self._residents = residents
         self._lease = lease
         self._to = 0  # positions before this one name the new row

@@ -26,7 +26,7 @@ from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 
 if TYPE_CHECKING:
-    from lmcache_core.kernel.sessions import Session
+    from lmcache_core.kernel.sessions import KernelSession
 
 JUDGED_SLOTS = 2048  # slots looked at in one step, before anything is evicted: a tenth of a millisecond
 
@@ -41,7 +41,7 @@ class Preparation:
 
     def __init__(
         self,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         layout_id: int,
         size_class: SizeClass,
@@ -162,7 +162,7 @@ class Rooms:
             self._take_out(preparation)
             self._let_go(preparation)
 
-    def session_ended(self, session: Session) -> None:
+    def session_ended(self, session: KernelSession) -> None:
         """Nobody waits for what it has asked for any more."""
         for preparation in list(session.preparations):
             self.cancel(preparation)

@@ -11,14 +11,14 @@ from lmcache_core.kernel.states import NO_ROW
 from lmcache_core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
-    from lmcache_core.kernel.leases import Lease
+    from lmcache_core.kernel.leases import KernelLease
     from lmcache_core.kernel.rooms import Preparation
 
 SERVER_SESSION = 0  # the server's own lanes
 SERVER_UID = -1  # nobody's: a tier's overdue loads are blamed on no user
 
 
-class Session:
+class KernelSession:
     """One connected client. `row` marks its slots in the pool's worker table."""
 
     __slots__ = (
@@ -33,7 +33,7 @@ class Session:
         self.row = row
         self.attached = False
         self.lost = False  # its connection ended; its death is not proven
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, KernelLease] = {}
         self.preparations: dict[Preparation, None] = {}  # grants that wait for room
         self.quarantined_bytes = 0
 
@@ -51,32 +51,32 @@ class SessionBook:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         unbounded = [Account(sys.maxsize) for _ in Sort]
-        server = Session(SERVER_SESSION, SERVER_UID, NO_ROW, "the server", unbounded)
+        server = KernelSession(SERVER_SESSION, SERVER_UID, NO_ROW, "the server", unbounded)
         server.attached = True
         self.by_id = {SERVER_SESSION: server}
 
     @property
-    def server(self) -> Session:
+    def server(self) -> KernelSession:
         return self.by_id[SERVER_SESSION]
 
     def open(self, session_id: int, uid: int, row: int, holder: str) -> None:
         if session_id in self.by_id:
             raise UsageError(f"session {session_id} is open already: session ids are used once")
-        self.by_id[session_id] = Session(session_id, uid, row, holder, self._ledger.opened(holder))
+        self.by_id[session_id] = KernelSession(session_id, uid, row, holder, self._ledger.opened(holder))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: KernelSession) -> None:
         """It has ended; what it held may be charged to its holder for some steps still."""
         if self.by_id.pop(session.id, None) is not None:
             self._ledger.closed(session.holder)
 
-    def get(self, session_id: int) -> Session:
+    def get(self, session_id: int) -> KernelSession:
         """A session that may make calls."""
         session = self.by_id.get(session_id)
         if session is None or session.lost:
             raise UsageError(f"session {session_id} is not open: say hello first")
         return session
 
-    def attached(self, session_id: int) -> Session:
+    def attached(self, session_id: int) -> KernelSession:
         """A session that may be given slots."""
         session = self.get(session_id)
         if not session.attached:
@@ -90,7 +90,7 @@ class SessionBook:
         session = self.by_id.get(session_id)
         return session is not None and bool(session.leases or session.quarantined_bytes)
 
-    def forget_if_done(self, session: Session) -> None:
+    def forget_if_done(self, session: KernelSession) -> None:
         """Nothing is left to wait for of a session that was lost."""
         if session.lost and not session.leases:
             self.forget(session)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from lmcache_core.kernel.answers import ClassUsage, HolderUsage, LeaseKind, Usage
+from lmcache_core.kernel.answers import ClassUsage, HolderUsage, KernelUsage, LeaseKind
 from lmcache_core.kernel.leases import LeaseBook
 from lmcache_core.kernel.ledger import Account, Ledger
 from lmcache_core.kernel.pins import Pins
@@ -23,7 +23,7 @@ def usage_of(
     pins: Pins,
     ledger: Ledger,
     expiries: int,
-) -> Usage:
+) -> KernelUsage:
     """Costs the number of sessions, classes and units, never that of objects."""
     allocator = residents.allocator
     quarantined: Counter[str] = Counter()
@@ -31,7 +31,7 @@ def usage_of(
         quarantined[session.holder] += session.quarantined_bytes
     states = [state for state in State if state is not State.FREE]
     free_bytes = allocator.populated_bytes - allocator.used_bytes
-    return Usage(
+    return KernelUsage(
         pool_bytes=allocator.pool_bytes,
         populated_bytes=allocator.populated_bytes,
         used_bytes=allocator.used_bytes,

@@ -12,13 +12,13 @@ from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import Committed, LeaseExpired
 from lmcache_core.kernel.eviction import make_room
 from lmcache_core.kernel.fence import Fence
-from lmcache_core.kernel.leases import Lease, LeaseBook
+from lmcache_core.kernel.leases import KernelLease, LeaseBook
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
 from lmcache_core.kernel.quota import Quarantine
 from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.rooms import Preparation
-from lmcache_core.kernel.sessions import Session
+from lmcache_core.kernel.sessions import KernelSession
 from lmcache_core.kernel.states import Event, State
 from lmcache_core.limits import BATCH_KEYS_MAX, LEASE_KEYS_MAX, OBJECT_BYTES_MAX
 
@@ -26,7 +26,7 @@ READY, QUARANTINED = State.READY, State.QUARANTINED
 _EXISTS, _BUSY = int(Grant.EXISTS), int(Grant.BUSY)
 
 
-def check_batch(keys: Sequence[bytes], lease: Lease | None) -> None:
+def check_batch(keys: Sequence[bytes], lease: KernelLease | None) -> None:
     """Raise `LimitError` or `UsageError` before anything has changed."""
     if len(keys) > BATCH_KEYS_MAX:
         raise LimitError(f"a batch of {len(keys)} keys is over the limit of {BATCH_KEYS_MAX}: send it in pages")
@@ -101,7 +101,7 @@ class Writing:
 
     def prepare(
         self,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         layout_id: int,
         keys: Sequence[bytes],
@@ -162,7 +162,7 @@ class Writing:
         return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, None, self._generation, first)
 
     def grant_more(
-        self, session: Session, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
+        self, session: KernelSession, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
     ) -> None:
         """Slots for those keys of a page that were answered FULL, in their own positions; `grants` says the new
         answers. Raises `LeaseExpiredError`: the page has what it had."""
@@ -187,7 +187,9 @@ class Writing:
         assert isinstance(grants, Grants)  # it does not wait twice
         return grants
 
-    def _lease_to_extend(self, session: Session, lease_id: int, namespace: int, live: State) -> Lease | None:
+    def _lease_to_extend(
+        self, session: KernelSession, lease_id: int, namespace: int, live: State
+    ) -> KernelLease | None:
         if not lease_id:
             return None
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
@@ -242,7 +244,7 @@ class Writing:
 
     def _place(
         self,
-        session: Session,
+        session: KernelSession,
         size_class: SizeClass,
         created: list[Incarnation],
         existing: list[Incarnation],
@@ -296,20 +298,20 @@ class Writing:
 
     def _page(
         self,
-        session: Session,
+        session: KernelSession,
         namespace: int,
         live: State,
         now: float,
         ttl_s: float | None,
-        lease: Lease | None,
+        lease: KernelLease | None,
         entries: list[Incarnation | None],
         granted: int,
-    ) -> Lease:
+    ) -> KernelLease:
         """Add the page to its lease. Also one that grants nothing: positions count through all pages."""
         leases = self._leases
         if lease is None:
             ttl_s = self._ttl_s if ttl_s is None else ttl_s
-            lease = Lease(leases.new_id(), LeaseKind.WRITE, session, namespace, live, ttl_s, now)
+            lease = KernelLease(leases.new_id(), LeaseKind.WRITE, session, namespace, live, ttl_s, now)
             lease.add_page(entries, granted)
             if granted:
                 leases.open(lease)
@@ -324,7 +326,7 @@ class Writing:
 
     def commit(
         self,
-        session: Session,
+        session: KernelSession,
         lease_id: int,
         positions: Sequence[int] | None,
         retain: bool,
@@ -363,19 +365,21 @@ class Writing:
                 self._leases.close(lease)
         return lease.answered(positions)
 
-    def abort(self, session: Session, lease_id: int, positions: Sequence[int] | None, reason: Reason) -> bytearray:
+    def abort(
+        self, session: KernelSession, lease_id: int, positions: Sequence[int] | None, reason: Reason
+    ) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
         self._give_up(lease, positions, reason)
         return lease.answered(positions)
 
-    def give_up(self, lease: Lease, reason: Reason) -> None:
+    def give_up(self, lease: KernelLease, reason: Reason) -> None:
         """The owner has answered for all of it, or is dead: it is settled now, and `Releases` takes the slots back."""
         if lease.pending:
             self._quarantine.charge(lease, -lease.charged_bytes)
             self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
             self._leases.close(lease)
 
-    def _give_up(self, lease: Lease, positions: Sequence[int] | None, reason: Reason) -> None:
+    def _give_up(self, lease: KernelLease, positions: Sequence[int] | None, reason: Reason) -> None:
         let_go, where = lease.settle(positions, Settled.ABORTED)
         if not let_go:
             return
@@ -396,7 +400,7 @@ class Writing:
 
     # --- late, and cleared ----------------------------------------------------------------------------------
 
-    def expire(self, lease: Lease) -> None:
+    def expire(self, lease: KernelLease) -> None:
         """Time is up: the keys are free at once, the slots wait for the owner's answer."""
         self.expiries += 1
         self._releases.overdue(lease)

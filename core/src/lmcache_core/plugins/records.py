@@ -38,7 +38,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Fault:
+class PluginFault:
     """A hook of a plugin that raised. The other plugins went on."""
 
     plugin: PluginRecord

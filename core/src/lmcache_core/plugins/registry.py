@@ -14,7 +14,7 @@ from lmcache_core.errors import CacheError, PluginError
 from lmcache_core.plugins import hookspecs
 from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.examine import examine, hook_names
-from lmcache_core.plugins.records import Fault, PluginRecord, Refusal
+from lmcache_core.plugins.records import PluginFault, PluginRecord, Refusal
 from lmcache_core.plugins.suggest import suggestion
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Registry:
         self.manager.add_hookspecs(hookspecs)
         self.hook = HookRelay(self)
         self.refused: list[Refusal] = []
-        self.faults: list[Fault] = []
+        self.faults: list[PluginFault] = []
         self._plugins: dict[str, PluginRecord] = {}
         self._components: dict[tuple[Kind, str], tuple[ComponentSpec, PluginRecord]] = {}
         self._models: dict[tuple[Kind, str], type[BaseModel] | None] = {}
@@ -228,7 +228,7 @@ class Registry:
         return model
 
     def _record_fault(self, record: PluginRecord, hook: str, error: BaseException) -> None:
-        fault = Fault(record, hook, f"{type(error).__name__}: {error}")
+        fault = PluginFault(record, hook, f"{type(error).__name__}: {error}")
         self.faults.append(fault)
         log.warning("%s", fault)
 

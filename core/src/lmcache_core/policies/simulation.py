@@ -21,7 +21,7 @@ class Order(StrEnum):
     SUFFIX_FIRST = "suffix-first"  # last to first, as the server applies recency
 
 
-class Result(NamedTuple):
+class SimulationResult(NamedTuple):
     """What one policy made of one trace. `hits` counts leading blocks that were resident, request by request."""
 
     trace: str
@@ -57,7 +57,7 @@ def replay(
     capacity: int,
     order: Order = Order.FORWARD,
     progress: Callable[[int], None] | None = None,
-) -> Result:
+) -> SimulationResult:
     """Run every request of the trace, in order, against a store of `capacity` blocks that starts empty.
 
     A request's hit is the number of leading blocks that are resident when it arrives. Then its blocks are
@@ -78,7 +78,7 @@ def replay(
         _walk(blocks if order is Order.FORWARD else blocks[::-1], resident, policy, capacity)
         if progress is not None and (number % PROGRESS_REQUESTS == 0 or number == len(trace.requests)):
             progress(number)
-    return Result(trace.name, name, capacity, hits, references)
+    return SimulationResult(trace.name, name, capacity, hits, references)
 
 
 def _walk(blocks: list[int], resident: dict[int, Entry], policy: EvictionPolicy, capacity: int) -> None:

@@ -43,7 +43,7 @@ class LayoutRegistered(Message, tag="layout_registered"):
     slot_bytes: int
 
 
-class Found(Message, tag="found"):
+class LookupReply(Message, tag="found"):
     """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It
     counts keys from the first on; of a lookup without `prefix`, all keys that can be served; of a window it is its
     end. `done`: nothing is being loaded for this lookup any more."""
@@ -94,7 +94,7 @@ class LeaseState(Message, tag="lease_state"):
     open_positions: int
 
 
-class Cleared(Message, tag="cleared"):
+class ClearedReply(Message, tag="cleared"):
     rid: int
     objects: int
     nbytes: int
@@ -133,7 +133,7 @@ class Explained(Message, tag="explained"):
     tiers: list[TierExplained]
 
 
-class Pinned(Message, tag="pinned"):
+class PinnedReply(Message, tag="pinned"):
     rid: int
     statuses: bytes
 
@@ -181,7 +181,7 @@ class Error(Message, tag="error"):
     retry: str
 
 
-class LeaseExpired(Message, tag="lease_expired"):
+class LeaseExpiredNotice(Message, tag="lease_expired"):
     """A notice: nobody asked. The lease's keys are free; settle it when the last copy has ended."""
 
     rid: int  # always 0
@@ -193,14 +193,14 @@ Reply = (
     Welcome
     | Attached
     | LayoutRegistered
-    | Found
+    | LookupReply
     | Granted
     | SettledReply
     | Renewed
     | LeaseState
-    | Cleared
+    | ClearedReply
     | Explained
-    | Pinned
+    | PinnedReply
     | ChunkSize
     | StatusReply
     | TiersReply
@@ -208,5 +208,5 @@ Reply = (
     | Pong
     | Done
     | Error
-    | LeaseExpired
+    | LeaseExpiredNotice
 )

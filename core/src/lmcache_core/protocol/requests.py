@@ -46,7 +46,7 @@ class RegisterLayout(Message, tag="register_layout"):
     label: str = ""
 
 
-class Lookup(Message, tag="lookup"):
+class LookupRequest(Message, tag="lookup"):
     """Which keys can be served? `wait_s` > 0: the reply may come later, when loads from tiers have ended. `tiers`:
     search these only; None: all; []: none.
 
@@ -225,7 +225,7 @@ class GetChunkSize(Message, tag="get_chunk_size"):
     rid: int
 
 
-class Status(Message, tag="status"):
+class StatusRequest(Message, tag="status"):
     rid: int
 
 
@@ -242,7 +242,7 @@ Request = (
     Hello
     | Attach
     | RegisterLayout
-    | Lookup
+    | LookupRequest
     | Cancel
     | QueryPrefetchStatus
     | QueryLookupHits
@@ -264,7 +264,7 @@ Request = (
     | ChangeTier
     | Operate
     | GetChunkSize
-    | Status
+    | StatusRequest
     | Ping
     | Noop
 )

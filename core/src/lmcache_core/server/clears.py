@@ -52,4 +52,4 @@ class Clears:
 
 def _answer(clearing: Clearing, rid: int) -> m.Message:
     cleared = clearing.cleared
-    return m.Cleared(rid, cleared.objects, cleared.nbytes, cleared.doomed)
+    return m.ClearedReply(rid, cleared.objects, cleared.nbytes, cleared.doomed)

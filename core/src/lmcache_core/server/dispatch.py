@@ -84,7 +84,7 @@ class Dispatch:
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Attach: self._attach,
             m.RegisterLayout: self._register_layout,
-            m.Lookup: self._lookup,
+            m.LookupRequest: self._lookup,
             m.Cancel: lambda s, r: m.Done(r.rid, lookups.cancel(s, r.lookup)),
             m.QueryPrefetchStatus: lambda s, r: lookups.status_of(s, r.rid, r.job),
             m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
@@ -106,7 +106,7 @@ class Dispatch:
             m.ChangeTier: tier_changes.change,
             m.Operate: companions.operate,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
-            m.Status: lambda s, r: m.StatusReply(r.rid, status()),
+            m.StatusRequest: lambda s, r: m.StatusReply(r.rid, status()),
             m.Ping: lambda s, r: m.Pong(r.rid, r.payload),
             m.Noop: lambda s, r: m.Done(r.rid),
         }
@@ -229,7 +229,7 @@ class Dispatch:
             )
         return layout_id
 
-    def _lookup(self, session: Session, request: m.Lookup) -> m.Message | None:
+    def _lookup(self, session: Session, request: m.LookupRequest) -> m.Message | None:
         self._layout_of(session, request.namespace)
         return self._lookups.lookup(session, request, split_keys(request.keys))
 
@@ -304,12 +304,12 @@ class Dispatch:
         statuses = self._kernel.pin(
             session.id, request.namespace, split_keys(request.keys), request.ttl_s, self._l1.clock.now
         )
-        return m.Pinned(request.rid, bytes(statuses))
+        return m.PinnedReply(request.rid, bytes(statuses))
 
     def _unpin(self, session: Session, request: m.Unpin) -> m.Message:
         self._layout_of(session, request.namespace)
         statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.clock.now)
-        return m.Pinned(request.rid, bytes(statuses))
+        return m.PinnedReply(request.rid, bytes(statuses))
 
 
 def _positions_of(request: m.Settle) -> Sequence[int]:

@@ -38,7 +38,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
 from lmcache_core.tiers import l1 as contract
-from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Pinned, Slot, TierReason
+from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.server.companions import Companions
@@ -70,7 +70,7 @@ _LOAD_GRANTS = {
 
 
 class L1:
-    """Implements `tiers.l1.L1` over kernel and segment. Lives on the loop's thread."""
+    """Implements `tiers.l1.L1Port` over kernel and segment. Lives on the loop's thread."""
 
     def __init__(self, kernel: Kernel, segment: Segment, clock: Clock, notify: Callable[[LeaseExpired], None]) -> None:
         self.kernel = kernel
@@ -242,7 +242,9 @@ class L1:
             objects = [item for item in objects if item.layout_id in layouts]
         tiering.on_committed(
             [
-                contract.Committed(o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, o.generation, reused)
+                contract.CommittedObject(
+                    o.key, o.namespace, o.layout_id, layouts[o.layout_id].nbytes, o.generation, reused
+                )
                 for o in objects
             ]
         )
@@ -278,9 +280,9 @@ class L1:
     def unshield_some(self, objects_max: int) -> int:
         return self.kernel.unshield_some(objects_max)
 
-    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
         lease, held = self.kernel.hold_incarnations(namespace, wanted, self.clock.now)
-        return Pinned(lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum) for o in held])
+        return StorePin(lease, [None if o is None else Slot(o.offset, o.layout_id, o.checksum) for o in held])
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
         self.kernel.finish_read(SERVER_SESSION, lease, self.clock.now, positions)

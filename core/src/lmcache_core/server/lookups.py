@@ -20,11 +20,11 @@ from lmcache_core.limits import (
 )
 from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.protocol.codec import error_reply
-from lmcache_core.protocol.messages import Found, Lookup, Message
+from lmcache_core.protocol.messages import LookupReply, LookupRequest, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.tiers.jobs import Job, Wanted
-from lmcache_core.tiers.jobs import Lookup as TierLookup
+from lmcache_core.tiers.jobs import TierLookup as TierLookup
 from lmcache_core.tiers.selection import window_end
 
 _ABSENT = (Grant.MISS, Grant.LOADING)
@@ -36,7 +36,7 @@ class Wait:
 
     session: Session
     rid: int
-    request: Lookup
+    request: LookupRequest
     keys: Sequence[bytes]
     promise: int
     holds_reply: bool
@@ -62,7 +62,7 @@ class Lookups:
         self._by_session: Counter[int] = Counter()  # of those under way
         self.throttled = 0
 
-    def lookup(self, session: Session, request: Lookup, keys: Sequence[bytes]) -> Found | None:
+    def lookup(self, session: Session, request: LookupRequest, keys: Sequence[bytes]) -> LookupReply | None:
         """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
         now = self._l1.clock.now
         _check(request)
@@ -116,7 +116,7 @@ class Lookups:
             request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline, job=job, done=False
         )
 
-    def status_of(self, session: Session, rid: int, job_id: int) -> Found:
+    def status_of(self, session: Session, rid: int, job_id: int) -> LookupReply:
         """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its
         loads have ended, for this is who hears of it."""
         wait = self._wait_of(session, job_id)
@@ -136,7 +136,7 @@ class Lookups:
                 del self._made_late[promise]
                 wait.promise = 0
 
-    def hits_of(self, session: Session, rid: int, job_id: int) -> Found | None:
+    def hits_of(self, session: Session, rid: int, job_id: int) -> LookupReply | None:
         """What will be a hit, or None: the reply follows once the tiers have answered."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
@@ -233,7 +233,7 @@ class Lookups:
             if session.peer is not None:  # of one that is lost, or has ended, nobody listens, and the kernel knows none
                 session.send(self._look_again(session, wait, rid, hold=False))
 
-    def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> Found:
+    def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> LookupReply:
         """`session`: who asks now, which may be a later one of the client whose lookup it was."""
         request, job = wait.request, wait.job
         found = self._kernel.lookup(
@@ -249,7 +249,7 @@ class Lookups:
             self._pin(session, request, wait.keys, found.statuses)
         return self._found(request, rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
 
-    def _pin(self, session: Session, request: Lookup, keys: Sequence[bytes], statuses: bytearray) -> None:
+    def _pin(self, session: Session, request: LookupRequest, keys: Sequence[bytes], statuses: bytearray) -> None:
         """Keep what this lookup is about, where the request says so."""
         if not request.pin_s > 0:
             return
@@ -261,7 +261,7 @@ class Lookups:
 
     def _found(
         self,
-        request: Lookup,
+        request: LookupRequest,
         rid: int,
         statuses: bytearray,
         reasons: bytearray,
@@ -269,7 +269,7 @@ class Lookups:
         deadline: float,
         job: Job | None = None,
         done: bool = True,
-    ) -> Found:
+    ) -> LookupReply:
         hits = _hits(request, statuses)
         if job is not None:
             done = job.ended
@@ -278,7 +278,7 @@ class Lookups:
             for at, reason in job.reasons.items():
                 if statuses[at] == Grant.MISS and REASONS[reason] is not Reason.NONE:
                     reasons[at] = REASONS[reason]
-        return Found(
+        return LookupReply(
             rid,
             bytes(statuses),
             bytes(reasons),
@@ -307,7 +307,7 @@ class Lookups:
                 del self._waits[oldest.job.id]
 
 
-def _check(request: Lookup) -> None:
+def _check(request: LookupRequest) -> None:
     """Raise `UsageError` for figures that mean nothing."""
     if not 0 <= request.window <= BATCH_KEYS_MAX:
         raise UsageError(f"a window of {request.window} keys: give 1 to {BATCH_KEYS_MAX}, or 0 for none")
@@ -316,13 +316,13 @@ def _check(request: Lookup) -> None:
             raise UsageError(f"{name} is {getattr(request, name)}: give seconds, or 0")
 
 
-def _wanted(request: Lookup) -> Wanted:
+def _wanted(request: LookupRequest) -> Wanted:
     if request.window:
         return Wanted.WINDOW
     return Wanted.PREFIX if request.prefix else Wanted.SPARSE
 
 
-def _hits(request: Lookup, statuses: bytearray) -> int:
+def _hits(request: LookupRequest, statuses: bytearray) -> int:
     """See `Found`."""
     wanted = _wanted(request)
     if wanted is Wanted.SPARSE:

@@ -398,7 +398,7 @@ class Server:
     def _notify(self, effect: LeaseExpired) -> None:
         session: Session | None = self.sessions.get(effect.session_id)
         if session is not None:
-            session.send(m.LeaseExpired(0, effect.lease_id, effect.kind.name.lower()))
+            session.send(m.LeaseExpiredNotice(0, effect.lease_id, effect.kind.name.lower()))
 
     def _populated(self, nbytes: int) -> None:
         """On the populator's thread."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
-from lmcache_core.kernel.answers import HolderUsage, Usage
+from lmcache_core.kernel.answers import HolderUsage, KernelUsage
 from lmcache_core.pool.tables import NO_ROW
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
     return sorted(rows, key=lambda row: -sum(row[1].values()))[:ROWS_SHOWN_MAX]
 
 
-def _holders(server: Server, usage: Usage) -> dict[str, dict[str, int]]:
+def _holders(server: Server, usage: KernelUsage) -> dict[str, dict[str, int]]:
     """What each uid, or over ZMQ each key, has of what all share: one table, of what is counted where it is kept."""
     holders = dict(_most(usage.holders))
     namespaces: dict[str, set[int]] = {name: set() for name in holders}

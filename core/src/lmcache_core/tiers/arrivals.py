@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from lmcache_core.tiers.l1 import L1, Committed, Named
+from lmcache_core.tiers.l1 import CommittedObject, L1Port, Named
 
 PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
 NAMESPACE = attrgetter("namespace")
@@ -17,7 +17,7 @@ NAMESPACE = attrgetter("namespace")
 class Arrival(NamedTuple):
     """Committed objects of one namespace. `shielded`: they leave the L1 last meanwhile."""
 
-    objects: Sequence[Committed]
+    objects: Sequence[CommittedObject]
     shielded: bool
 
     @property
@@ -38,7 +38,7 @@ class Dirty:
 
     __slots__ = ("drop", "epoch", "failed", "nbytes_on_tier", "object", "reached", "shielded", "targets_left")
 
-    def __init__(self, committed: Committed, epoch: int, drop: bool) -> None:
+    def __init__(self, committed: CommittedObject, epoch: int, drop: bool) -> None:
         self.object = committed
         self.epoch = epoch
         self.targets_left = 0
@@ -53,7 +53,7 @@ class Shields:
     """Who wants an incarnation to leave the L1 last: the arrival that it came in, then its `Dirty`. Each gives back
     what it took. `counts`: what is read again comes in a second arrival, and stays shielded until the last of them."""
 
-    def __init__(self, l1: L1, *, counts: bool) -> None:
+    def __init__(self, l1: L1Port, *, counts: bool) -> None:
         self._l1 = l1
         self._takers: Counter[tuple[int, Named]] | None = Counter() if counts else None
 
@@ -79,13 +79,13 @@ class Shields:
 class Arrivals:
     """The queue before the plan. `objects` counts what is in it."""
 
-    def __init__(self, l1: L1, shields: Shields) -> None:
+    def __init__(self, l1: L1Port, shields: Shields) -> None:
         self._l1 = l1
         self._shields = shields
         self._queue: deque[Arrival] = deque()
         self.objects = 0
 
-    def add(self, objects: Sequence[Committed], *, shields: bool) -> None:
+    def add(self, objects: Sequence[CommittedObject], *, shields: bool) -> None:
         """`shields`: they leave the L1 last from now on."""
         for namespace, group in groupby(objects, key=NAMESPACE):
             batch = list(group)

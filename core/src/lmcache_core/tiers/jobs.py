@@ -26,7 +26,7 @@ class JobStatus(StrEnum):
     CANCELLED = "cancelled"
 
 
-class Lookup(NamedTuple):
+class TierLookup(NamedTuple):
     """One request. `keys` are all keys in order; `missing` are the positions that the L1 lacks, ascending;
     `tiers` names the tiers to ask (None: all); `deadline` is monotonic seconds."""
 
@@ -48,7 +48,7 @@ class Job:
     each other, and the server's collector does not look at what is old."""
 
     id: int
-    request: Lookup
+    request: TierLookup
     on_done: Callable[[Job], None] | None
     status: JobStatus = JobStatus.WAITING
     # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with

@@ -42,7 +42,7 @@ class LoadGrant(StrEnum):
 Named = tuple[bytes, int]  # key and generation: one incarnation, within its namespace
 
 
-class Committed(NamedTuple):
+class CommittedObject(NamedTuple):
     """One incarnation that was just committed to the L1 (never one that `commit_load` made: its tier has it).
 
     A key may have had another, of other bytes, by the time that this one's turn comes: `generation` tells them apart.
@@ -68,7 +68,7 @@ class Slot(NamedTuple):
     checksum: int | None  # xxh3_64 of its bytes, where it is known; None or 0: it is not
 
 
-class Pinned(NamedTuple):
+class StorePin(NamedTuple):
     """A read lease of session 0. `slots[i]` is None for an incarnation that is no longer there."""
 
     lease: int
@@ -93,7 +93,7 @@ class LoadWait(Protocol):
         ...
 
 
-class L1(Protocol):
+class L1Port(Protocol):
     """The caller (tiering) settles every position it was granted; the implementation calls back from no method, and
     later only for a `begin_load` that waits."""
 
@@ -113,7 +113,7 @@ class L1(Protocol):
         """As `unshield`, for those that were shielded first; how many."""
         ...
 
-    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> Pinned:
+    def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
         """Hold these very incarnations so that a lane can read them. Positions without a slot hold nothing."""
         ...
 

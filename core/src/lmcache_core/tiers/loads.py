@@ -14,8 +14,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import Job, Lookup
-from lmcache_core.tiers.l1 import L1, LoadGrant, Loading, LoadWait, TierReason
+from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.l1 import L1Port, LoadGrant, Loading, LoadWait, TierReason
 from lmcache_core.tiers.lanes import Call, Priority
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Loaded, Transfer
@@ -69,7 +69,7 @@ class _Page:
 class LoadTable:
     """Begins, shares, settles and gives up loads."""
 
-    def __init__(self, l1: L1, tiers: dict[str, Tier], epochs: Epochs, clock: Clock, settle: Settle) -> None:
+    def __init__(self, l1: L1Port, tiers: dict[str, Tier], epochs: Epochs, clock: Clock, settle: Settle) -> None:
         self._l1 = l1
         self._tiers = tiers
         self._epochs = epochs
@@ -129,7 +129,7 @@ class LoadTable:
     def _ask_for_slots(
         self,
         loads: Sequence[Load],
-        request: Lookup,
+        request: TierLookup,
         deadline: float,
         priority: Priority,
         begun: list[Load],

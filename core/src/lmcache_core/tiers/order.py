@@ -15,7 +15,7 @@ from enum import Enum, auto
 from lmcache_core.tiers.lanes import Call, CallState, Lane
 
 
-class Access(Enum):
+class KeyAccess(Enum):
     """What a call does to its keys."""
 
     LOAD = auto()
@@ -32,8 +32,8 @@ class Watch:
         self._changed: set[bytes] = set()
         self.of_stores = of_stores
 
-    def note(self, keys: Iterable[bytes], access: Access) -> None:
-        if self.of_stores or access is not Access.STORE:
+    def note(self, keys: Iterable[bytes], access: KeyAccess) -> None:
+        if self.of_stores or access is not KeyAccess.STORE:
             self._changed.update(keys)
 
     def saw(self, key: bytes) -> bool:
@@ -46,7 +46,7 @@ class _Ticket:
 
     __slots__ = ("access", "call", "followers", "keys", "lane", "waits_for", "watch")
 
-    def __init__(self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None) -> None:
+    def __init__(self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None) -> None:
         self.lane = lane
         self.call = call
         self.keys = keys
@@ -68,7 +68,9 @@ class KeyOrder:
         self._held_by_lane: Counter[Lane] = Counter()
 
     # --- calls ----------------------------------------------------------------------------------------------
-    def submit(self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None = None) -> bool:
+    def submit(
+        self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None = None
+    ) -> bool:
         """Give the call to its lane as soon as its keys allow. False: the lane is full, and nothing is called back.
 
         From now on it ends as a lane's call does: `on_end` once it has run, `on_late` where it has not by its deadline.
@@ -86,7 +88,7 @@ class KeyOrder:
         if before:
             self._held[ticket] = None
             self._held_by_lane[lane] += 1
-        if access is not Access.LOAD:
+        if access is not KeyAccess.LOAD:
             self._note(keys, access)
             self._last.update(dict.fromkeys(keys, ticket))
         if watch is not None:
@@ -141,7 +143,7 @@ class KeyOrder:
         watch = Watch()
         for key in keys:
             self._watching.setdefault(key, []).append(watch)
-        watch.note([key for key in keys if key in self._last], Access.DELETE)
+        watch.note([key for key in keys if key in self._last], KeyAccess.DELETE)
         return watch
 
     def watch_all(self, *, of_stores: bool) -> Watch:
@@ -162,7 +164,7 @@ class KeyOrder:
                 if not watches:
                     del self._watching[key]
 
-    def _note(self, keys: Sequence[bytes], access: Access) -> None:
+    def _note(self, keys: Sequence[bytes], access: KeyAccess) -> None:
         if self._watching:
             for key in keys:
                 for watch in self._watching.get(key, ()):

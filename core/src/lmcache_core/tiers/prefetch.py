@@ -15,8 +15,8 @@ from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key
-from lmcache_core.tiers.jobs import Job, JobStatus, Lookup, Wanted
-from lmcache_core.tiers.l1 import L1, TierReason
+from lmcache_core.tiers.jobs import Job, JobStatus, TierLookup, Wanted
+from lmcache_core.tiers.l1 import L1Port, TierReason
 from lmcache_core.tiers.lanes import WAITED_FOR, WARM_UP, Priority
 from lmcache_core.tiers.loads import LoadTable
 from lmcache_core.tiers.selection import select
@@ -46,7 +46,7 @@ class LookupController:
 
     def __init__(
         self,
-        l1: L1,
+        l1: L1Port,
         tiers: dict[str, Tier],
         policy: PrefetchPolicy,
         epochs: Epochs,
@@ -70,7 +70,7 @@ class LookupController:
         self._soonest = float("inf")
 
     # --- from the loop ------------------------------------------------------------------------------------
-    def lookup(self, request: Lookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None) -> Job:
+    def lookup(self, request: TierLookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None) -> Job:
         for name in request.tiers or ():
             if name not in self._tiers:
                 raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
@@ -234,7 +234,7 @@ class LookupController:
         )
         start()
 
-    def _retained(self, policy: PrefetchPolicy, request: Lookup, positions: Sequence[int]) -> set[int]:
+    def _retained(self, policy: PrefetchPolicy, request: TierLookup, positions: Sequence[int]) -> set[int]:
         """Those of the positions that stay in the L1 although the plan does not say so."""
         if not self._l1.evicts:  # they would stay for ever, and stores and loads find no room
             return set()

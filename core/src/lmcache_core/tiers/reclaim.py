@@ -14,7 +14,7 @@ from lmcache_core.tiers.epochs import Epochs, former_epochs
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
 from lmcache_core.tiers.losses import Losses
-from lmcache_core.tiers.order import Access, KeyOrder
+from lmcache_core.tiers.order import KeyAccess, KeyOrder
 from lmcache_core.tiers.retry import call_batch
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
@@ -169,7 +169,7 @@ class Reclaim:
                 self._refused(keys, "delete not done by its deadline")
 
         call = Call(lambda: call_batch(method, keys, deadline, self._stop), deadline, DELETE, ended, late)
-        if self._order.submit(self._lane, call, keys, Access.DELETE):
+        if self._order.submit(self._lane, call, keys, KeyAccess.DELETE):
             self._out += 1
         else:
             self._refused(keys, "the queue of deletes is full")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lmcache_core.tiers.jobs import Lookup, Wanted
+from lmcache_core.tiers.jobs import TierLookup, Wanted
 
 
 class Selection(NamedTuple):
@@ -17,7 +17,7 @@ class Selection(NamedTuple):
     cut: int
 
 
-def select(request: Lookup, sources: Mapping[int, str]) -> Selection:
+def select(request: TierLookup, sources: Mapping[int, str]) -> Selection:
     """`sources`: missing position → the tier that has it."""
     count = len(request.keys)
     nowhere = [position for position in request.missing if position not in sources]

@@ -22,7 +22,7 @@ from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key, tier_keys
-from lmcache_core.tiers.l1 import L1, Committed, TierReason
+from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import NoRoom, Transfer
 
@@ -38,7 +38,7 @@ class StoreController:
 
     def __init__(
         self,
-        l1: L1,
+        l1: L1Port,
         tiers: dict[str, Tier],
         policy: StorePolicy,
         epochs: Epochs,
@@ -64,7 +64,7 @@ class StoreController:
         self.counts: Counter[str] = Counter()
 
     # --- from the loop ------------------------------------------------------------------------------------
-    def on_committed(self, objects: Sequence[Committed]) -> None:
+    def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what became visible in the L1. It is shielded from now on: the next message may need its room. Not
         while a tier does not answer: it could stay for ever."""
         if not self.policy.wants_reuse:
@@ -140,7 +140,7 @@ class StoreController:
     def clear(self, namespace: int | None) -> None:
         """Take back what has not been begun. What is under way is deleted by the tier if the epoch has moved."""
 
-        def stays(committed: Committed) -> bool:
+        def stays(committed: CommittedObject) -> bool:
             return namespace is not None and committed.namespace != namespace
 
         for arrival in self._arrived.take_all(namespace):
@@ -413,12 +413,12 @@ class StoreController:
         # What did not reach every tier stays in the L1: dropping it would lose it.
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
 
-    def _reached_none(self, objects: Sequence[Committed]) -> None:
+    def _reached_none(self, objects: Sequence[CommittedObject]) -> None:
         """What was committed, and is on no tier."""
         self._unstored_objects += len(objects)
         self._unstored_bytes += sum(item.nbytes for item in objects)
 
-    def _drop(self, objects: Sequence[Committed]) -> None:
+    def _drop(self, objects: Sequence[CommittedObject]) -> None:
         for namespace, group in groupby(objects, key=NAMESPACE):
             wanted = [item.named for item in group]
             self.counts["dropped"] += len(wanted)

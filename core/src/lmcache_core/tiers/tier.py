@@ -34,7 +34,7 @@ from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.losses import Losses
-from lmcache_core.tiers.order import Access, KeyOrder, Watch
+from lmcache_core.tiers.order import KeyAccess, KeyOrder, Watch
 from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
 from lmcache_core.tiers.reclaim import Reclaim
@@ -272,7 +272,7 @@ class Tier:
             on_late(call.state is not CallState.EXPIRED)
 
         call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
-        return self._submit_ordered(self._loads, call, keys, Access.LOAD, changed) or call
+        return self._submit_ordered(self._loads, call, keys, KeyAccess.LOAD, changed) or call
 
     def store(
         self, batch: Sequence[Transfer], reserved: Sequence[int], on_end: Callable[[Sequence[Outcome]], None]
@@ -319,7 +319,7 @@ class Tier:
                 on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
 
         call = Call(work, deadline, WRITE_BACK, ended, late)
-        refused = self._submit_ordered(self._stores, call, keys, Access.STORE)
+        refused = self._submit_ordered(self._stores, call, keys, KeyAccess.STORE)
         if refused is None:
             hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
         return refused
@@ -432,7 +432,7 @@ class Tier:
         return TierReason.THROTTLED
 
     def _submit_ordered(
-        self, lane: Lane, call: Call, keys: Sequence[bytes], access: Access, watch: Watch | None = None
+        self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None = None
     ) -> TierReason | None:
         """As `_submit`, once nothing else changes these keys."""
         call.allowed_s = call.deadline - self._clock.now

@@ -32,8 +32,8 @@ from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import Job, Lookup
-from lmcache_core.tiers.l1 import L1, Committed
+from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.lanes import Call, Note
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
@@ -68,7 +68,7 @@ class Tiering:
 
     def __init__(
         self,
-        l1: L1,
+        l1: L1Port,
         tiers: Sequence[Tier],
         *,
         wake: Callable[[], None],
@@ -104,13 +104,13 @@ class Tiering:
         for tier in tiers:
             self.add_tier(tier)
 
-    def on_committed(self, objects: Sequence[Committed]) -> None:
+    def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
         if self._tiers and objects:
             self._touched = True
             self._stores.on_committed(objects)
 
-    def lookup(self, request: Lookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None = None) -> Job:
+    def lookup(self, request: TierLookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None = None) -> Job:
         """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in
         `on_done`: what was loaded may have been evicted since. Raises `UsageError` for a tier that is not there.
         """

@@ -31,7 +31,7 @@ from lmcache_core.tiers.retry import call_batch
 from lmcache_core.tiers.transfer import Carrier, transfer_of
 
 
-class Found(NamedTuple):
+class WalkedObject(NamedTuple):
     """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: not ours to judge."""
 
     entry: ScanEntry
@@ -79,29 +79,29 @@ class Walker:
             if cursor is None:
                 return
 
-    def read(self, entry: ScanEntry) -> Found:
+    def read(self, entry: ScanEntry) -> WalkedObject:
         """Load one object and check all that can be checked without the layout expected: who it says it is, its
         checksum, and, where it has our codec chain, that it decodes."""
         if len(entry.key) != TIER_KEY_BYTES:
-            return Found(entry, problem="its key is none of ours")
+            return WalkedObject(entry, problem="its key is none of ours")
         if entry.nbytes < HEADER_BYTES:
-            return Found(entry, problem=f"it ends after {entry.nbytes} bytes, inside its header", damaged=True)
+            return WalkedObject(entry, problem=f"it ends after {entry.nbytes} bytes, inside its header", damaged=True)
         self._buffer = _at_least(self._buffer, entry.nbytes)
         page, payload = self._buffer[:HEADER_BYTES], self._buffer[HEADER_BYTES : entry.nbytes]
         (outcome,) = call_batch(self.adapter.load, [LoadItem(entry.key, [page, payload])], self.deadline, self._stop)
         if outcome.result is Result.MISS:
-            return Found(entry, problem="gone")
+            return WalkedObject(entry, problem="gone")
         if outcome.result is Result.DAMAGED:
-            return Found(entry, problem=outcome.error or "its length is not what was stored", damaged=True)
+            return WalkedObject(entry, problem=outcome.error or "its length is not what was stored", damaged=True)
         if outcome.result is not Result.DONE:
             raise TierError(outcome.error or f"a load answered {outcome.result}", retryable=True)
         try:
             header = self._checked(entry, page, payload, outcome)
         except MismatchedObjectError as error:
-            return Found(entry, problem=str(error))
+            return WalkedObject(entry, problem=str(error))
         except DamagedObjectError as error:
-            return Found(entry, problem=str(error), damaged=True)
-        return Found(entry, header, buffers=[page, payload[: header.encoded_bytes]])
+            return WalkedObject(entry, problem=str(error), damaged=True)
+        return WalkedObject(entry, header, buffers=[page, payload[: header.encoded_bytes]])
 
     def _checked(self, entry: ScanEntry, page: memoryview, payload: memoryview, outcome: Outcome) -> ObjectHeader:
         header = read_header(page)
@@ -139,7 +139,7 @@ class Walker:
             raise DamagedObjectError(f"it does not decode: {type(error).__name__}: {error}") from error
         return view
 
-    def store(self, found: Found, source: Walker) -> Outcome:
+    def store(self, found: WalkedObject, source: Walker) -> Outcome:
         """Store here what `source` has just read, as it is, or in our codec chain where that is another."""
         assert found.header is not None
         if source.chain.describe() == self.chain.describe():
