@@ -306,7 +306,7 @@ def test_a_client_without_the_index_asks_for_every_hit(ways: Ways, asked: list[s
     del asked[:]
     ways.rpc.lookup(keys(1), namespace=SPACE)
     ways.rpc.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE)
-    assert asked == ["Lookup", "PrepareRetrieve", "FinishRead"]
+    assert asked == ["LookupRequest", "PrepareRetrieve", "FinishRead"]
 
 
 def test_status_counts_what_workers_found(ways: Ways) -> None:

@@ -155,6 +155,7 @@ class RestartedWorld(World):
                 self.memory[thing.offset] = ("scribble of a former worker", id(thing))
         if not self.kernel.adoption.under_way:
             return super().check()
+        self.say_who_waits_no_longer()  # what those held may go
         # To name all victims would be to make all objects: then there would be nothing to see.
         policy = self.kernel._residents.policy
         assert isinstance(policy, AdoptingPolicy)
