@@ -199,6 +199,20 @@ def test_positions_are_settled_as_they_are_named_in_whatever_order(server: Serve
         assert [read[at][0] for at in stored] == stored
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_more_than_a_session_may_hold_is_read_a_part_at_a_time(start: Callable[..., Server], prefix: bool) -> None:
+    large = Namespace("large", Layout("uint8", (1 << 20,)))
+    server = start(16 << 20, holding={"read_fraction_per_session_max": 0.25})
+    with server.connect(use_index=False) as client:
+        contents = [bytes([at]) * (1 << 20) for at in range(12)]
+        assert client.store(keys_of(12), contents, namespace=large).stored == 12
+        into = [bytearray(1 << 20) for _ in range(13)]
+        found = client.retrieve(keys_of(13), into, namespace=large, prefix=prefix)
+        assert found.hits == 12
+        assert found.statuses[12] is Status.MISS
+        assert into[:12] == contents
+
+
 def test_a_handle_that_was_told_of_no_promise_leaves_none(server: Server, watcher: Client) -> None:
     with asking(server) as client:
         keys = fill(client)

@@ -63,6 +63,29 @@ class Retriever:
         promises: Sequence[int],
         verify: int,
     ) -> RetrieveResult:
+        """As much at a time as this session may keep from eviction: what is over that is asked for again once the first
+        of it has been copied."""
+        asked = self._one_lease(keys, targets, namespace, prefix, promises, verify)
+        statuses, reasons = list(asked.statuses), list(asked.reasons)
+        while Status.QUOTA in asked.statuses and Status.HIT in asked.statuses:
+            over = [at for at, status in enumerate(statuses) if status is Status.QUOTA]
+            rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
+            asked = self._one_lease(
+                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
+            )
+            for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
+                statuses[at], reasons[at] = status, reason
+        return RetrieveResult(statuses, reasons)
+
+    def _one_lease(
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Span],
+        namespace: Namespace,
+        prefix: bool,
+        promises: Sequence[int],
+        verify: int,
+    ) -> RetrieveResult:
         damaged: list[int] = []
         unverifiable: list[int] = []
         with ReadLease(self._links, namespace, Presence()) as lease:
