@@ -138,9 +138,13 @@ class Node:
 
     def accounts_are_right(self) -> None:
         """Books against the medium, and what the policies count against what stands in slots and files."""
-        (tier,) = self.client.status()["tiers"]["tiers"]
-        files = [path for path in self.disk.rglob("*") if path.is_file() and path.stat().st_size >= NBYTES]
-        assert (tier["objects"], tier["bytes_used"]) == (len(files), len(files) * (NBYTES + HEADER_BYTES))
+
+        def agree() -> bool:  # what was on its way as somebody looked is there a moment later
+            (tier,) = self.client.status()["tiers"]["tiers"]
+            files = [path for path in self.disk.rglob("*") if path.is_file() and path.stat().st_size >= NBYTES]
+            return (tier["objects"], tier["bytes_used"]) == (len(files), len(files) * (NBYTES + HEADER_BYTES))
+
+        until(agree, "books and medium to agree")
         residents, books = self.server.kernel._residents, self.server.tiering._tiers["disk"].accounting  # type: ignore[union-attr]
         in_slots, on_disk = Counter[int](), Counter[int]()
         for item in residents.allocator.walk():

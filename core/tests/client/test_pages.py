@@ -791,6 +791,7 @@ def test_a_job_whose_server_is_killed_trusts_what_the_index_shows_and_nothing_el
                 assert job.wait(WAIT_S)
                 assert job.result is not None
                 small.check(job.result)
+            small.storage[:] = 0
             result = small.pages.retrieve([small.entry])
             assert result.hits == (small.count if native is not None else 0)
             small.check(result)
