@@ -185,7 +185,7 @@ class Schedule:
             "sessions of the server": len(server.sessions),
             "sessions of the kernel": usage.sessions,
             "leases": sum(usage.leases_by_kind.values()),
-            "bytes in quarantine": sum(usage.quarantine_by_uid.values()),
+            "bytes in quarantine": sum(usage.quarantine_by_holder.values()),
             "bytes that are not ready objects": usage.used_bytes - usage.bytes_by_state["ready"],
             "worker rows": sum(server.segment.tables.row_claimed(row) for row in range(64)),
             "lookups under way": server.lookups.under_way,

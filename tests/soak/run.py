@@ -317,7 +317,7 @@ class Soak:
             lambda status: (
                 not any(status["l1"]["leases_by_kind"].values())
                 and not status["l1"]["used_bytes"]
-                and not status["l1"]["quarantine_by_uid"]
+                and not status["l1"]["quarantine_by_holder"]
             ),
             "leases or memory are left",
         )

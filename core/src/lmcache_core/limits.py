@@ -64,6 +64,8 @@ ERROR_EXCERPT_CHARS_MAX = 200  # of a tier's or a policy's words, where they are
 JOBS_REMEMBERED = 1024  # a lookup that has ended can be asked about for a while …
 JOB_KEYS_REMEMBERED = 1 << 17  # … as long as those remembered have no more keys together: about 13 MB
 NAMESPACES_PER_SESSION_MAX = 1024  # registered at once; the oldest is forgotten, and registered again when it is used
+NAMESPACES_PER_SESSION_KEPT = 16  # of these a session keeps, however many namespaces its user has in others
+NAMESPACES_MAX = 1 << 17  # registered by all sessions together: some 40 MB
 NAMESPACES_KNOWN_MAX = 1 << 14  # a client knows the layout of so many without asking: some 3 MB
 OWED_FRAMES_MAX = 4096  # of what ends something, for a server that hangs: one for each lease there can be
 SESSION_NAME_BYTES_MAX = 128
@@ -84,6 +86,8 @@ READ_FRACTION_MAX = 0.5
 READ_FRACTION_PER_SESSION_MAX = 0.5  # the KV of one prompt may be a third of a pool, and is read at once
 PINNED_FRACTION_PER_HOLDER_MAX = 0.1875  # whether or not the sessions that pinned are there still
 PINNED_FRACTION_PER_SESSION_MAX = 0.125
+SHARED_FRACTION_PER_HOLDER_MAX = 0.875  # of each table, for one uid or key that has it alone: 896 of 1,024 worker rows
+SHARE_FEW = 64  # who has less than one in so many is refused only where nothing is left: 16 worker rows
 
 # --- tiers ------------------------------------------------------------------------------------------------
 TIERING_STEP_S = 50e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it

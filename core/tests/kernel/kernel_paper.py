@@ -296,10 +296,11 @@ class Paper:
         assert sum(each.pinned_bytes for each in usage.holders.values()) == usage.pinned_bytes
         assert usage.pinned_bytes == sum(thing.nbytes for thing in self.pins)
         assert usage.quarantine_by_session == self.overdue()
-        by_uid: dict[int, int] = {}
+        of_holder: dict[str, int] = {}
         for session, nbytes in self.overdue().items():
-            by_uid[self.uid(session)] = by_uid.get(self.uid(session), 0) + nbytes
-        assert usage.quarantine_by_uid == by_uid
+            name = f"uid {self.uid(session)}" if session else "the server"
+            of_holder[name] = of_holder.get(name, 0) + nbytes
+        assert usage.quarantine_by_holder == of_holder
         in_classes = sum(each.slots_used * each.slot_bytes for each in usage.classes)
         assert in_classes + usage.emptying_bytes == usage.used_bytes
         assert kernel.working == bool(self.preparations)

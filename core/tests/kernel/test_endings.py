@@ -69,7 +69,7 @@ def test_a_late_commit_is_refused_and_counted_and_frees_the_slots(kernel: Kernel
     with pytest.raises(LeaseExpiredError):
         kernel.commit_store(WORKER, lease, 10.0)
     assert used(kernel) == 0
-    assert kernel.usage().quarantine_by_uid == {}
+    assert kernel.usage().quarantine_by_holder == {}
     with pytest.raises(LeaseExpiredError):
         kernel.commit_store(WORKER, lease, 10.0)
     assert kernel.usage().counters["stale_leases"] == 3
@@ -122,9 +122,9 @@ def test_clear_dooms_what_is_written_and_loaded_and_their_commit_says_so(kernel:
 def test_clear_is_no_fault_of_the_writer_and_charges_nobody(kernel: Kernel) -> None:
     offer(kernel, 1)
     kernel.clear(0.0)
-    assert kernel.usage().quarantine_by_uid == {}
+    assert kernel.usage().quarantine_by_holder == {}
     kernel.expire(10.0)
-    assert kernel.usage().quarantine_by_uid == {1001: MIB}, "being late is"
+    assert kernel.usage().quarantine_by_holder == {"uid 1001": MIB}, "being late is"
 
 
 def test_clear_under_a_reader_frees_memory_with_the_last_pin_only(kernel: Kernel) -> None:
@@ -174,7 +174,7 @@ def test_the_end_of_a_session_frees_all_it_held_at_once(how: str, kernel: Kernel
     usage = kernel.usage()
     assert usage.used_bytes == MIB
     assert set(usage.leases_by_kind.values()) == {0}
-    assert usage.quarantine_by_uid == {}
+    assert usage.quarantine_by_holder == {}
     assert found(kernel, 1, 2, 3, 4, now=11.0) == [True, False, False, False]
     kernel.clear(11.0)
     assert used(kernel) == 0, "no pin was left behind"

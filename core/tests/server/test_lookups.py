@@ -98,7 +98,7 @@ def test_a_lookup_that_a_tier_works_on_is_not_forgotten_for_those_that_have_ende
     with_silent_tier: Server, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookups, "JOBS_REMEMBERED", 3)
-    monkeypatch.setattr(lookups, "LOOKUPS_WAITING_MAX", 8)
+    monkeypatch.setattr(with_silent_tier.shares.lookups, "total", 8)
     with with_silent_tier.connect() as client:
         slow = client.lookup(keys(1, 0), namespace=namespace)
         assert slow.job

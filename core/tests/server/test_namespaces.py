@@ -10,7 +10,7 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_core.limits import LAYOUTS_MAX
+from lmcache_core.limits import LAYOUTS_MAX, SHARED_FRACTION_PER_HOLDER_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
@@ -77,7 +77,7 @@ def test_a_session_may_meet_any_number_of_layouts_and_what_is_used_of_each_stays
 
 def test_layouts_that_all_have_objects_are_the_limit_until_some_are_cleared(server: Server) -> None:
     with server.connect() as client:
-        for nbytes in range(1, LAYOUTS_MAX):
+        for nbytes in range(1, int(SHARED_FRACTION_PER_HOLDER_MAX * (LAYOUTS_MAX - 1)) + 1):
             assert store(client, nbytes) is Status.STORED
         assert store(client, LAYOUTS_MAX) is Status.QUOTA
         assert read(client, 7) == bytes([7]) * 7

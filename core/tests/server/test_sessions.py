@@ -174,7 +174,7 @@ def test_at_the_limit_of_an_origin_no_worker_of_it_has_to_go(server: Server, nam
 
 def test_rows_that_nobody_took_go_to_who_comes_next(server: Server, namespace: Namespace) -> None:
     def seat_all() -> list[Session]:
-        callers = [Caller(f"uid {i % 8}") for i in range(WORKERS_MAX)]
+        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX)]
         for caller in callers:
             caller.can_pass_fd = True
         return [hello(server, caller, wants_pool=True) for caller in callers]
@@ -209,7 +209,7 @@ def test_where_all_rows_are_taken_no_session_that_holds_a_promise_has_to_go(
     server: Server, namespace: Namespace
 ) -> None:
     def seat_all() -> list[Session]:
-        callers = [Caller(f"uid {i % 8}") for i in range(WORKERS_MAX - 1)]  # one has stored
+        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX - 1)]  # one has stored
         for caller in callers:
             caller.can_pass_fd = True
         return [hello(server, caller, wants_pool=True) for caller in callers]

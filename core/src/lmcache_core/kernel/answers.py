@@ -143,7 +143,7 @@ class KernelUsage:
     leases_by_kind: dict[str, int]
     sessions: int
     sessions_lost: int  # their connection ended, their death is not proven
-    quarantine_by_uid: dict[int, int]  # overdue bytes: names the culprit
+    quarantine_by_holder: dict[str, int]  # overdue bytes: names the culprit
     quarantine_by_session: dict[int, int]
     holders: dict[str, HolderUsage]  # by uid, or over ZMQ by key
     held_by_session: dict[int, HolderUsage]  # of those that keep anything

@@ -7,19 +7,19 @@ from lmcache_core.kernel.sessions import KernelSession
 
 
 class Quarantine:
-    """Overdue bytes, by session and uid.
+    """Overdue bytes, by session and holder: a uid, over ZMQ a CURVE key.
 
     Slots are charged when their write lease expires. At a cap the sessions that are to blame get no new slots:
     those with overdue bytes of their own, and where sessions without a connection left that much behind, every
-    session of their uid (there is nobody else to refuse).
+    session of their holder (there is nobody else to refuse).
     """
 
-    def __init__(self, pool_bytes_max: int, uid_bytes_max: int) -> None:
+    def __init__(self, pool_bytes_max: int, holder_bytes_max: int) -> None:
         self._pool_bytes_max = pool_bytes_max
-        self._uid_bytes_max = uid_bytes_max
+        self._holder_bytes_max = holder_bytes_max
         self.nbytes = 0
-        self.by_uid: dict[int, int] = {}
-        self._lost_by_uid: dict[int, int] = {}
+        self.by_holder: dict[str, int] = {}
+        self._lost_by_holder: dict[str, int] = {}
 
     def charge(self, lease: KernelLease, nbytes: int) -> None:
         """`nbytes` more of the lease's slots are overdue; negative: as many were answered for."""
@@ -27,10 +27,10 @@ class Quarantine:
         self._count(lease.session, nbytes)
 
     def lost(self, session: KernelSession) -> None:
-        """The session's connection ended: from now on its uid answers for it."""
+        """The session's connection ended: from now on its holder answers for it."""
         session.lost = True
         if session.quarantined_bytes:
-            _add(self._lost_by_uid, session.uid, session.quarantined_bytes)
+            _add(self._lost_by_holder, session.holder, session.quarantined_bytes)
 
     def move(self, lease: KernelLease, session: KernelSession) -> None:
         """The lease is to be answered for by another session now."""
@@ -42,24 +42,24 @@ class Quarantine:
         """Whether the session is to blame, and a cap is reached."""
         if not self.nbytes:
             return False
-        uid = session.uid
-        if self._lost_by_uid.get(uid, 0) >= self._uid_bytes_max:
+        holder = session.holder
+        if self._lost_by_holder.get(holder, 0) >= self._holder_bytes_max:
             return True
-        over = self.nbytes >= self._pool_bytes_max or self.by_uid.get(uid, 0) >= self._uid_bytes_max
+        over = self.nbytes >= self._pool_bytes_max or self.by_holder.get(holder, 0) >= self._holder_bytes_max
         return over and session.quarantined_bytes > 0
 
     def _count(self, session: KernelSession, nbytes: int) -> None:
         if nbytes:
             self.nbytes += nbytes
             session.quarantined_bytes += nbytes
-            _add(self.by_uid, session.uid, nbytes)
+            _add(self.by_holder, session.holder, nbytes)
             if session.lost:
-                _add(self._lost_by_uid, session.uid, nbytes)
+                _add(self._lost_by_holder, session.holder, nbytes)
 
 
-def _add(sums: dict[int, int], uid: int, nbytes: int) -> None:
-    total = sums.get(uid, 0) + nbytes
+def _add(sums: dict[str, int], holder: str, nbytes: int) -> None:
+    total = sums.get(holder, 0) + nbytes
     if total:
-        sums[uid] = total
+        sums[holder] = total
     else:
-        sums.pop(uid, None)
+        sums.pop(holder, None)

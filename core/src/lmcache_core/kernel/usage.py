@@ -40,7 +40,7 @@ def usage_of(
         leases_by_kind={kind.name.lower(): leases.by_kind[kind] for kind in LeaseKind},
         sessions=len(sessions.by_id) - 1,
         sessions_lost=sum(session.lost for session in sessions.by_id.values()),
-        quarantine_by_uid=dict(quarantine.by_uid),
+        quarantine_by_holder=dict(quarantine.by_holder),
         quarantine_by_session={
             session.id: session.quarantined_bytes for session in sessions.by_id.values() if session.quarantined_bytes
         },

@@ -62,7 +62,7 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
         keeps_dirty=settings.dirty != "drop",
         quarantine_fraction_max=settings.quarantine.fraction_max,
         quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
-        **settings.holding.model_dump(),
+        **settings.holding.model_dump(exclude={"shared_fraction_per_holder_max"}),  # the server's
     )
     epoch = former = segment.former_epoch
     while epoch == former:  # or leases of the former server would seem to be ours

@@ -15,12 +15,12 @@ from lmcache_core.limits import (
     EXPLAIN_KEYS_MAX,
     EXPLAIN_TIERS_MAX,
     EXPLAINS_PER_SESSION_MAX,
-    EXPLAINS_UNDER_WAY_MAX,
 )
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import split_keys
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
+from lmcache_core.server.shares import Share
 from lmcache_core.tiers.losses import TierLoss
 from lmcache_core.tiers.whereabouts import TierAnswer, Whereabouts
 
@@ -32,11 +32,14 @@ _NAME_CHARS_MAX = 64
 class Explains:
     """Lives on the loop's thread. A reply waits for the tiers, and nothing else does."""
 
-    def __init__(self, kernel: Kernel, l1: L1, policy_name: str, session_name: Callable[[int], str | None]) -> None:
+    def __init__(
+        self, kernel: Kernel, l1: L1, policy_name: str, session_name: Callable[[int], str | None], share: Share
+    ) -> None:
         self._kernel = kernel
         self._l1 = l1
         self._policy_name = policy_name
         self._session_name = session_name
+        self._share = share
         self._under_way: Counter[int] = Counter()  # by session
 
     def explain(self, session: Session, request: m.Explain) -> m.Message | None:
@@ -57,20 +60,23 @@ class Explains:
             return self._reply(request.rid, told, [])
         if len(tiering.names) > EXPLAIN_TIERS_MAX:
             raise LimitError(f"{len(tiering.names)} tiers, and a reply has room for the words of {EXPLAIN_TIERS_MAX}")
-        if self._under_way.total() >= EXPLAINS_UNDER_WAY_MAX or self._under_way[session.id] >= EXPLAINS_PER_SESSION_MAX:
+        if self._under_way[session.id] >= EXPLAINS_PER_SESSION_MAX or self._share.full_for(session.origin):
             raise LimitError(
-                f"{self._under_way[session.id]} explanations of this session wait for the tiers, and "
-                f"{self._under_way.total()} of all: wait for one of them"
+                f"{self._under_way[session.id]} explanations of this session wait for the tiers, "
+                f"{self._share.of(session.origin)} of {session.origin} and {self._share.taken} of all: wait for one of "
+                "them"
             )
 
         def answered(whereabouts: Whereabouts) -> None:
             self._under_way -= Counter([session.id])
+            self._share.give(session.origin)
             session.send(self._reply(request.rid, told, whereabouts.answers))
 
         whereabouts = tiering.whereabouts(request.namespace, keys, answered)
         if not whereabouts.pending:
             return self._reply(request.rid, told, whereabouts.answers)
         self._under_way[session.id] += 1
+        self._share.take(session.origin)
         return None
 
     def _reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:

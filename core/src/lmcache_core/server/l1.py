@@ -37,6 +37,7 @@ from lmcache_core.limits import INDEX_SWEEP_KEYS_MAX, LAYOUTS_MAX, ROOM_WAIT_S, 
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
+from lmcache_core.server.shares import Share
 from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
 
@@ -72,11 +73,20 @@ _LOAD_GRANTS = {
 class L1:
     """Implements `tiers.l1.L1Port` over kernel and segment. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, segment: Segment, clock: Clock, notify: Callable[[LeaseExpired], None]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        segment: Segment,
+        clock: Clock,
+        notify: Callable[[LeaseExpired], None],
+        layout_share: Share | None = None,
+    ) -> None:
         self.kernel = kernel
         self.segment = segment
         self.layouts: dict[int, Layout] = {}
         self.former_layouts: dict[int, tuple[int, int]] = {}  # id → (fingerprint, nbytes), of what was adopted
+        self._layout_share = Share(LAYOUTS_MAX - 1) if layout_share is None else layout_share
+        self._brought_by: dict[int, str] = {}  # layout id → the holder that has it in its share
         self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # set once, when there are tiers
         self.companions: Companions | None = None  # set once, when there are any
@@ -88,10 +98,10 @@ class L1:
         self._preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # who waits for room
         self._policy_quiet_until_s = 0.0
 
-    def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]]) -> int:
+    def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]], holder: str = "") -> int:
         """The id of a layout, that which it had with a former server if objects of it were adopted; of a new one
         an id that nothing else has. `in_use`: says the ids that namespaces have. Where no id is left, layouts that
-        nobody uses are forgotten. Raises `LimitError` where each is in use."""
+        nobody uses are forgotten. Raises `LimitError` where each is in use, or `holder` has its share of them."""
         for known, each in self.layouts.items():
             if each == layout:
                 return known
@@ -99,15 +109,16 @@ class L1:
         for known, each_former in self.former_layouts.items():
             if each_former == former and known not in self.layouts:
                 return known
-        taken = self.layouts.keys() | self.former_layouts.keys()
-        if len(taken) >= LAYOUTS_MAX - 1:
+        share = self._layout_share
+        if share.full_for(holder):
             self._forget_layouts(in_use)
-            taken = self.layouts.keys() | self.former_layouts.keys()
-        if len(taken) >= LAYOUTS_MAX - 1:
+        if share.full_for(holder):
             raise LimitError(
-                f"{LAYOUTS_MAX - 1} layouts are in use, by sessions or by objects in the pool: clear namespaces whose "
-                "objects nobody wants any more"
+                f"{share.taken} of {share.total} layouts are in use, by sessions or by objects in the pool, and "
+                f"{share.of(holder)} of these came with {holder or 'the server'}: clear namespaces whose objects "
+                "nobody wants any more"
             )
+        taken = self.layouts.keys() | self.former_layouts.keys()
         return next(free for free in count(1) if free not in taken)
 
     def _forget_layouts(self, in_use: Callable[[], Set[int]]) -> None:
@@ -126,15 +137,26 @@ class L1:
             self.segment.remove_layout(layout_id)
             self.layouts.pop(layout_id, None)
             self.former_layouts.pop(layout_id, None)
+            self._layout_share.give(self._brought_by.pop(layout_id, ""))
             self.counters["layouts_forgotten"] += 1
 
-    def add_layout(self, layout_id: int, layout: Layout) -> None:
-        """Objects of this layout may come. Raises `UsageError` where the pool cannot have them."""
+    def add_layout(self, layout_id: int, layout: Layout, holder: str = "") -> None:
+        """Objects of this layout may come; it is in the holder's share until it is forgotten. Raises `UsageError` where
+        the pool cannot have them."""
         self.kernel.register_layout(layout_id, layout.nbytes)
         self.segment.add_layout(layout_id, layout.fingerprint, layout.nbytes)
         if self.index is not None:
             self.index.add_layout(layout_id, layout.nbytes)
         self.layouts[layout_id] = layout
+        if layout_id in self.former_layouts:
+            self._layout_share.give("")
+        self._layout_share.take(holder)
+        self._brought_by[layout_id] = holder
+
+    def adopt_layouts(self, layouts: dict[int, tuple[int, int]]) -> None:
+        """The layouts of what was adopted, id → (fingerprint, nbytes). They are nobody's until they are registered."""
+        self.former_layouts = layouts
+        self._layout_share.take("", len(layouts))
 
     # --- what the kernel decided --------------------------------------------------------------------------
 

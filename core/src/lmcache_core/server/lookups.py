@@ -14,7 +14,6 @@ from lmcache_core.limits import (
     JOB_KEYS_REMEMBERED,
     JOBS_REMEMBERED,
     LOOKUPS_PER_SESSION_MAX,
-    LOOKUPS_WAITING_MAX,
     SEND_QUEUE_FRAMES_MAX,
     TIER_DEADLINE_S,
 )
@@ -23,6 +22,7 @@ from lmcache_core.protocol.codec import error_reply
 from lmcache_core.protocol.messages import LookupReply, LookupRequest, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
+from lmcache_core.server.shares import Share
 from lmcache_core.tiers.jobs import Job, Wanted
 from lmcache_core.tiers.jobs import TierLookup as TierLookup
 from lmcache_core.tiers.selection import window_end
@@ -48,10 +48,11 @@ class Wait:
 class Lookups:
     """Answers lookups and the queries about them. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, l1: L1, policy_named: Callable[[str], PrefetchPolicy]) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, policy_named: Callable[[str], PrefetchPolicy], share: Share) -> None:
         self._kernel = kernel
         self._l1 = l1
         self._policy_named = policy_named
+        self._share = share
         self._timed: dict[Wait, None] = {}  # replies that go out before their loads may have ended
         self._open: dict[Wait, None] = {}  # under way
         self._waits: dict[int, Wait] = {}  # by job id: those, and the last that ended …
@@ -107,6 +108,7 @@ class Lookups:
             raise
         self._open[wait] = None
         self._by_session[session.id] += 1
+        self._share.take(session.origin)
         self._waits[job.id] = wait
         if wait.holds_reply:
             if request.wait_s < allowed_s:
@@ -177,14 +179,10 @@ class Lookups:
         """Lookups that the tiers are working on."""
         return len(self._open)
 
-    def under_way_of(self, session: Session) -> int:
-        """Of these, this session's."""
-        return self._by_session[session.id]
-
     def _throttles(self, session: Session) -> bool:
-        """Whether so many lookups wait already, of this session or of all, that no tier is asked for one more."""
-        mine = self._by_session[session.id]
-        full = mine >= LOOKUPS_PER_SESSION_MAX or len(self._open) >= LOOKUPS_WAITING_MAX
+        """Whether so many lookups wait already, of this session, of its user or of all, that no tier is asked for one
+        more."""
+        full = self._by_session[session.id] >= LOOKUPS_PER_SESSION_MAX or self._share.full_for(session.origin)
         self.throttled += full
         return full
 
@@ -198,6 +196,7 @@ class Lookups:
         self._remember(wait)
         session_id = wait.session.id
         self._by_session[session_id] -= 1
+        self._share.give(wait.session.origin)
         if not self._by_session[session_id]:  # sessions come and go
             del self._by_session[session_id]
         self._answer_hits(wait)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import NAMESPACES_PER_SESSION_MAX
+from lmcache_core.limits import NAMESPACES_PER_SESSION_KEPT, NAMESPACES_PER_SESSION_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.l1 import L1
+from lmcache_core.server.shares import Share
 
 if TYPE_CHECKING:
     from lmcache_core.server.session import Session
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 class Namespaces:
     """Which layout a namespace has, for as long as a session uses it or the pool has an object of it.
 
-    A session's are forgotten by age: an engine may give each request a salt, and so a namespace, of its own.
+    A session's are forgotten by age: an engine may give each request a salt, and so a namespace, of its own. One whose
+    user has so many in all its sessions that it is over its share forgets sooner.
 
     Objects of one namespace are told apart by their keys alone, in the pool and on every tier: with a second layout
     one of the two would be given bytes of the other.
     """
 
-    def __init__(self, kernel: Kernel, l1: L1) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, share: Share) -> None:
         self._kernel = kernel
         self._l1 = l1
+        self._share = share  # of registrations: each session's is one
         self._in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
         self._by_layout: Counter[int] = Counter()  # namespaces in use
 
@@ -40,13 +43,15 @@ class Namespaces:
                 "namespace of its own for each layout"
             )
         if layout_id not in self._l1.layouts:
-            self._l1.add_layout(layout_id, layout)
+            self._l1.add_layout(layout_id, layout, session.origin)
         if namespace not in session.namespaces:
+            full = self._share.full_for(session.origin)
+            self._share.take(session.origin)
             self._in_use[namespace] = layout_id, sessions + 1
             session.namespaces[namespace] = layout_id
             if not sessions:
                 self._by_layout[layout_id] += 1
-            if len(session.namespaces) > NAMESPACES_PER_SESSION_MAX:
+            if len(session.namespaces) > (NAMESPACES_PER_SESSION_KEPT if full else NAMESPACES_PER_SESSION_MAX):
                 self._forget(session, next(iter(session.namespaces)))
         return layout_id
 
@@ -58,6 +63,7 @@ class Namespaces:
     def _forget(self, session: Session, namespace: int) -> None:
         """The session does not use it any more, or met so many others since that it is to register it again. What there
         is of it, and what is being written or stored, keeps its layout in the pool."""
+        self._share.give(session.origin)
         layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
         if sessions:
             self._in_use[namespace] = layout_id, sessions
@@ -67,16 +73,16 @@ class Namespaces:
             del self._by_layout[layout_id]
 
     def _layout_id(self, session: Session, layout: Layout) -> int:
-        """Where the pool has no room for one more layout, the session forgets the older half of its namespaces: their
-        layouts go, if nobody else uses them and no object has them."""
+        """Where there is no room for one more layout, or none for this user, the session forgets the older half of its
+        namespaces: their layouts go, if nobody else uses them and no object has them."""
         try:
-            return self._l1.layout_id(layout, self._by_layout.keys)
+            return self._l1.layout_id(layout, self._by_layout.keys, session.origin)
         except LimitError:
             if not session.namespaces:
                 raise
             for namespace in list(session.namespaces)[: len(session.namespaces) // 2 + 1]:
                 self._forget(session, namespace)
-            return self._l1.layout_id(layout, self._by_layout.keys)
+            return self._l1.layout_id(layout, self._by_layout.keys, session.origin)
 
     def _described(self, layout_id: int) -> str:
         layout = self._l1.layouts.get(layout_id)

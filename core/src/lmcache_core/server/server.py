@@ -46,6 +46,7 @@ from lmcache_core.server.namespaces import Namespaces
 from lmcache_core.server.service_manager import ServiceManager
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
+from lmcache_core.server.shares import Shares
 from lmcache_core.server.status import describe
 from lmcache_core.server.store_waits import StoreWaits
 from lmcache_core.server.stores import Stores
@@ -93,9 +94,10 @@ class Server:
             self.kernel = build_kernel(settings, registry, self.segment)
             if self.segment.adopted:
                 self.adopting = Adopting(self.segment, settings.l1.adopt.verify)
-            self.l1 = L1(self.kernel, self.segment, self.clock, self._notify)
+            self.shares = Shares(settings.holding.shared_fraction_per_holder_max)
+            self.l1 = L1(self.kernel, self.segment, self.clock, self._notify, self.shares.layouts)
             if self.adopting is not None:
-                self.l1.former_layouts = self.adopting.layouts
+                self.l1.adopt_layouts(self.adopting.layouts)
                 self.adopting.begin(self.kernel)
                 self.adopting.verify_beside(self.l1, self.loop.call)
                 if self.l1.index is not None:
@@ -105,13 +107,13 @@ class Server:
                 undo.callback(self._tiering_made().close)
             self.companions = Companions(registry, settings.companions(), settings.name, self.l1)
             undo.callback(self.companions.close)
-            self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry))
-            self.namespaces = Namespaces(self.kernel, self.l1)
+            self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry), self.shares.lookups)
+            self.namespaces = Namespaces(self.kernel, self.l1, self.shares.namespaces)
             store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
-            self.store_waits = StoreWaits(self.kernel, self.l1, store_wait_s)
-            self.stores = Stores(self.kernel, self.l1, self.store_waits)
+            self.store_waits = StoreWaits(self.kernel, self.l1, self.shares.stores_waiting, store_wait_s)
+            self.stores = Stores(self.kernel, self.l1, self.store_waits, self.shares.stores_preparing)
             self.sessions = Sessions(
-                self.kernel, self.segment, self.loop, self.stores.session_gone, self._session_ended
+                self.kernel, self.segment, self.loop, self.shares.rows, self.stores.session_gone, self._session_ended
             )
             self.clears = Clears(self.kernel, self.l1, self.store_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
@@ -123,7 +125,7 @@ class Server:
                 self.stores,
                 self.namespaces,
                 self.clears,
-                Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of),
+                Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of, self.shares.explains),
                 tier_changes,
                 self.companions,
                 settings,

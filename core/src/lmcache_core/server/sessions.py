@@ -40,6 +40,7 @@ from lmcache_core.server.lifeline import LifelinePeer
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionEvent, SessionState
+from lmcache_core.server.shares import Share
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Sessions:
         kernel: Kernel,
         segment: Segment,
         loop: Loop,
+        rows: Share,
         on_gone: Callable[[Session], None],
         on_end: Callable[[Session], None],
     ) -> None:
@@ -60,6 +62,7 @@ class Sessions:
         self._kernel = kernel
         self._segment = segment
         self._loop = loop
+        self._rows = rows
         self._on_gone = on_gone
         self._on_end = on_end
         self._ids = count(1)
@@ -111,7 +114,7 @@ class Sessions:
         pool's descriptor now; any other may be on another machine, and gets one when it has shown that it maps it."""
         self._make_room(peer.origin, now)
         gives_row = wants_pool and peer.can_pass_fd
-        row, nonce = self._free_row(peer.pid or pid) if gives_row else (NO_ROW, 0)
+        row, nonce = self._free_row(peer.origin, peer.pid or pid) if gives_row else (NO_ROW, 0)
         session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers speak first
         session.client_id, session.name, session.pid, session.heard_at_s = client_id, name, peer.pid or pid, now
         session.move(SessionEvent.HELLO)
@@ -135,6 +138,7 @@ class Sessions:
         if not session.wants_pool:
             raise ProtocolError("this session did not ask for the pool in its hello")
         if session.row == NO_ROW:
+            self._make_row(session.origin)
             self._seat(session, row, self._segment.take_row(row, nonce, session.pid))
         elif (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
@@ -281,22 +285,40 @@ class Sessions:
             )
         self._end(session, SessionEvent.DROP, now)
 
-    def _free_row(self, pid: int) -> tuple[int, int]:
-        """(row, nonce). Where all rows are taken, the longest silent session that has not attached, and holds no
-        promise, is ended and leaves its own."""
+    def _free_row(self, origin: str, pid: int) -> tuple[int, int]:
+        """(row, nonce)."""
+        self._make_row(origin)
         try:
             return self._segment.claim_row(pid)
-        except LimitError:
-            seated = [each for each in self._by_id.values() if each.state is SessionState.SEATED]
-            idle = [each for each in seated if not self._kernel.holds(each.id)]
-            if not idle:
+        except LimitError:  # rows that former workers still have are no session's
+            if not self._end_seated():
                 raise
-            self._end_to_make_room(min(idle, key=lambda each: each.heard_at_s), self._loop.clock.now)
             return self._segment.claim_row(pid)
+
+    def _make_row(self, origin: str) -> None:
+        """A row of the worker table for one more session of this origin. Where all are taken, a session that has not
+        attached leaves its own; where the origin has its share of them, one of its own does."""
+        rows = self._rows
+        if rows.taken >= rows.total:
+            self._end_seated()
+        if rows.full_for(origin) and not self._end_seated(origin):
+            raise LimitError(
+                f"{rows.taken} of {rows.total} worker rows of pool {self._segment.info.name!r} are taken, "
+                f"{rows.of(origin)} of them by {origin}, which is given no more: close some of its clients"
+            )
+
+    def _end_seated(self, origin: str = "") -> bool:
+        """End the longest silent session that has a row, has not attached, and holds no promise; of this origin."""
+        seated = [each for each in self._by_id.values() if each.state is SessionState.SEATED]
+        idle = [each for each in seated if each.origin == (origin or each.origin) and not self._kernel.holds(each.id)]
+        if idle:
+            self._end_to_make_room(min(idle, key=lambda each: each.heard_at_s), self._loop.clock.now)
+        return bool(idle)
 
     def _seat(self, session: Session, row: int, nonce: int) -> None:
         session.move(SessionEvent.SEAT)
         session.row, session.nonce = row, nonce
+        self._rows.take(session.origin)
 
     # --- ends ---------------------------------------------------------------------------------------------
 
@@ -351,6 +373,7 @@ class Sessions:
             else:
                 self._segment.release_row(session.row)
             session.row = NO_ROW
+            self._rows.give(session.origin)
         peer, session.peer = session.peer, None
         if peer is not None:
             self._waiting.pop(peer, None)

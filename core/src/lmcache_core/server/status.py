@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
 from lmcache_core.kernel.answers import HolderUsage, KernelUsage
-from lmcache_core.pool.tables import NO_ROW
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -27,7 +26,7 @@ def describe(server: Server) -> dict[str, Any]:
     usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
     usage["holders"] = _holders(server, kept)
     usage["held_by_session"] = dict(_most(kept.held_by_session))
-    for name in ("quarantine_by_session", "quarantine_by_uid"):
+    for name in ("quarantine_by_session", "quarantine_by_holder"):
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
     segment = server.segment
     sessions = list(server.sessions)
@@ -86,23 +85,11 @@ def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
 def _holders(server: Server, usage: KernelUsage) -> dict[str, dict[str, int]]:
     """What each uid, or over ZMQ each key, has of what all share: one table, of what is counted where it is kept."""
     holders = dict(_most(usage.holders))
-    namespaces: dict[str, set[int]] = {name: set() for name in holders}
-    layouts: dict[str, set[int]] = {name: set() for name in holders}
-    for holder in holders.values():
-        holder.update(connections=0, rows=0, namespaces=0, layouts=0, lookups_waiting=0, stores_waiting=0)
-    for session in server.sessions:
-        name = session.origin
-        if name in holders:
-            of_holder = holders[name]
-            of_holder["connections"] += session.peer is not None
-            of_holder["rows"] += session.row != NO_ROW
-            of_holder["lookups_waiting"] += server.lookups.under_way_of(session)
-            of_holder["stores_waiting"] += server.stores.under_way_of(session)
-            of_holder["stores_waiting"] += server.store_waits.under_way_of(session)
-            namespaces[name].update(session.namespaces)
-            layouts[name].update(session.namespaces.values())
     for name, holder in holders.items():
-        holder.update(namespaces=len(namespaces[name]), layouts=len(layouts[name]))
+        holder.update(connections=0, **server.shares.describe(name))
+    for session in server.sessions:
+        if session.origin in holders:
+            holders[session.origin]["connections"] += session.peer is not None
     return holders
 
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.answers import Grant, Grants
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX, STORES_WAITING_MAX
+from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import pack_u64
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
+from lmcache_core.server.shares import Share
 
 
 @dataclass(eq=False)
@@ -34,10 +35,11 @@ class _Wait:
 class StoreWaits:
     """First come, first served: the room that comes is the oldest's. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, l1: L1, wait_s: float) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, share: Share, wait_s: float) -> None:
         """`wait_s` 0: no store waits."""
         self._kernel = kernel
         self._l1 = l1
+        self._share = share
         self._wait_s = wait_s
         self._waits: dict[_Wait, None] = {}
         self._by_session: Counter[Session] = Counter()
@@ -50,23 +52,20 @@ class StoreWaits:
         """Stores that wait."""
         return len(self._waits)
 
-    def under_way_of(self, session: Session) -> int:
-        """Of these, this session's."""
-        return self._by_session[session]
-
     def holds(
         self, session: Session, rid: int, namespace: int, layout_id: int, keys: list[bytes], grants: Grants
     ) -> bool:
         """Whether the answer to this page is held back: it is full, and room is to come."""
         if not self._wait_s or Grant.FULL not in grants.statuses or not self._kernel.shielded:
             return False
-        if len(self._waits) >= STORES_WAITING_MAX or self._by_session[session] >= STORES_PER_SESSION_MAX:
+        if self._by_session[session] >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin):
             return False
         now = self._l1.clock.now
         if not self._waits:
             self._unshielded, self._retry_at_s = self._kernel.unshielded, now + HOUSEKEEPING_S
         self._waits[_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s)] = None
         self._by_session[session] += 1
+        self._share.take(session.origin)
         self.waited += 1
         return True
 
@@ -136,6 +135,7 @@ class StoreWaits:
     def _forget(self, wait: _Wait) -> None:
         del self._waits[wait]
         self._by_session[wait.session] -= 1
+        self._share.give(wait.session.origin)
         if not self._by_session[wait.session]:  # sessions come and go
             del self._by_session[wait.session]
 

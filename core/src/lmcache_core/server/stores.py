@@ -7,21 +7,23 @@ from collections import Counter
 from lmcache_core.kernel.answers import Grants
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.rooms import Preparation
-from lmcache_core.limits import ROOM_WAIT_S, STORES_PER_SESSION_MAX, STORES_WAITING_MAX
+from lmcache_core.limits import ROOM_WAIT_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import error_reply, split_keys
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
+from lmcache_core.server.shares import Share
 from lmcache_core.server.store_waits import StoreWaits, granted
 
 
 class Stores:
     """Who waits for room. Lives on the loop's thread."""
 
-    def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits) -> None:
+    def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits, share: Share) -> None:
         self._kernel = kernel
         self._l1 = l1
         self._store_waits = store_waits  # for tiers, with what was granted: a page waits for slabs first
+        self._share = share
         self._by_session: Counter[Session] = Counter()  # of those that wait
         self.waited = 0  # stores that could not be answered at once
 
@@ -29,7 +31,7 @@ class Stores:
         """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` without all of it."""
         now, keys = self._l1.clock.now, split_keys(request.keys)
         self._l1.before_store(layout_id, len(keys))
-        many = self.under_way >= STORES_WAITING_MAX or self._by_session[session] >= STORES_PER_SESSION_MAX
+        many = self._by_session[session] >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
         answer = self._kernel.begin_store(
             session.id,
             request.namespace,
@@ -42,6 +44,7 @@ class Stores:
         if isinstance(answer, Grants):
             return self._answer(session, request, layout_id, keys, answer)
         self._by_session[session] += 1
+        self._share.take(session.origin)
         self.waited += 1
         self._l1.answer_later(answer, lambda: self._answer_late(session, request, layout_id, keys, answer))
         return None
@@ -49,11 +52,7 @@ class Stores:
     @property
     def under_way(self) -> int:
         """Stores that wait for room."""
-        return self._by_session.total()
-
-    def under_way_of(self, session: Session) -> int:
-        """Of these, this session's."""
-        return self._by_session[session]
+        return self._share.taken
 
     def session_ends(self, session: Session) -> None:
         """Its leases are about to be settled."""
@@ -61,7 +60,7 @@ class Stores:
 
     def session_gone(self, session: Session) -> None:
         """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
-        self._by_session.pop(session, None)
+        self._share.give(session.origin, self._by_session.pop(session, 0))
         self._store_waits.session_gone(session)
 
     def _answer(
@@ -78,6 +77,7 @@ class Stores:
         if session.peer is None:  # it went in the very step that made room
             return
         self._by_session[session] -= 1
+        self._share.give(session.origin)
         if not self._by_session[session]:  # sessions come and go
             del self._by_session[session]
         reply: m.Message | None = None

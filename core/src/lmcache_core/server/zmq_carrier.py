@@ -38,7 +38,7 @@ class ZmqPeer(Peer):
 
     def __init__(self, carrier: ZmqCarrier, identity: bytes, first: zmq.Frame) -> None:
         self.carrier = "zmq"
-        self.uid = UNKNOWN_UID  # quarantine and quota count all such peers together
+        self.uid = UNKNOWN_UID
         self.pid = 0  # of another pid namespace, often enough
         self._carrier = carrier
         self.identity = identity

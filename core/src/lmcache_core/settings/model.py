@@ -152,7 +152,7 @@ class QuarantineSettings(Section):
 
     fraction_max: Fraction = Field(default=limits.QUARANTINE_FRACTION_MAX, description="all sessions together")
     fraction_per_uid_max: Fraction = Field(
-        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the sessions of one uid"
+        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the sessions of one uid, over ZMQ of one CURVE key"
     )
 
 
@@ -178,6 +178,11 @@ class HoldingSettings(Section):
     )
     pinned_fraction_per_session_max: Fraction = Field(
         default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="pinned by one session"
+    )
+    shared_fraction_per_holder_max: Fraction = Field(
+        default=limits.SHARED_FRACTION_PER_HOLDER_MAX,
+        description="of worker rows, layouts, namespaces, and of what may wait, for one uid or key; less where others "
+        "have some",
     )
 
 

@@ -1,0 +1,307 @@
+"""Nobody takes all of what everybody takes from one table, and who is alone has nearly all of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_core.client.results import Status
+from lmcache_core.errors import LimitError
+from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.limits import (
+    LAYOUTS_MAX,
+    LOOKUPS_WAITING_MAX,
+    NAMESPACES_MAX,
+    NAMESPACES_PER_SESSION_KEPT,
+    NAMESPACES_PER_SESSION_MAX,
+    SHARE_FEW,
+    SHARED_FRACTION_PER_HOLDER_MAX,
+    STORES_WAITING_MAX,
+    WORKERS_MAX,
+)
+from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.server.server import Server
+from lmcache_core.server.session import Peer, Session
+from lmcache_core.server.session_states import SessionState
+from lmcache_core.server.shares import Share
+from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import keys_of, payload
+
+WAIT_S = 60.0
+MINE = f"uid {os.geteuid()}"
+ROWS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * WORKERS_MAX)
+LAYOUTS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * (LAYOUTS_MAX - 1))
+
+
+class Caller(Peer):
+    """A far end of some holder, which keeps what it is sent."""
+
+    carrier = "zmq"
+    uid = 4242
+    pid = 0
+    can_pass_fd = True
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.frames: list[bytes] = []
+
+    def send(self, frame: bytes, fd: int = -1) -> None:
+        self.frames.append(frame)
+
+    def close(self) -> None:
+        pass
+
+
+def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
+    """What a call gives on the loop's own thread."""
+    answers: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except LimitError as error:
+            answers.append(error)
+        done.set()
+
+    server.loop.call(run)
+    assert done.wait(WAIT_S)
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def join(server: Server, origin: str, *, wants_pool: bool = False) -> Session:
+    """A session of that holder. On the loop."""
+    return server.sessions.open(Caller(origin), os.urandom(16), "test", 0, server.clock.now, wants_pool=wants_pool)
+
+
+# --- the rule --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.integers(1, 200),
+    st.floats(0.5, 1.0),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=300),
+)
+def test_no_holder_has_more_than_its_share_and_counts_are_exact(
+    total: int, fraction: float, steps: list[tuple[str, bool]]
+) -> None:
+    share, has = Share(total, fraction), Counter[str]()
+    for holder, takes in steps:
+        if not takes:
+            if has[holder]:
+                share.give(holder)
+                has[holder] -= 1
+        elif not share.full_for(holder):
+            share.take(holder)
+            has[holder] += 1
+            others = has.total() - has[holder]
+            assert has[holder] <= max(1, total // SHARE_FEW, fraction * (total - others) + 1e-9)
+        assert share.taken == has.total() <= total
+        assert {name: share.of(name) for name in "abcd"} == {name: has[name] for name in "abcd"}
+
+
+def test_who_is_alone_has_nearly_all_and_who_comes_later_finds_room() -> None:
+    share = Share(1024, 0.875)
+    while not share.full_for("first"):
+        share.take("first")
+    assert share.of("first") == 896
+    while not share.full_for("second"):
+        share.take("second")
+    assert share.of("second") == 112
+    for name in ("third", "fourth", "fifth"):
+        assert not share.full_for(name)
+        share.take(name)
+    assert share.full_for("first"), "who has most is refused first"
+    share.give("first", 300)
+    assert not share.full_for("second")
+    assert not share.full_for("third")
+
+
+def test_the_last_places_go_to_who_has_few_and_then_there_is_no_more() -> None:
+    share = Share(SHARE_FEW * 2, 0.875)
+    for number in range(SHARE_FEW):
+        share.take(f"holder {number}")
+    share.take("first", SHARE_FEW - 2)
+    assert share.full_for("first")
+    for _ in range(2):
+        assert not share.full_for("another")
+        share.take("another")
+    assert share.full_for("somebody else")
+
+
+# --- each table ------------------------------------------------------------------------------------------------
+
+
+def test_one_user_has_most_worker_rows_and_leaves_some_to_others(server: Server, namespace: Namespace) -> None:
+    keys = keys_of("a")
+    with server.connect() as mine:
+        mine.store(keys, [payload(namespace, 1)], namespace=namespace)
+
+        def crowd() -> list[Session]:
+            sessions = [join(server, "key A", wants_pool=True) for _ in range(ROWS_ALONE - 1)]  # and one is mine
+            for session in sessions:
+                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+            return sessions
+
+        crowded = on_loop(server, crowd)
+        assert {session.state for session in crowded} == {SessionState.SEATED}
+        with pytest.raises(LimitError, match=f"{ROWS_ALONE} of {WORKERS_MAX} worker rows.* {ROWS_ALONE - 1} of them"):
+            on_loop(server, lambda: join(server, "key A", wants_pool=True))
+        with server.connect() as another:  # of mine
+            assert another.store(keys_of("b"), [payload(namespace, 2)], namespace=namespace).stored == 1
+            assert another.status()["l1"]["holders"]["key A"]["rows"] == ROWS_ALONE - 1
+        assert on_loop(server, lambda: join(server, "key B", wants_pool=True)).state is SessionState.SEATED
+        assert on_loop(server, lambda: join(server, "key A")).state is SessionState.OPEN, "it may look up"
+        on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in crowded[:8]])
+        assert on_loop(server, lambda: join(server, "key A", wants_pool=True)).state is SessionState.SEATED
+
+
+def test_at_its_share_of_rows_a_user_loses_one_that_was_never_used(server: Server) -> None:
+    crowded = on_loop(server, lambda: [join(server, "key A", wants_pool=True) for _ in range(ROWS_ALONE)])
+    one_more = on_loop(server, lambda: join(server, "key A", wants_pool=True))
+    assert one_more.state is SessionState.SEATED
+    assert crowded[0].state is SessionState.ENDED
+
+
+def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> None:
+    def register(session: Session, number: int) -> int:
+        return server.namespaces.register(session, number, Layout("uint8", (number,)))
+
+    def crowd() -> Session:
+        session = join(server, "key A")
+        for number in range(1, LAYOUTS_ALONE + 1):
+            register(session, number)
+        return session
+
+    first = on_loop(server, crowd)
+    second, stranger = on_loop(server, lambda: (join(server, "key A"), join(server, "key B")))
+    with pytest.raises(LimitError, match=f"{LAYOUTS_ALONE} of these came with key A"):
+        on_loop(server, lambda: register(second, 5000))
+    on_loop(server, lambda: register(second, 7))  # one that is there costs nothing
+    on_loop(server, lambda: register(stranger, 6000))
+    assert len(first.namespaces) == LAYOUTS_ALONE, "nobody else loses any"
+    assert server.shares.layouts.of("key A") == LAYOUTS_ALONE
+    on_loop(server, lambda: server.sessions.goodbye(first, server.clock.now))
+    on_loop(server, lambda: register(second, 5000))
+    assert server.shares.layouts.of("key A") == 2  # 7, which the second uses, and its new one
+
+
+def test_adopted_layouts_are_whose_who_registers_them(server: Server) -> None:
+    layouts = [Layout("uint8", (number,)) for number in range(1, 4)]
+
+    def adopt() -> None:
+        server.l1.adopt_layouts({at: (layout.fingerprint, layout.nbytes) for at, layout in enumerate(layouts, 1)})
+
+    on_loop(server, adopt)
+    share = server.shares.layouts
+    assert (share.taken, share.of("")) == (3, 3)
+    assert on_loop(server, lambda: server.namespaces.register(join(server, "key A"), 1, layouts[1])) == 2
+    assert (share.taken, share.of(""), share.of("key A")) == (3, 2, 1)
+
+
+def test_a_user_with_very_many_namespaces_forgets_its_own_and_nobody_elses(server: Server) -> None:
+    layout = Layout("uint8", (64,))
+
+    def register(session: Session, numbers: range) -> None:
+        for number in numbers:
+            server.namespaces.register(session, number, layout)
+
+    mine, stranger = on_loop(server, lambda: (join(server, "key A"), join(server, "key B")))
+    on_loop(server, lambda: register(stranger, range(100)))
+    most = int(SHARED_FRACTION_PER_HOLDER_MAX * (NAMESPACES_MAX - 100))
+    # As many as some hundred other sessions of it would have.
+    on_loop(server, lambda: server.shares.namespaces.take("key A", most - 200))
+    on_loop(server, lambda: register(mine, range(1000, 1500)))
+    assert len(mine.namespaces) == 200
+    assert 1499 in mine.namespaces
+    late = on_loop(server, lambda: join(server, "key A"))
+    on_loop(server, lambda: register(late, range(1000, 1500)))
+    assert len(late.namespaces) == NAMESPACES_PER_SESSION_KEPT, "it can go on working"
+    on_loop(server, lambda: register(stranger, range(100, 300)))
+    assert len(stranger.namespaces) == 300
+    on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in (mine, late)])
+    assert server.shares.namespaces.of("key A") == most - 200
+    assert most > NAMESPACES_PER_SESSION_MAX * 100, "a node of a hundred busy workers is nowhere near"
+
+
+def test_lookups_of_one_user_leave_room_for_those_of_others(
+    start: Callable[..., Server], tmp_path: Any, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = pytest.importorskip("lmcache_fs.adapter").FsAdapter
+    over, exists = threading.Event(), adapter.exists
+
+    def silent(self: Any, keys: Any, deadline: float) -> Any:
+        over.wait(WAIT_S)
+        return exists(self, keys, deadline)
+
+    monkeypatch.setattr(adapter, "exists", silent)
+    server = start(l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}})
+    share = server.shares.lookups
+
+    def ask(origin: str, sessions: int, each: int) -> list[m.LookupReply | None]:
+        answers = []
+        for _ in range(sessions):
+            session = join(server, origin)
+            server.namespaces.register(session, namespace.id, namespace.layout)
+            for rid in range(each):
+                request = m.LookupRequest(rid, namespace.id, join_keys(keys_of(rid)), wait_s=WAIT_S)
+                answers.append(server.lookups.lookup(session, request, keys_of(rid)))
+        return answers
+
+    try:
+        most = int(SHARED_FRACTION_PER_HOLDER_MAX * LOOKUPS_WAITING_MAX)
+        answers = on_loop(server, lambda: ask("key A", 5, 200))
+        waiting, refused = answers[:most], answers[most:]
+        assert waiting == [None] * most
+        assert all(each is not None and each.reasons == bytes([Reason.LATE]) for each in refused)
+        assert share.of("key A") == most
+        assert on_loop(server, lambda: ask("key B", 1, 10)) == [None] * 10
+    finally:
+        over.set()
+    on_loop(server, lambda: [server.sessions.goodbye(each, server.clock.now) for each in server.sessions])
+    assert on_loop(server, lambda: (share.taken, share.of("key A"))) == (0, 0)
+
+
+def test_a_store_of_a_user_that_has_its_share_of_those_that_wait_is_full_at_once(server: Server) -> None:
+    small, large = Namespace("small", Layout("uint8", (4096,))), Namespace("large", Layout("uint8", (8 << 20,)))
+    keys = [number.to_bytes(32, "big") for number in range(server.segment.info.data_bytes // 4096)]
+    with server.connect() as client:
+        assert client.store(keys, [bytes(4096)] * len(keys), namespace=small).stored == len(keys)
+        share = server.shares.stores_preparing
+        on_loop(server, lambda: share.take(MINE, STORES_WAITING_MAX))
+        assert client.store([b"x" * 32], [bytes(8 << 20)], namespace=large).statuses == [Status.FULL]
+        on_loop(server, lambda: share.give(MINE, STORES_WAITING_MAX))
+        assert client.store([b"x" * 32], [bytes(8 << 20)], namespace=large).statuses == [Status.STORED]
+        assert on_loop(server, lambda: share.taken) == 0
+
+
+def test_the_part_of_one_user_is_a_setting(start: Callable[..., Server]) -> None:
+    server = start(holding={"shared_fraction_per_holder_max": 0.5})
+    session = on_loop(server, lambda: join(server, "key A"))
+    sizes = range(1, LAYOUTS_MAX)
+    with pytest.raises(LimitError):  # of those that hold objects: others are forgotten
+        on_loop(server, lambda: _fill(server, session, sizes))
+    assert server.shares.layouts.of("key A") == (LAYOUTS_MAX - 1) // 2
+
+
+def _fill(server: Server, session: Session, sizes: range) -> None:
+    """One object of each size. On the loop."""
+    row_of_nobody = 0
+    server.kernel.attach_session(session.id, row_of_nobody)
+    for nbytes in sizes:
+        layout_id = server.namespaces.register(session, nbytes, Layout("uint8", (nbytes,)))
+        grants = server.kernel.prepare_store(session.id, nbytes, layout_id, [b"k" * 32], server.clock.now)
+        assert list(grants.statuses) == [Grant.GRANTED]
+        server.kernel.commit_store(session.id, grants.lease_id, server.clock.now, [0])
