@@ -121,11 +121,11 @@ static void adoption_dealloc(AdoptionObject *self) {
 
 /* --- objects, on first touch --------------------------------------------------------------------------------- */
 
-/* (key or None, namespace, offset, layout, checksum or None) */
+/* (key or None, namespace, offset, layout, checksum or None, incarnation) */
 static int append_object(PyObject *list, const adopted_object *object) {
     PyObject *row = NULL;
     if (object->lost) {
-        row = Py_BuildValue("OKKKO", Py_None, 0ULL, (unsigned long long)object->offset, 0ULL, Py_None);
+        row = Py_BuildValue("OKKKOK", Py_None, 0ULL, (unsigned long long)object->offset, 0ULL, Py_None, 0ULL);
     } else {
         PyObject *key = PyBytes_FromStringAndSize((const char *)object->key.word, INDEX_KEY_BYTES);
         PyObject *checksum = object->has_checksum ? PyLong_FromUnsignedLongLong(object->checksum) : Py_NewRef(Py_None);
@@ -134,8 +134,9 @@ static int append_object(PyObject *list, const adopted_object *object) {
             Py_XDECREF(checksum);
             return -1;
         }
-        row = Py_BuildValue("NKKKN", key, (unsigned long long)object->key.space, (unsigned long long)object->offset,
-                            (unsigned long long)object->layout, checksum);
+        row = Py_BuildValue("NKKKNK", key, (unsigned long long)object->key.space, (unsigned long long)object->offset,
+                            (unsigned long long)object->layout, checksum,
+                            (unsigned long long)object->incarnation);
     }
     if (row == NULL)
         return -1;

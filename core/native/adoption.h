@@ -577,7 +577,7 @@ typedef struct {
     uint64_t offset;
     bool lost; /* its entry has been tampered with since the scan: only the offset is good */
     index_key key;
-    uint64_t layout, checksum;
+    uint64_t layout, checksum, incarnation;
     bool has_checksum;
 } adopted_object;
 
@@ -594,6 +594,7 @@ static inline void adoption_take_slot(adoption *a, uint64_t number, uint64_t off
     object->key = index_key_at(entry);
     object->has_checksum = index_load(&entry->flags) & INDEX_CHECKSUM_KNOWN;
     object->checksum = index_load(&entry->checksum);
+    object->incarnation = index_load(&entry->incarnation);
     object->lost = index_state(index_load(&entry->sequence)) != INDEX_READY || index_load(&entry->offset) != offset ||
                    adoption_reach(a, at, &object->key) >= 0 || adoption_fit(a, entry, &found, &object->layout) >= 0 ||
                    found != number || object->key.space != space->space || object->layout != space->layout ||

@@ -15,7 +15,7 @@
 #define STACK_KEYS 1024
 
 static struct {
-    PyObject *key, *namespace, *offset, *layout_id, *checksum;
+    PyObject *key, *namespace, *offset, *layout_id, *checksum, *generation;
 } names;
 
 typedef struct {
@@ -363,6 +363,55 @@ static PyObject *index_generations(Index *self, PyObject *const *args, Py_ssize_
     return result;
 }
 
+/* Which object each key has now: its number, or 0. With `prefix` it ends at the first that is 0. */
+static PyObject *incarnations_of(const Index *self, const index_batch *batch) {
+    size_t n = (size_t)batch->n;
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(n * 8));
+    index_place *places = PyMem_RawMalloc((n ? n : 1) * sizeof *places);
+    uint8_t *statuses = PyMem_RawMalloc(n ? n : 1);
+    uint64_t count = 0;
+    if (result && places && statuses) {
+        const index_view *view = &self->writer.view;
+        count = index_find_batch(view, batch, statuses, places);
+        for (uint64_t i = 0; i < count; i++) {
+            uint64_t number = 0;
+            if (statuses[i] == INDEX_HIT) {
+                number = index_load(&view->entries[places[i].at].incarnation);
+                number = index_unchanged(view, &places[i]) ? number : 0;
+            }
+            memcpy(PyBytes_AS_STRING(result) + 8 * i, &number, 8);
+            if (batch->prefix && !number)
+                count = i;
+        }
+    } else {
+        Py_CLEAR(result);
+        PyErr_NoMemory();
+    }
+    PyMem_RawFree(places);
+    PyMem_RawFree(statuses);
+    if (result && count < n)
+        _PyBytes_Resize(&result, (Py_ssize_t)(count * 8));
+    return result;
+}
+
+static PyObject *index_incarnations(Index *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
+    static const char *const parameters[] = {"epoch", "namespace", "layout", "keys", "prefix", NULL};
+    PyObject *given[5], *result = NULL;
+    given_keys keys;
+    asked ask;
+    if (sort_arguments("incarnations", parameters, 5, args, nargs, kwnames, given) < 0 ||
+        read_asked(given, given[4], &ask) < 0 || !enter(self))
+        return NULL;
+    if (!index_served(&self->writer.view, ask.epoch)) {
+        result = Py_NewRef(Py_None);
+    } else if (take_batch(&keys, given[3], &ask, false) == 0) {
+        result = incarnations_of(self, &keys.batch);
+        keys_release(&keys);
+    }
+    leave(self);
+    return result;
+}
+
 /* Memory that only what is touched of it costs: a tag for each entry. */
 static int make_verified(Index *self) {
     if (self->verified)
@@ -431,26 +480,45 @@ static PyObject *read_batch(index_reading *reading, unsigned threads) {
     return result;
 }
 
-static PyObject *read_to_targets(Index *self, index_reading *reading, PyObject *given, unsigned threads) {
-    Py_buffer targets;
+static int take_incarnations(index_reading *reading, PyObject *given, Py_buffer *numbers) {
+    if (PyObject_GetBuffer(given, numbers, PyBUF_WRITABLE) < 0)
+        return -1;
+    if ((uint64_t)numbers->len == reading->batch->n * 8 && (uintptr_t)numbers->buf % 8 == 0) {
+        reading->incarnations = numbers->buf;
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError, "incarnations has %zd bytes for %llu keys: give 8 aligned bytes for each",
+                 numbers->len, (unsigned long long)reading->batch->n);
+    PyBuffer_Release(numbers);
+    return -1;
+}
+
+static PyObject *read_to_targets(Index *self, index_reading *reading, PyObject *given, PyObject *incarnations,
+                                 unsigned threads) {
+    Py_buffer targets, numbers = {.obj = NULL};
     PyObject *result = NULL;
     if (make_verified(self) < 0)
         return NULL;
-    if (PyObject_GetBuffer(given, &targets, PyBUF_SIMPLE) < 0)
+    if (incarnations && take_incarnations(reading, incarnations, &numbers) < 0)
         return NULL;
+    if (PyObject_GetBuffer(given, &targets, PyBUF_SIMPLE) < 0) {
+        PyBuffer_Release(&numbers);
+        return NULL;
+    }
     reading->view = &self->writer.view;
     reading->targets = targets.buf;
     reading->verified = self->verified;
     if (check_targets(&targets, reading->batch->n) == 0)
         result = read_batch(reading, threads);
     PyBuffer_Release(&targets);
+    PyBuffer_Release(&numbers);
     return result;
 }
 
 static PyObject *index_read_keys(Index *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
     static const char *const parameters[] = {"epoch",   "namespace", "layout", "nbytes",  "keys",
-                                             "targets", "prefix",    "verify", "threads", NULL};
-    PyObject *given[9], *result = NULL;
+                                             "targets", "prefix",    "verify", "threads", "incarnations", NULL};
+    PyObject *given[10], *result = NULL;
     uint64_t nbytes, verify, threads;
     given_keys keys;
     asked ask;
@@ -467,7 +535,8 @@ static PyObject *index_read_keys(Index *self, PyObject *const *args, Py_ssize_t 
         result = Py_NewRef(Py_None);
     } else if (take_batch(&keys, given[4], &ask, true) == 0) {
         index_reading reading = {.batch = &keys.batch, .nbytes = nbytes, .verify = (int)verify};
-        result = read_to_targets(self, &reading, given[5], threads < UINT32_MAX ? (unsigned)threads : UINT32_MAX);
+        result = read_to_targets(self, &reading, given[5], given[9] == Py_None ? NULL : given[9],
+                                 threads < UINT32_MAX ? (unsigned)threads : UINT32_MAX);
         keys_release(&keys);
     }
     leave(self);
@@ -519,6 +588,21 @@ static int read_checksum(PyObject *item, index_object *object) {
     return failed;
 }
 
+/* No such attribute: which one it is is not known. */
+static int read_incarnation(PyObject *item, index_object *object) {
+    object->incarnation = 0;
+    PyObject *generation = PyObject_GetAttr(item, names.generation);
+    if (!generation) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    int failed = as_u64(generation, "generation", &object->incarnation);
+    Py_DECREF(generation);
+    return failed;
+}
+
 static int nbytes_of_layout(PyObject *nbytes_by_layout, uint64_t layout, uint64_t *nbytes) {
     PyObject *id = PyLong_FromUnsignedLongLong(layout);
     PyObject *found = id ? PyDict_GetItemWithError(nbytes_by_layout, id) : NULL;
@@ -537,7 +621,7 @@ typedef struct {
 
 static int read_placed(const Index *self, PyObject *item, Py_ssize_t at, layout_sizes *sizes, index_object *object) {
     if (read_object(item, at, object) < 0 || read_checksum(item, object) < 0 ||
-        u64_of(item, names.layout_id, &object->layout) < 0)
+        read_incarnation(item, object) < 0 || u64_of(item, names.layout_id, &object->layout) < 0)
         return -1;
     if (!sizes->known || sizes->layout != object->layout) {
         if (nbytes_of_layout(sizes->nbytes_by_layout, object->layout, &sizes->nbytes) < 0)
@@ -745,7 +829,7 @@ static PyObject *index_entry_dict(Index *self, PyObject *const *args, Py_ssize_t
     uint64_t sequence = index_sequence(&self->writer, at), flags = index_load(&entry->flags);
     PyObject *checksum = flags & INDEX_CHECKSUM_KNOWN ? PyLong_FromUnsignedLongLong(index_load(&entry->checksum))
                                                       : Py_NewRef(Py_None);
-    return Py_BuildValue("{s:s,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:K,s:K,s:K,s:I,s:K,s:K}", "state",
+    return Py_BuildValue("{s:s,s:K,s:K,s:K,s:K,s:K,s:N,s:N,s:K,s:K,s:K,s:K,s:I,s:K,s:K}", "state",
                          index_state(sequence) == INDEX_READY ? "ready" : "gone", "generation",
                          (unsigned long long)(sequence >> 2), "namespace", (unsigned long long)space, "offset",
                          (unsigned long long)index_load(&entry->offset), "layout",
@@ -754,7 +838,8 @@ static PyObject *index_entry_dict(Index *self, PyObject *const *args, Py_ssize_t
                          PyBool_FromLong((flags & INDEX_UNVERIFIED) != 0), "stored_s",
                          (unsigned long long)index_load(&entry->stored_s), "reason",
                          (unsigned long long)index_load(&entry->reason), "gone_s",
-                         (unsigned long long)index_load(&entry->gone_s), "mark",
+                         (unsigned long long)index_load(&entry->gone_s), "incarnation",
+                         (unsigned long long)index_load(&entry->incarnation), "mark",
                          (unsigned)atomic_load_explicit(&view->marks[at], memory_order_relaxed), "place",
                          (unsigned long long)at, "home", (unsigned long long)index_home(view, &key));
 }
@@ -853,6 +938,7 @@ static PyGetSetDef getters[] = {
 static PyMethodDef methods[] = {
     {"find", FUNCTION(index_find_keys), FAST, "Which keys are there: one byte a key, 1 for a hit."},
     {"generations", FUNCTION(index_generations), FAST, "A number for what stands in each key's slot, or 0."},
+    {"incarnations", FUNCTION(index_incarnations), FAST, "The number of the object that each key has now, or 0."},
     {"read", FUNCTION(index_read_keys), FAST, "Copy objects out: one status byte a key."},
     {"publish", FUNCTION(index_publish_objects), FAST, "Writer: make objects visible; how many got an entry."},
     {"remove", FUNCTION(index_remove_objects), FAST, "Writer: take objects out; how many were there."},
@@ -891,8 +977,10 @@ int index_add(PyObject *module) {
         names.offset = PyUnicode_InternFromString("offset");
         names.layout_id = PyUnicode_InternFromString("layout_id");
         names.checksum = PyUnicode_InternFromString("checksum");
+        names.generation = PyUnicode_InternFromString("generation");
     }
-    if (!names.key || !names.namespace || !names.offset || !names.layout_id || !names.checksum)
+    if (!names.key || !names.namespace || !names.offset || !names.layout_id || !names.checksum ||
+        !names.generation)
         return -1;
     PyObject *type = PyType_FromModuleAndSpec(module, &spec, NULL);
     if (!type)

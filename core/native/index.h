@@ -17,7 +17,8 @@
  *              stored_s    Unix seconds of its publication
  *              reason      of a GONE entry: the kernel's `Reason`
  *              gone_s      Unix seconds; 0: it was moved nearer to its home, and is not gone at all
- *              reserved    two words
+ *              incarnation the number of the object: no other object of this key ever had it. 0: not known
+ *              reserved    one word
  *
  * A mark says that a reader used the entry since the writer last looked: 1 + the key's position in its batch (at
  * most 65,535), so that the writer can tell a prompt's end from its beginning. 0: not used.
@@ -65,7 +66,8 @@ typedef struct {
     _Atomic uint64_t stored_s;
     _Atomic uint64_t reason;
     _Atomic uint64_t gone_s;
-    uint64_t reserved[2];
+    _Atomic uint64_t incarnation;
+    uint64_t reserved;
 } index_entry;
 
 _Static_assert(sizeof(index_entry) == 128, "the layout of the pool says so");

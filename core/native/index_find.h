@@ -179,11 +179,12 @@ typedef struct {
     uint64_t job_bytes;         /* of all copies together: large jobs go past the caches */
     index_place *places;
     uint8_t *statuses;
+    uint64_t *incarnations; /* of what was read, or NULL: nobody asks */
 } index_reading;
 
 /* Copy the object found at `place` to `target`, and say whether it was one object from beginning to end. INDEX_HIT,
- * INDEX_MISS (not of this size, or a damaged entry), INDEX_DAMAGED (checksum), INDEX_CHANGED. */
-static inline int index_copy_out(const index_reading *r, const index_place *place, void *target) {
+ * INDEX_MISS (not of this size, or a damaged entry), INDEX_DAMAGED (checksum), INDEX_CHANGED. `seen`: which one. */
+static inline int index_copy_out(const index_reading *r, const index_place *place, void *target, uint64_t *seen) {
     const index_entry *entry = &r->view->entries[place->at];
     uint64_t checksum = index_load(&entry->checksum);
     bool fits = index_load(&entry->nbytes) == r->nbytes && index_in_data(r->view, place->offset, r->nbytes);
@@ -205,8 +206,10 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
         __builtin_ia32_lfence();
 #endif
     }
+    uint64_t incarnation = r->incarnations ? index_load(&entry->incarnation) : 0;
     if (!index_unchanged(r->view, place))
         return INDEX_CHANGED;
+    *seen = incarnation;
     if (!fits)
         return INDEX_MISS;
     if (check)
@@ -220,8 +223,9 @@ static inline int index_copy_out(const index_reading *r, const index_place *plac
 static inline void index_read_one(void *reading, size_t i) {
     const index_reading *r = reading;
     int status = INDEX_CHANGED;
+    uint64_t seen = 0;
     for (int tries = 0; tries < INDEX_TRIES; tries++) {
-        status = index_copy_out(r, &r->places[i], (void *)(uintptr_t)r->targets[i]);
+        status = index_copy_out(r, &r->places[i], (void *)(uintptr_t)r->targets[i], &seen);
         if (status != INDEX_CHANGED)
             break;
         index_key key = index_key_of(index_batch_key(r->batch, i), r->batch->space);
@@ -231,6 +235,8 @@ static inline void index_read_one(void *reading, size_t i) {
         status = INDEX_CHANGED;
     }
     r->statuses[i] = (uint8_t)status;
+    if (r->incarnations)
+        r->incarnations[i] = seen;
 }
 
 static inline void index_read_if_found(void *reading, size_t i) {

@@ -17,7 +17,7 @@ typedef struct {
 
 typedef struct {
     index_key key;
-    uint64_t offset, layout, nbytes, checksum, flags;
+    uint64_t offset, layout, nbytes, checksum, flags, incarnation;
 } index_object;
 
 /* --- one entry -------------------------------------------------------------------------------------------- */
@@ -57,6 +57,7 @@ static inline void index_make_ready(index_writer *w, uint64_t at, const index_ob
     index_store(&entry->nbytes, object->nbytes);
     index_store(&entry->checksum, object->checksum);
     index_store(&entry->flags, object->flags);
+    index_store(&entry->incarnation, object->incarnation);
     index_store(&entry->stored_s, stored_s);
     index_store(&entry->reason, 0);
     index_store(&entry->gone_s, 0);
@@ -211,6 +212,7 @@ static inline void index_move(index_writer *w, uint64_t from, uint64_t hole) {
         .nbytes = index_load(&entry->nbytes),
         .checksum = index_load(&entry->checksum),
         .flags = index_load(&entry->flags),
+        .incarnation = index_load(&entry->incarnation),
     };
     index_make_ready(w, hole, &object, index_load(&entry->stored_s));
     uint16_t mark = atomic_load_explicit(&w->view.marks[from], memory_order_relaxed);

@@ -421,6 +421,7 @@ static void find_object(pages_object *object, const found_by *by, const unsigned
     const index_entry *entry = &view->entries[place.at];
     uint64_t checksum = index_load(&entry->checksum), nbytes = index_load(&entry->nbytes);
     uint64_t flags = index_load(&entry->flags), size = object->group->object_bytes;
+    uint64_t incarnation = index_load(&entry->incarnation);
     bool known = flags & INDEX_CHECKSUM_KNOWN, adopted = flags & INDEX_UNVERIFIED;
     if (!index_unchanged(view, &place) || nbytes != size || !index_in_data(view, place.offset, size))
         return;
@@ -430,6 +431,7 @@ static void find_object(pages_object *object, const found_by *by, const unsigned
     object->place = place;
     object->slot = view->base + place.offset;
     object->checksum = checksum;
+    object->incarnation = incarnation;
     object->check = known && (adopted || by->verify != INDEX_VERIFY_NEVER);
     if (!object->check || by->verify == INDEX_VERIFY_ALWAYS)
         return;
@@ -710,6 +712,17 @@ static PyObject *job_checksums(PageJob *self, PyObject *given) {
     return result;
 }
 
+/* 0 where the index was not asked, or does not know. */
+static PyObject *job_incarnations(PageJob *self, PyObject *given) {
+    const job_part *part;
+    if (part_of(self, given, &part) < 0)
+        return NULL;
+    PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(part->count * 8));
+    for (size_t i = 0; result && i < part->count; i++)
+        memcpy(PyBytes_AS_STRING(result) + 8 * i, &self->job.objects[part->first + i].incarnation, 8);
+    return result;
+}
+
 /* Whether a thread may be inside a slot or a page. */
 static PyObject *get_running(PageJob *self, void *Py_UNUSED(none)) {
     bool running = false;
@@ -739,6 +752,7 @@ static PyMethodDef job_methods[] = {
     {"ask_to_stop", (PyCFunction)job_ask_to_stop, METH_NOARGS, "Have the threads leave soon. Waits for nothing."},
     {"stop", (PyCFunction)job_stop, METH_NOARGS, "Have the threads leave, and wait until they have."},
     {"statuses", (PyCFunction)job_statuses, METH_O, "What became of the objects of a part, a byte each."},
+    {"incarnations", (PyCFunction)job_incarnations, METH_O, "The numbers of a part's objects, as u64."},
     {"checksums", (PyCFunction)job_checksums, METH_O, "The checksums of the objects of a part, as u64."},
     {NULL, NULL, 0, NULL},
 };

@@ -51,6 +51,7 @@ typedef struct {
     _Atomic uint32_t *verified; /* where to note that this process has seen the bytes whole, or NULL */
     bool check;
     uint64_t checksum;     /* that the bytes have, or are to have */
+    uint64_t incarnation;  /* of what was found, 0: not known */
     _Atomic uint32_t left; /* items that have not come to their end */
     _Atomic unsigned found;
 } pages_object;

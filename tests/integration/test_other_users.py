@@ -533,6 +533,7 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
             requests: dict[str, Callable[[int], m.Message]] = {
                 "everything": lambda rid: m.Clear(rid, None),
                 "theirs": lambda rid: m.Clear(rid, NAMESPACE.id),
+                "dropped": lambda rid: m.Drop(rid, NAMESPACE.id, KEY, bytes(8), tiers=True),
                 "damaged": lambda rid: m.ReportDamaged(rid, 1 << 40 | 1, count=1),
                 "pin": lambda rid: m.Pin(rid, NAMESPACE.id, KEY, 60.0),
                 "unpin": lambda rid: m.Unpin(rid, NAMESPACE.id, KEY),
@@ -551,6 +552,7 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
     assert "this session may not clear everything" in said["everything"]
     assert f"uid {ALICE}" in said["everything"]
     assert "register_layout first" in said["theirs"]
+    assert "this session may not drop" in said["dropped"]
     assert "lease" in said["damaged"]  # by a lease of its own, for what it has read
     for what in ("pin", "unpin"):
         assert "is not registered in this session" in said[what]

@@ -43,6 +43,7 @@ class _Placed(Protocol):
     @property
     def layout_id(self) -> int: ...
     # checksum: int | None, the xxh3_64 of the bytes; an object without it has an unknown one
+    # generation: int, its number among all objects that its key ever has; one without it has an unknown one, 0
 
 Keys = list[bytes] | tuple[bytes, ...] | Buffer  # each of 32 bytes, or all of them in a row
 
@@ -84,6 +85,9 @@ class Index:
         """A u64 for each key: place and generation of its READY entry as one number, if that entry's slot is the one at
         the u64 of `offsets`; else 0. Whoever reads in place asks before and after: where the number is the same, and
         not 0, nothing that was read in between was changed."""
+    def incarnations(self, epoch: int, namespace: int, layout: int, keys: Keys, prefix: bool) -> bytes | None:
+        """A u64 for each key: the number of the object that it has now, 0 where it has none or that is not known. With
+        `prefix` it ends before the first that is 0. None: as for `find`."""
     def read(
         self,
         epoch: int,
@@ -95,6 +99,7 @@ class Index:
         prefix: bool,
         verify: int,
         threads: int,
+        incarnations: Buffer | None = None,
     ) -> bytes | None:
         """Copy objects of `nbytes` to the addresses in `targets` (8 bytes for each key), without the GIL.
 
@@ -104,7 +109,7 @@ class Index:
         is marked as used. `threads` is how many may copy; it takes fewer for few bytes. None: as for `find`.
 
         The caller guarantees that each target has room for `nbytes`. Nothing is promised about a target whose byte
-        is not 1.
+        is not 1. `incarnations`: 8 bytes for each key, where the number of the object that was read is put.
         """
     def publish(self, objects: Sequence[_Placed], nbytes_by_layout: dict[int, int], now_s: int) -> int:
         """Make objects visible whose slots are READY. Returns how many got an entry; one whose window is full does
@@ -192,6 +197,8 @@ class PageJob:
     def statuses(self, part: int, /) -> bytes:
         """One byte an object: 0 not there, 1 copied, 2 changed while it was copied, 3 damaged, 4 not done; and 16 where
         something was written for it."""
+    def incarnations(self, part: int, /) -> bytes:
+        """The number of each object that was found in the index, as u64, 0 where that is not known."""
     def checksums(self, part: int, /) -> bytes:
         """The xxh3_64 of each object, as u64: of a gather, what its slot holds now."""
 
@@ -200,11 +207,11 @@ class PageJob:
 class Adoption:
     """The pool of a dead server, read whole, checked, and put right. Its objects are made on first touch.
 
-    Objects come as (key, namespace, offset, layout id, checksum or None), each of them once; one that has been
-    tampered with since as (None, 0, offset, 0, None): only its slot can be had back. `living` has a byte for each
-    worker row: whether its life lock is held. `master`, unless None, is zeroed memory as long as the front of the pool:
-    the tables, as they were checked, are written there, too. `distrust`: keep only what has a checksum, and have each
-    reader's process check it once.
+    Objects come as (key, namespace, offset, layout id, checksum or None, incarnation), each of them once; one that has
+    been tampered with since as (None, 0, offset, 0, None, 0): only its slot can be had back. `living` has a byte for
+    each worker row: whether its life lock is held. `master`, unless None, is zeroed memory as long as the front of the
+    pool: the tables, as they were checked, are written there, too. `distrust`: keep only what has a checksum, and have
+    each reader's process check it once.
     """
 
     def __new__(
@@ -248,10 +255,10 @@ class Adoption:
         """How much was not kept, by cause."""
     def touch(
         self, namespace: int, keys: Sequence[bytes], /
-    ) -> list[tuple[bytes | None, int, int, int, int | None]]: ...
-    def take(self, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
+    ) -> list[tuple[bytes | None, int, int, int, int | None, int]]: ...
+    def take(self, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None, int]]:
         """The oldest ones."""
-    def slab(self, offset: int, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None]]:
+    def slab(self, offset: int, most: int, /) -> list[tuple[bytes | None, int, int, int, int | None, int]]:
         """Up to `most` of the slab in which `offset` lies."""
     def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
         """(start, nbytes, slot bytes, slots used, objects in it, end of what is used, free slots before that)."""

@@ -36,7 +36,7 @@ class PaperPool:
     def _give(self, things: list[Thing]) -> list[Found]:
         for thing in things:
             del self._kept[thing.offset]
-        return [(thing.where[1], thing.where[0], thing.offset, thing.layout, None) for thing in things]
+        return [(thing.where[1], thing.where[0], thing.offset, thing.layout, None, 0) for thing in things]
 
     def touch(self, namespace: int, keys: Sequence[bytes], /) -> list[Found]:
         wanted = {(namespace, each) for each in keys}

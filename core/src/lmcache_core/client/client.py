@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from functools import partial
@@ -42,7 +43,7 @@ from lmcache_core.pool.cuda import pin_for_cuda
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.address import check_address
-from lmcache_core.protocol.codec import join_keys
+from lmcache_core.protocol.codec import join_keys, pack_u64
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
@@ -247,6 +248,7 @@ class Client:
         deadline_s: float = 0.0,
         pin_s: float = 0.0,
         policy: str = "",
+        identify: bool = False,
     ) -> LookupResult:
         """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
 
@@ -256,10 +258,13 @@ class Client:
         `deadline_s`: how long the loads may take, where that is not `wait_s` (0: 30 s in the background).
         `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
         them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
-        prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads.
+        prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads. `identify`: the result says
+        which incarnations were found, for `drop`; a retrieve's always does.
         """
         keys = _checked_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
+        if identify:
+            return self._lookups.identified(keys, namespace, options._replace(identify=True))
         return self._lookups.lookup(keys, namespace, options)
 
     def lookup_nowait(
@@ -275,13 +280,14 @@ class Client:
         deadline_s: float = 0.0,
         pin_s: float = 0.0,
         policy: str = "",
+        identify: bool = False,
     ) -> LookupHandle:
         """As `lookup`, for callers that must not block: the handle has `done`, `result`, `wait` and `cancel`. One frame
         of keys at most. Neither this nor the handle ever waits for the server, but for `wait`."""
         keys = _checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
-        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
+        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy, identify=identify)
         return self._lookups.start(keys, namespace, options)
 
     # --- the two phases -----------------------------------------------------------------------------------
@@ -368,6 +374,44 @@ class Client:
         chosen = namespace.id
         make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
         return expect(self._links.asked(make, patient=True), m.ClearedReply)
+
+    def drop(
+        self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int], tiers: bool = True
+    ) -> int:
+        """These objects are not to be served again: they proved wrong, or nobody wants them. How many were in the pool.
+
+        `incarnations`: which ones, as the result of a retrieve, or of a lookup with `identify`, has them; positions
+        where it has 0 are left alone. What has been stored under the same key since stays. With `tiers` what tiers
+        have under these keys is deleted, too, in the background: a tier does not know incarnations. Raises
+        `UsageError` for a namespace that is not this client's, and `DisconnectedError`.
+        """
+        return self._drop(keys, namespace, incarnations, tiers=tiers, damaged=False)
+
+    def report_damaged(self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int]) -> int:
+        """The bytes of these objects in the pool are not what was stored: nobody is given them any more, and later
+        misses say `DAMAGED`. How many were in the pool. What tiers have was checked on its way and stays. See
+        `drop`."""
+        return self._drop(keys, namespace, incarnations, tiers=False, damaged=True)
+
+    def _drop(
+        self, keys: Sequence[bytes], namespace: Namespace, incarnations: Sequence[int], *, tiers: bool, damaged: bool
+    ) -> int:
+        keys = _checked_keys(keys)
+        if len(keys) != len(incarnations):
+            raise UsageError(f"{len(incarnations)} incarnations for {len(keys)} keys: give one for each key")
+        chosen = [at for at, number in enumerate(incarnations) if number]
+        dropped = 0
+        for first in range(0, len(chosen), BATCH_KEYS_MAX):
+            page = chosen[first : first + BATCH_KEYS_MAX]
+            blob = join_keys([keys[at] for at in page])
+            numbers = pack_u64(array("Q", [incarnations[at] for at in page]))
+
+            def make(rid: int, blob: bytes = blob, numbers: bytes = numbers) -> m.Message:
+                return m.Drop(rid, namespace.id, blob, numbers, tiers, damaged)
+
+            reply = self._links.asked(partial(_ask_in, namespace, make), patient=True)
+            dropped += expect(reply, m.Done).count
+        return dropped
 
     def explain(
         self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None

@@ -51,6 +51,22 @@ class Hits:
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None
 
+    def identify(self, keys: Sequence[bytes], namespace: Namespace, prefix: bool) -> array[int] | None:
+        """As `find`, with the number of the incarnation that stands there for each key, 0 for none."""
+        link = self._links.look()
+        if link is None or link.index is None:
+            return None
+        layout = link.layout_of(namespace)
+        if layout is None:
+            return None
+        try:
+            found = link.index.incarnations(link.index_epoch, namespace.id, layout, _in_a_row(keys), prefix)
+            if found is None and link.follows():
+                return self.identify(keys, namespace, prefix)
+            return None if found is None else array("Q", found)
+        except (TypeError, ValueError):  # these are no keys: the call that follows says why
+            return None
+
     def read(
         self,
         keys: Sequence[bytes],
@@ -58,9 +74,11 @@ class Hits:
         namespace: Namespace,
         prefix: bool,
         verify: int,
+        incarnations: array[int],
     ) -> bytes | None:
         """Copy objects out. One byte a key: 0, READ, CHANGED or DAMAGED; with `prefix` the first that is not READ is
-        the last one. Nothing is promised about the target of one that is not READ. None: ask the server."""
+        the last one. Nothing is promised about the target of one that is not READ. None: ask the server. The number of
+        what was read is put into `incarnations`."""
         link = self._links.look()
         if link is None or link.index is None:
             return None
@@ -72,10 +90,19 @@ class Hits:
         try:
             row = _in_a_row(keys)
             found = link.index.read(
-                link.index_epoch, namespace.id, layout, nbytes, row, addresses, prefix, verify, self._threads
+                link.index_epoch,
+                namespace.id,
+                layout,
+                nbytes,
+                row,
+                addresses,
+                prefix,
+                verify,
+                self._threads,
+                incarnations,
             )
             if found is None and link.follows():
-                return self.read(keys, targets, namespace, prefix, verify)
+                return self.read(keys, targets, namespace, prefix, verify, incarnations)
             return found
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None

@@ -19,7 +19,7 @@ from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.occupancy import PARENTS, Holding, Page, settle_page
 from lmcache_core.client.presence import Presence
-from lmcache_core.client.results import Status, grant_statuses, miss_reasons, settled_statuses
+from lmcache_core.client.results import Status, grant_statuses, miss_reasons, numbers_of, settled_statuses
 from lmcache_core.errors import (
     CacheError,
     ClearedError,
@@ -72,6 +72,7 @@ class Lease(ABC):
         self.reasons: list[Reason] = []
         self._offsets: array[int] = array("Q")
         self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
+        self.incarnations: array[int] = array("Q")  # of what may be read, by position; 0 where there is none
         self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
         self._no_more: tuple[Status, Reason] | None = None  # what further pages answer
         self._occupancy.open(self, holding)
@@ -128,7 +129,8 @@ class Lease(ABC):
         self.statuses += grant_statuses(reply.statuses)
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
-        self._checksums.extend(unpack_u64(reply.checksums) if reply.checksums else _ZERO * count)
+        self._checksums.extend(numbers_of(reply.checksums, count))
+        self.incarnations.extend(numbers_of(reply.incarnations, count))
         statuses, granted = self.statuses, Status.GRANTED
         self._unsettled.update(dict.fromkeys(at for at in range(first, first + count) if statuses[at] is granted))
         self._holding.page = self._asked = None
@@ -204,6 +206,7 @@ class Lease(ABC):
         self.reasons += [reason] * count
         self._offsets.extend(_ZERO * count)
         self._checksums.extend(_ZERO * count)
+        self.incarnations.extend(_ZERO * count)
 
     def slots(self, first: int) -> tuple[Mapping, list[tuple[int, int]]]:
         """The mapping (hold it while its address is used), and (position, offset) of every slot from `first` on."""
@@ -416,7 +419,8 @@ class ReadLease(Lease):
         """Ask to read these keys: the next positions. At most one frame of them. `verify`: for `damaged`."""
         blob, namespace = join_keys(keys), self._namespace.id
         self.extend(
-            lambda rid, lease: m.PrepareRetrieve(rid, namespace, blob, lease, promise, prefix, verify), len(keys)
+            lambda rid, lease: m.PrepareRetrieve(rid, namespace, blob, lease, promise, prefix, verify, identify=True),
+            len(keys),
         )
 
     def find(self, hits: Hits, keys: Sequence[bytes], prefix: bool) -> bool:
@@ -432,7 +436,9 @@ class ReadLease(Lease):
         except DisconnectedError:  # another thread has just made the next link: whoever is there can be asked
             return False
         self._optimistic = True
-        self._offsets = array("Q", [self._offset_in(index, key, layout) for key in keys[: len(found)]])
+        entries = [self._entry_in(index, key, layout) for key in keys[: len(found)]]
+        self._offsets = array("Q", [offset for offset, _ in entries])
+        seen = [incarnation for _, incarnation in entries] + [0] * (len(keys) - len(entries))
         self.watch(keys[: len(found)])
         there = [bool(generation) for generation in self._generations]
         if prefix and not all(there):  # it went since it was found
@@ -442,13 +448,15 @@ class ReadLease(Lease):
         self.statuses += [Status.GRANTED if each else Status.MISS for each in there]
         self.reasons += [Reason.NONE] * len(keys)
         self._unsettled.update(dict.fromkeys(at for at, each in enumerate(there) if each))
+        self.incarnations = array("Q", [number if each else 0 for number, each in zip(seen, there, strict=True)])
         return True
 
-    def _offset_in(self, index: Index, key: bytes, layout: int) -> int:
-        """Where the object of a key is, 0 for nowhere. It may have left by now: `watch` looks again."""
+    def _entry_in(self, index: Index, key: bytes, layout: int) -> tuple[int, int]:
+        """Where the object of a key is, and which incarnation; 0 for nowhere. It may have left by now: `watch` looks
+        again."""
         entry = index.entry(self._namespace.id, bytes(key))
         there = entry is not None and entry["layout"] == layout and entry["nbytes"] == self._namespace.layout.nbytes
-        return int(entry["offset"]) if entry is not None and there else 0
+        return (int(entry["offset"]), int(entry["incarnation"])) if entry is not None and there else (0, 0)
 
     def watch(self, keys: Sequence[bytes]) -> None:
         """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""

@@ -6,6 +6,7 @@ import contextlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from lmcache_core.client.channel import Pending, expect
 from lmcache_core.client.hits import Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
-from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons
+from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
 from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED
@@ -36,6 +37,7 @@ class LookupOptions(NamedTuple):
     pin_s: float = 0.0
     policy: str = ""
     warm_up: bool = False
+    identify: bool = False
 
 
 def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = Reason.NONE) -> LookupResult:
@@ -53,6 +55,7 @@ def result_of(reply: Reply, count: int) -> LookupResult:
         found.done,
         (found.promise,) if found.promise else (),
         found.job,
+        numbers_of(found.incarnations, count) if found.incarnations else (),
     )
 
 
@@ -132,6 +135,7 @@ def _lookup_window(
         page.done,
         page.promises,
         page.job,
+        [0] * before + list(page.incarnations) + [0] * after if page.incarnations else (),
     )
 
 
@@ -159,6 +163,7 @@ def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callabl
         deadline_s=_seconds("deadline_s", options.deadline_s),
         pin_s=_seconds("pin_s", options.pin_s),
         policy=_text("policy", options.policy),
+        identify=bool(options.identify),
     )
     return lambda rid: m.LookupRequest(rid, namespace.id, blob, **sent._asdict())
 
@@ -190,6 +195,7 @@ def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> Looku
         hits += page.hits
         if prefix and page.hits < len(page.statuses):
             break
+    seen = [number for page in pages for number in page.incarnations]
     rest = count - len(statuses)
     held = any(page.promises for page in pages)
     return LookupResult(
@@ -199,6 +205,7 @@ def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> Looku
         all(page.done for page in pages),
         tuple(promise for page in pages for promise in page.promises or (0,)) if held else (),
         pages[-1].job if pages else 0,
+        seen + [0] * rest if seen else (),
     )
 
 
@@ -243,20 +250,45 @@ class ClientLookups:
             rest: Sequence[int] = range(hits, count)
         else:
             rest = [at for at, byte in enumerate(found) if not byte]
+        return self._ask_rest(keys, rest, namespace, options)
+
+    def identified(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+        """As `lookup`, and which incarnations were found."""
+        if self._find(keys, namespace, options) is None:
+            return self._ask(keys, namespace, options)
+        seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
+        seen += [0] * (len(keys) - len(seen))
+        rest = [at for at, number in enumerate(seen) if not number]
+        if not rest:
+            return replace(_all_there(len(keys)), incarnations=seen)
+        found = self._ask_rest(keys, rest, namespace, options)
+        for at, number in zip(rest, found.incarnations, strict=False):
+            seen[at] = number
+        return replace(found, incarnations=seen)
+
+    def _ask_rest(
+        self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, options: LookupOptions
+    ) -> LookupResult:
+        """Ask the server for the keys at `rest`; the index has the others."""
+        count = len(keys)
         asked = self._ask([keys[at] for at in rest], namespace, options)
         statuses, reasons = [Status.GRANTED] * count, [Reason.NONE] * count
         for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
             statuses[at], reasons[at] = status, reason
         if asked.job and count <= BATCH_KEYS_MAX:
             self._remember(asked.job, _Part(keys, rest, namespace, options.prefix))
-        return LookupResult(statuses, reasons, hits + asked.hits, asked.done, asked.promises, asked.job)
+        hits = count - len(rest) + asked.hits
+        return LookupResult(statuses, reasons, hits, asked.done, asked.promises, asked.job, asked.incarnations)
 
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
         """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
         blob = join_keys(keys)
         found = self._find(keys, namespace, options)
         if found is not None and found.count(1) == len(keys):
-            return LookupHandle(self, _Asking(keys, namespace, options, blob), _all_there(len(keys)))
+            seen = (self._hits.identify(keys, namespace, options.prefix) or ()) if options.identify else ()
+            if not options.identify or (len(seen) == len(keys) and 0 not in seen):
+                result = replace(_all_there(len(keys)), incarnations=seen)
+                return LookupHandle(self, _Asking(keys, namespace, options, blob), result)
         handle = LookupHandle(self, _Asking(keys, namespace, options, blob))
         handle.get_on()
         if not handle.sent:

@@ -44,12 +44,14 @@ class PagesResult:
 
     `untrusted`: for each entry the ids of the pages that were, or may have been, written to, and do not hold what their
     keys stand for: the object left the pool meanwhile, proved damaged, or the job was cancelled. What a hit has written
-    is right, and pages of neither kind are as they were. Of a store it is always empty.
+    is right, and pages of neither kind are as they were. Of a store it is always empty. `incarnations`: which
+    incarnation of each key was read, or tried, for `Client.drop`; 0 where none was, or that is not known.
     """
 
     statuses: Sequence[Sequence[Status]]
     reasons: Sequence[Sequence[Reason]]
     untrusted: Sequence[Sequence[int]]
+    incarnations: Sequence[Sequence[int]]
 
     @property
     def hits(self) -> int:
@@ -244,6 +246,7 @@ class PagesJob(ABC):
         self._entries = entries
         self._statuses = [[Status.MISS] * len(entry.keys) for entry in entries]
         self._reasons = [[Reason.NONE] * len(entry.keys) for entry in entries]
+        self._seen = [array("Q", bytes(8 * len(entry.keys))) for entry in entries]  # which incarnations were read
         self._dirty: list[set[int]] = [set() for _ in entries]  # positions of which pages were written to
         self._works: list[Any] = []
         self._lock = threading.Lock()
@@ -373,7 +376,7 @@ class PagesJob(ABC):
             untrusted.append(pages)
         for work in self._works:
             self._occupancy.has_ended(work)
-        self._result = PagesResult(self._statuses, self._reasons, untrusted)
+        self._result = PagesResult(self._statuses, self._reasons, untrusted, self._seen)
 
     @abstractmethod
     def _get_on(self) -> bool:
@@ -470,7 +473,9 @@ class RetrieveJob(PagesJob):
                 blob: bytes, first: int, entry: GroupKeys = entry, promises: Sequence[int] = promises
             ) -> Callable[[int, int], m.Message]:
                 space, promise = entry.namespace.id, promise_of(promises, first)
-                return lambda rid, lease: m.PrepareRetrieve(rid, space, blob, lease, promise, False, verify)
+                return lambda rid, lease: m.PrepareRetrieve(
+                    rid, space, blob, lease, promise, False, verify, identify=True
+                )
 
             def lease(entry: GroupKeys = entry) -> Lease:
                 return ReadLease(ground.links, entry.namespace)
@@ -531,6 +536,8 @@ class RetrieveJob(PagesJob):
         again: list[tuple[int, Sequence[int]]] = []
         for part, (number, positions) in enumerate(self._found):
             failed = []
+            for position, number_seen in zip(positions, array("Q", self._indexed.incarnations(part)), strict=True):
+                self._seen[number][position] = number_seen
             for position, byte in zip(positions, self._indexed.statuses(part), strict=True):
                 if byte & _WRITTEN:
                     self._dirty[number].add(position)
@@ -603,6 +610,7 @@ class RetrieveJob(PagesJob):
             lease, damaged, read = frame.lease, [], []
             assert isinstance(lease, ReadLease)
             for at, byte in zip(own, leased.work.statuses(part), strict=True):
+                self._seen[frame.entry][frame.positions[at]] = lease.incarnations[at]
                 if byte & _WRITTEN:
                     self._dirty[frame.entry].add(frame.positions[at])
                 if byte & ~_WRITTEN == DAMAGED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +18,7 @@ from lmcache_core.errors import (
     UsageError,
 )
 from lmcache_core.kernel.answers import Grant, Reason, Settled
+from lmcache_core.protocol.codec import unpack_u64
 
 
 class Status(StrEnum):
@@ -84,6 +86,11 @@ def refused(error: CacheError) -> tuple[Status, Reason]:
     return Status.UNREACHABLE, Reason.NONE
 
 
+def numbers_of(blob: bytes, count: int) -> array[int]:
+    """The u64 of a reply, 0 where it has none."""
+    return unpack_u64(blob) if blob else array("Q", bytes(8 * count))
+
+
 def miss_reasons(blob: bytes, count: int) -> list[Reason]:
     """The reasons of a reply; an empty blob means that nothing missed."""
     return [_REASONS[byte] for byte in blob] if blob else [Reason.NONE] * count
@@ -103,10 +110,13 @@ class StoreResult:
 
 @dataclass(frozen=True)
 class RetrieveResult:
-    """One status and one miss reason a key, in order."""
+    """One status and one miss reason a key, in order. `incarnations`: which incarnation of the key was read, a number
+    that it never has twice, for `Client.drop` and `Client.report_damaged`; 0 where none was read, or that is not
+    known."""
 
     statuses: Sequence[Status]
     reasons: Sequence[Reason]
+    incarnations: Sequence[int]
 
     @property
     def hits(self) -> int:
@@ -120,7 +130,8 @@ class LookupResult:
     """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended. Without
     `prefix` it counts all keys that can be served; of a window it is the end: `keys[hits - window:hits]` are there.
     `promises` (one a frame of keys) are redeemed by `prepare_retrieve` or `retrieve` of the same keys, or given back
-    by `free_lookup_locks`."""
+    by `free_lookup_locks`. `incarnations`, of a lookup with `identify`: which incarnation of each key was found, as in
+    `RetrieveResult`."""
 
     statuses: Sequence[Status]
     reasons: Sequence[Reason]
@@ -128,3 +139,4 @@ class LookupResult:
     done: bool = True
     promises: tuple[int, ...] = ()
     job: int = 0
+    incarnations: Sequence[int] = ()

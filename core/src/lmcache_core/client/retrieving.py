@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from lmcache_core.client.copying import Span, copy_out
@@ -35,13 +36,14 @@ class Retriever:
     ) -> RetrieveResult:
         """A status a key. `verify`: see `hits.VERIFY`."""
         # A promise is redeemed by who asks the server.
-        read = None if any(promises) else self._hits.read(keys, targets, namespace, prefix, verify)
+        seen = array("Q", bytes(8 * len(keys)))
+        read = None if any(promises) else self._hits.read(keys, targets, namespace, prefix, verify, seen)
         if read is None:
             return self._under_lease(keys, targets, namespace, prefix, promises, verify)
         count = len(keys)
         statuses, reasons = [Status.HIT] * count, [Reason.NONE] * count
         if read.count(READ) == count:
-            return RetrieveResult(statuses, reasons)
+            return RetrieveResult(statuses, reasons, seen)
         if not prefix:
             rest: Sequence[int] = [at for at, byte in enumerate(read) if byte != READ]
         else:
@@ -50,9 +52,9 @@ class Retriever:
         asked = self._under_lease(
             [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
         )
-        for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
-            statuses[at], reasons[at] = status, reason
-        return RetrieveResult(statuses, reasons)
+        for at, status, reason, one in zip(rest, asked.statuses, asked.reasons, asked.incarnations, strict=True):
+            statuses[at], reasons[at], seen[at] = status, reason, one
+        return RetrieveResult(statuses, reasons, seen)
 
     def _under_lease(
         self,
@@ -66,16 +68,16 @@ class Retriever:
         """As much at a time as this session may keep from eviction: what is over that is asked for again once the first
         of it has been copied."""
         asked = self._one_lease(keys, targets, namespace, prefix, promises, verify)
-        statuses, reasons = list(asked.statuses), list(asked.reasons)
+        statuses, reasons, seen = list(asked.statuses), list(asked.reasons), list(asked.incarnations)
         while Status.QUOTA in asked.statuses and Status.HIT in asked.statuses:
             over = [at for at, status in enumerate(statuses) if status is Status.QUOTA]
             rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
             asked = self._one_lease(
                 [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
             )
-            for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
-                statuses[at], reasons[at] = status, reason
-        return RetrieveResult(statuses, reasons)
+            for at, status, reason, one in zip(rest, asked.statuses, asked.reasons, asked.incarnations, strict=True):
+                statuses[at], reasons[at], seen[at] = status, reason, one
+        return RetrieveResult(statuses, reasons, seen)
 
     def _one_lease(
         self,
@@ -106,10 +108,10 @@ class Retriever:
                 if prefix and (damaged or unverifiable or lease.hits < len(lease.statuses)):
                     break
             lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
-            statuses, reasons = lease.statuses, lease.reasons
+            statuses, reasons, seen = lease.statuses, lease.reasons, lease.incarnations
         if damaged or unverifiable:
             _make_misses(damaged, unverifiable, statuses, reasons, prefix)
-        return RetrieveResult(statuses, reasons)
+        return RetrieveResult(statuses, reasons, seen)
 
 
 def promise_of(promises: Sequence[int], first: int) -> int:

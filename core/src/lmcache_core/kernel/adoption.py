@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lmcache_core.kernel.allocator import Slab
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
+from lmcache_core.kernel.leases import COUNTER_BITS
 from lmcache_core.kernel.objects import Incarnation, UnverifiedIncarnation
 from lmcache_core.kernel.states import Event, State
 
@@ -29,7 +30,8 @@ VICTIMS_STEP_OBJECTS = 512  # made at once when room is needed
 
 _THROUGH = object()
 
-Found = tuple[bytes | None, int, int, int, int | None]  # key, namespace, offset, layout id, checksum
+# key, namespace, offset, layout id, checksum, incarnation
+Found = tuple[bytes | None, int, int, int, int | None, int]
 
 
 class AdoptedPool(Protocol):
@@ -206,10 +208,11 @@ class AdoptingPolicy(EvictionPolicy):
 class Untouched:
     """Adopted objects, until the last is made."""
 
-    def __init__(self, residents: Residents, pool: AdoptedPool, kind: type[Incarnation]) -> None:
+    def __init__(self, residents: Residents, pool: AdoptedPool, kind: type[Incarnation], epoch: int) -> None:
         self._residents = residents
         self._pool = pool
         self._kind = kind
+        self._epoch = epoch
         self._clears: list[tuple[int | None, Clearing]] = []
         self.lost = 0  # damaged between the check and the making
         for slab in pool.slabs():
@@ -268,9 +271,11 @@ class Untouched:
         made: list[Incarnation] = []
         lost: list[Incarnation] = []
         gone: list[Incarnation] = []
-        for key, namespace, offset, layout_id, checksum in found:
+        for key, namespace, offset, layout_id, checksum, generation in found:
             slab = allocator.slab_at(offset)
             item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum, self._kind)
+            if generation >> COUNTER_BITS != self._epoch:  # what the pool says is a claim: this server's are its own
+                item.generation = generation
             slab.unmade -= 1
             residents.objects_by_layout[layout_id] += 1
             if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
@@ -303,9 +308,10 @@ class Untouched:
 class Adoption:
     """What the kernel offers around an adopted pool. Without one, nothing of it does anything."""
 
-    def __init__(self, residents: Residents, releases: Releases) -> None:
+    def __init__(self, residents: Residents, releases: Releases, epoch: int) -> None:
         self._residents = residents
         self._releases = releases
+        self._epoch = epoch
         self._walk: Iterator[Incarnation | None] | None = None  # over all slots
         self._former: FormerSlots | None = None
         self._untouched: Untouched | None = None
@@ -315,7 +321,9 @@ class Adoption:
         """Take over what a dead server left, before any call into the kernel but `register_layout`. `rows`: of its
         workers that live. `unverified`: readers are told the checksums of what was adopted, asked for or not.
         Everything is served at once; `step` is to be called until it answers 0."""
-        self._untouched = Untouched(self._residents, pool, UnverifiedIncarnation if unverified else Incarnation)
+        self._untouched = Untouched(
+            self._residents, pool, UnverifiedIncarnation if unverified else Incarnation, self._epoch
+        )
         self._residents.unverified = unverified
         self._former = FormerSlots(self._residents, self._releases, pool.waiting(), rows)
 

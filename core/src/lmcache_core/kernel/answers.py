@@ -77,6 +77,7 @@ class Grants:
     checksums: array[int] | None = None  # of a read, where they were asked for, or are to be checked; else 0
     generation: int = 0  # of what a write was granted: all of one page
     first: int = 0  # position of the page's first key in its lease
+    incarnations: array[int] | None = None  # of a read, where they were asked for: which one was granted; else 0
 
 
 @dataclass(slots=True)
@@ -87,6 +88,7 @@ class KernelLookup:
     reasons: bytearray
     promise_id: int = 0
     deadline: float = 0.0
+    incarnations: array[int] | None = None  # where they were asked for: which one was found; else 0
 
 
 @dataclass(slots=True)

@@ -75,7 +75,7 @@ class Kernel:
             self._releases, self._sessions, self._leases, self._quarantine, self._writing, self._reading, self._rooms
         )
         self._trimmer = Trimmer(self._residents, config.watermark, config.evict_ratio)
-        self.adoption = Adoption(self._residents, self._releases)  # of a dead server's pool
+        self.adoption = Adoption(self._residents, self._releases, epoch)  # of a dead server's pool
 
     @property
     def effects(self) -> list[Effect]:
@@ -283,17 +283,19 @@ class Kernel:
         layout_id: int = 0,
         ttl_s: float | None = None,
         verify: bool = False,
+        identify: bool = False,
     ) -> Grants:
         """Pin what is ready of the keys. `prefix`: only up to the first that is not; nothing is held behind it.
 
         `promise_id` redeems a promise for these keys; one that is gone changes nothing but its count.
-        `layout_id` (0: any): objects of another layout are a MISS. `verify`: say their checksums, too.
+        `layout_id` (0: any): objects of another layout are a MISS. `verify`: say their checksums, too; `identify`:
+        which incarnations they are.
         """
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
         return self._reading.prepare(
-            session, namespace, keys, now, promise_id, lease_id, prefix, layout_id, ttl_s, verify
+            session, namespace, keys, now, promise_id, lease_id, prefix, layout_id, ttl_s, verify, identify
         )
 
     def finish_read(
@@ -312,11 +314,13 @@ class Kernel:
         *,
         hold: bool = False,
         prefix: bool = False,
+        identify: bool = False,
     ) -> KernelLookup:
-        """What is ready. `hold`: a promise keeps what was found until it is redeemed, freed, or too old."""
+        """What is ready. `hold`: a promise keeps what was found until it is redeemed, freed, or too old.
+        `identify`: say which incarnations were found."""
         self._expire_due(now)
         self.adoption.touch(namespace, keys)
-        return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix)
+        return self._reading.lookup(self._sessions.get(session_id), namespace, keys, now, hold, prefix, identify)
 
     def ready(self, namespace: int, wanted: Sequence[Named]) -> list[Incarnation | None]:
         """For each (key, generation) the incarnation that it names, None where that one is not ready. No use of it."""
@@ -362,12 +366,21 @@ class Kernel:
         """How many have ceased to be so: while it stays the same, a store that was refused is refused again."""
         return self._residents.shield.uncovered
 
-    def drop_incarnations(self, namespace: int, wanted: Sequence[Named], now: float, reason: Reason) -> None:
-        """As `drop`, for these very incarnations: a successor under the same key stays."""
+    def drop_incarnations(self, namespace: int, wanted: Sequence[Named], now: float, reason: Reason) -> int:
+        """As `drop`, for these very incarnations: a successor under the same key stays. How many were there."""
         self._expire_due(now)
-        check_keys([key for key, _ in wanted])
-        found = dict.fromkeys(self._residents.standing_as(namespace, wanted))
-        self._drop([item for item in found if item is not None], reason)
+        keys = [key for key, _ in wanted]
+        check_keys(keys)
+        self.adoption.touch(namespace, keys)
+        found = dict.fromkeys(item for item in self._residents.standing_as(namespace, wanted) if item is not None)
+        self._drop(list(found), reason)
+        return len(found)
+
+    def kept(self, namespace: int, keys: Sequence[bytes]) -> list[Incarnation]:
+        """What is ready of these keys, less what goes with its first reader. No use of it."""
+        table = self._residents.table.of(namespace)
+        found = dict.fromkeys(item for key in keys if (item := table.get(key)) is not None)
+        return [item for item in found if item.state is State.READY and not item.temporary]
 
     def report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
         """End a read lease's hold on these positions and delete the very objects that they hold: their bytes are not

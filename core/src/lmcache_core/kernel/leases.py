@@ -143,7 +143,7 @@ class LeaseBook:
     """All leases: open by id, settled ones for a while, deadlines in order."""
 
     def __init__(self, epoch: int, remembered_max: int) -> None:
-        self._next_id = (epoch << COUNTER_BITS) + 1
+        self.first_id = self._next_id = (epoch << COUNTER_BITS) + 1
         self._open: dict[int, KernelLease] = {}
         self._settled: dict[int, KernelLease] = {}
         self._settled_order: deque[KernelLease] = deque()

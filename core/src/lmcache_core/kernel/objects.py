@@ -54,7 +54,7 @@ class Incarnation:
     policy_data: Any
     offset: int
     layout_id: int
-    generation: int  # grows with every grant, so a slot never shows one twice
+    generation: int  # grows with every grant, also from server to server: no key or slot has one twice. 0: not known
     state: State
     slab: Slab
     temporary: bool  # loaded for one reader, dropped with it

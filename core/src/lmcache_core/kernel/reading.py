@@ -122,6 +122,7 @@ class Reading:
         layout_id: int,
         ttl_s: float | None,
         verify: bool,
+        identify: bool,
     ) -> Grants:
         lease = None
         if lease_id:
@@ -162,7 +163,8 @@ class Reading:
             checksums = array(
                 "Q", [item.checksum or 0 if item is not None and item.unverified else 0 for item in entries]
             )
-        return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums)
+        seen = _generations(entries) if identify else None
+        return Grants(lease.id, lease.deadline, statuses, reasons, offsets, checksums, incarnations=seen)
 
     @staticmethod
     def _refuse(entries: list[Incarnation | None], found: list[Incarnation], statuses: bytearray, fits: int) -> None:
@@ -283,24 +285,32 @@ class Reading:
     # --- lookup and promises --------------------------------------------------------------------------------
 
     def lookup(
-        self, session: KernelSession, namespace: int, keys: Sequence[bytes], now: float, hold: bool, prefix: bool
+        self,
+        session: KernelSession,
+        namespace: int,
+        keys: Sequence[bytes],
+        now: float,
+        hold: bool,
+        prefix: bool,
+        identify: bool,
     ) -> KernelLookup:
         check_batch(keys, None)
         if hold:
             session.may_lease()
         entries, found, statuses, reasons = self._find(namespace, 0, keys, prefix)
+        seen = _generations(entries) if identify else None
         if not hold or not found:
-            return KernelLookup(statuses, reasons)
+            return KernelLookup(statuses, reasons, incarnations=seen)
         account = session.accounts[Sort.PROMISED]
         fits = account.first_that_fit(found)
         if fits < len(found):  # they are hits all the same
             self._refuse(entries, found, bytearray(len(entries)), fits)
             if not found:
-                return KernelLookup(statuses, reasons)
+                return KernelLookup(statuses, reasons, incarnations=seen)
         account.take(found)
         self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
-        return KernelLookup(statuses, reasons, promise.id, promise.deadline)
+        return KernelLookup(statuses, reasons, promise.id, promise.deadline, seen)
 
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, prefix: bool
@@ -349,3 +359,8 @@ class Reading:
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         if lease.kind is LeaseKind.PROMISE:
             self.let_go(lease)
+
+
+def _generations(entries: Sequence[Incarnation | None]) -> array[int]:
+    """Which incarnations these are, 0 where there is none."""
+    return array("Q", [0 if item is None else item.generation for item in entries])

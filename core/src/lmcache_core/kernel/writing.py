@@ -58,7 +58,7 @@ class Writing:
         self._releases = releases
         self._ttl_s = config.write_ttl_s
         self._layouts: dict[int, SizeClass] = {}
-        self._generation = 0
+        self._generation = leases.first_id - 1  # of this server's own, as ids of leases are
         self.expiries = 0
         self.draining = False  # nothing new is granted
 

@@ -46,7 +46,8 @@ class LayoutRegistered(Message, tag="layout_registered"):
 class LookupReply(Message, tag="found"):
     """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It
     counts keys from the first on; of a lookup without `prefix`, all keys that can be served; of a window it is its
-    end. `done`: nothing is being loaded for this lookup any more."""
+    end. `done`: nothing is being loaded for this lookup any more. `incarnations`, where they were asked for: a u64 for
+    each key, packed, 0 where there is none."""
 
     rid: int
     statuses: bytes
@@ -56,11 +57,13 @@ class LookupReply(Message, tag="found"):
     promise: int = 0
     deadline_s: float = 0.0
     job: int = 0
+    incarnations: bytes = b""
 
 
 class Granted(Message, tag="granted"):
     """Answer to prepare_*. `ttl_s` counts from now; `offsets` are u64, packed, 0 where nothing was granted.
-    `checksums`, where they were asked for: the xxh3_64 of each object, packed as u64, 0 where it is not known."""
+    `checksums`, where they were asked for: the xxh3_64 of each object, packed as u64, 0 where it is not known.
+    `incarnations` as in `LookupReply`."""
 
     rid: int
     lease: int
@@ -69,6 +72,7 @@ class Granted(Message, tag="granted"):
     reasons: bytes
     offsets: bytes
     checksums: bytes = b""
+    incarnations: bytes = b""
 
 
 class SettledReply(Message, tag="settled"):

@@ -53,7 +53,7 @@ class LookupRequest(Message, tag="lookup"):
     `prefix`: the keys from the first on; without it each key for itself; `window` > 0: the last `window` keys of
     the longest run that ends in them. `deadline_s` > 0: the tiers have so long, whether or not the reply waits for
     them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than by the server's.
-    `warm_up`: nobody waits for it; everyone else goes first.
+    `warm_up`: nobody waits for it; everyone else goes first. `identify`: say which incarnations were found.
     """
 
     rid: int
@@ -68,6 +68,7 @@ class LookupRequest(Message, tag="lookup"):
     pin_s: float = 0.0
     policy: str = ""
     warm_up: bool = False
+    identify: bool = False
 
 
 class Cancel(Message, tag="cancel"):
@@ -129,7 +130,7 @@ class FinishRead(Settle, tag="finish_read"):
 
 class PrepareRetrieve(Message, tag="prepare_retrieve"):
     """`prefix`: grant only up to the first key that is not there. `promise` is redeemed by this. `verify`: tell the
-    checksums, too."""
+    checksums, too; `identify`: which incarnations are granted."""
 
     rid: int
     namespace: int
@@ -138,11 +139,25 @@ class PrepareRetrieve(Message, tag="prepare_retrieve"):
     promise: int = 0
     prefix: bool = False
     verify: bool = False
+    identify: bool = False
 
 
 class ReportDamaged(Settle, tag="report_damaged"):
     """What these positions of a read lease hold does not have the checksum that it was stored with: nobody else should
     be given it. Ends the lease's hold on them. By lease, for a key may have a sound successor by now."""
+
+
+class Drop(Message, tag="drop"):
+    """These very incarnations, a u64 for each key, packed, are not to be served again; a successor of a key
+    stays. `tiers`: nor what tiers have under these keys. `damaged`: their bytes are not what was stored. Answered by
+    `Done`: how many were in the pool."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    incarnations: bytes
+    tiers: bool = False
+    damaged: bool = False
 
 
 class RenewLease(Message, tag="renew_lease"):
@@ -257,6 +272,7 @@ Request = (
     | LeaseStatusOf
     | EndSession
     | Clear
+    | Drop
     | Explain
     | Pin
     | Unpin

@@ -99,6 +99,7 @@ class Dispatch:
             m.LeaseStatusOf: self._lease_status,
             m.EndSession: self._end_session,
             m.Clear: self._clear,
+            m.Drop: self._drop,
             m.Explain: explains.explain,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
@@ -190,15 +191,19 @@ class Dispatch:
         return m.Attached(request.rid, held)
 
     def _clear(self, session: Session, request: m.Clear) -> m.Message | None:
-        """A session clears what it has registered. Our own user and root, as whom the command line runs, clear all."""
-        if request.namespace not in session.namespaces and session.uid not in (os.geteuid(), 0):
-            what = "everything" if request.namespace is None else f"namespace {request.namespace:016x}"
-            cure = "" if request.namespace is None else "register_layout first, or "
-            raise (UsageError if request.namespace is None else UnknownNamespaceError)(
-                f"this session may not clear {what}, which it has not registered: {cure}clear it as the server's own "
-                f"user (uid {os.geteuid()}) over the lifeline"
-            )
+        _check_may("clear", session, request.namespace)
         return self._clears.clear(session, request)
+
+    def _drop(self, session: Session, request: m.Drop) -> m.Message:
+        _check_may("drop objects of", session, request.namespace)
+        keys, incarnations = split_keys(request.keys), unpack_u64(request.incarnations)
+        if len(keys) != len(incarnations):
+            raise UsageError(f"{len(keys)} keys and {len(incarnations)} incarnations: give one for each key")
+        wanted = [(key, number) for key, number in zip(keys, incarnations, strict=True) if number]
+        if request.damaged:
+            self.counters["reported_damaged"] += len(wanted)
+        reason = Reason.DAMAGED if request.damaged else Reason.DROPPED
+        return m.Done(request.rid, self._l1.forget(request.namespace, wanted, reason, tiers=request.tiers))
 
     def _register_layout(self, session: Session, request: m.RegisterLayout) -> m.Message:
         layout = Layout(request.dtype, tuple(request.shape), request.memory_format)
@@ -258,6 +263,7 @@ class Dispatch:
             prefix=request.prefix,
             layout_id=layout_id,
             verify=request.verify,
+            identify=request.identify,
         )
         return granted(request.rid, grants, now)
 
@@ -310,6 +316,18 @@ class Dispatch:
         self._layout_of(session, request.namespace)
         statuses = self._kernel.unpin(session.id, request.namespace, split_keys(request.keys), self._l1.clock.now)
         return m.PinnedReply(request.rid, bytes(statuses))
+
+
+def _check_may(what: str, session: Session, namespace: int | None) -> None:
+    """A session clears and drops what it has registered. Our own user and root, as whom the command line runs, all."""
+    if namespace in session.namespaces or session.uid in (os.geteuid(), 0):
+        return
+    scope = "everything" if namespace is None else f"namespace {namespace:016x}"
+    cure = "" if namespace is None else "register_layout first, or "
+    raise (UsageError if namespace is None else UnknownNamespaceError)(
+        f"this session may not {what} {scope}, which it has not registered: {cure}do it as the server's own "
+        f"user (uid {os.geteuid()}) over the lifeline"
+    )
 
 
 def _positions_of(request: m.Settle) -> Sequence[int]:

@@ -271,6 +271,16 @@ class L1:
             ]
         )
 
+    def forget(self, namespace: int, wanted: Sequence[Named], reason: Reason, *, tiers: bool) -> int:
+        """These incarnations are not served any more; how many were in the pool. `tiers`: nor is what tiers have under
+        their keys. A successor in the pool stays, and is stored anew where a tier was thought to have it."""
+        dropped = self.kernel.drop_incarnations(namespace, wanted, self.clock.now, reason)
+        self.apply()
+        if tiers and self.tiering is not None:
+            had = self.tiering.forget(namespace, [key for key, _ in wanted])
+            self._to_tiers(self.tiering, self.kernel.kept(namespace, had), reused=False)
+        return dropped
+
     # --- what workers read without a call -----------------------------------------------------------------
 
     def note_uses(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.errors import CacheError, LimitError, UsageError
-from lmcache_core.kernel.answers import Grant, Reason
+from lmcache_core.kernel.answers import Grant, KernelLookup, Reason
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import (
     BATCH_KEYS_MAX,
@@ -18,7 +18,7 @@ from lmcache_core.limits import (
     TIER_DEADLINE_S,
 )
 from lmcache_core.policies.contracts import PrefetchPolicy
-from lmcache_core.protocol.codec import error_reply
+from lmcache_core.protocol.codec import error_reply, pack_u64
 from lmcache_core.protocol.messages import LookupReply, LookupRequest, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
@@ -69,7 +69,13 @@ class Lookups:
         _check(request)
         policy = self._policy_named(request.policy) if request.policy else None
         found = self._kernel.lookup(
-            session.id, request.namespace, keys, now, hold=request.hold, prefix=_wanted(request) is Wanted.PREFIX
+            session.id,
+            request.namespace,
+            keys,
+            now,
+            hold=request.hold,
+            prefix=_wanted(request) is Wanted.PREFIX,
+            identify=request.identify,
         )
         missing = [at for at, status in enumerate(found.statuses) if status in _ABSENT]
         tiering = self._l1.tiering
@@ -81,7 +87,7 @@ class Lookups:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
-            return self._found(request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline)
+            return self._found(request, request.rid, found)
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
             session, request.rid, request, keys, found.promise_id, request.wait_s > 0, reply_at_s=now + request.wait_s
@@ -114,9 +120,7 @@ class Lookups:
             if request.wait_s < allowed_s:
                 self._timed[wait] = None
             return None
-        return self._found(
-            request, request.rid, found.statuses, found.reasons, found.promise_id, found.deadline, job=job, done=False
-        )
+        return self._found(request, request.rid, found, job=job, done=False)
 
     def status_of(self, session: Session, rid: int, job_id: int) -> LookupReply:
         """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its
@@ -242,11 +246,12 @@ class Lookups:
             self._l1.clock.now,
             hold=hold,
             prefix=_wanted(request) is Wanted.PREFIX,
+            identify=request.identify,
         )
-        wait.promise = found.promise_id or wait.promise
+        wait.promise = found.promise_id = found.promise_id or wait.promise
         if pin:
             self._pin(session, request, wait.keys, found.statuses)
-        return self._found(request, rid, found.statuses, found.reasons, wait.promise, found.deadline, job=job)
+        return self._found(request, rid, found, job=job)
 
     def _pin(self, session: Session, request: LookupRequest, keys: Sequence[bytes], statuses: bytearray) -> None:
         """Keep what this lookup is about, where the request says so."""
@@ -262,13 +267,11 @@ class Lookups:
         self,
         request: LookupRequest,
         rid: int,
-        statuses: bytearray,
-        reasons: bytearray,
-        promise: int,
-        deadline: float,
+        found: KernelLookup,
         job: Job | None = None,
         done: bool = True,
     ) -> LookupReply:
+        statuses, reasons, promise = found.statuses, found.reasons, found.promise_id
         hits = _hits(request, statuses)
         if job is not None:
             done = job.ended
@@ -284,8 +287,9 @@ class Lookups:
             hits,
             done,
             promise,
-            max(0.0, deadline - self._l1.clock.now) if promise else 0.0,
+            max(0.0, found.deadline - self._l1.clock.now) if promise else 0.0,
             0 if job is None else job.id,
+            b"" if found.incarnations is None else pack_u64(found.incarnations),
         )
 
     def _wait_of(self, session: Session, job_id: int) -> Wait:

@@ -150,4 +150,5 @@ def granted(rid: int, grants: Grants, now: float) -> m.Granted:
         bytes(grants.reasons),
         pack_u64(grants.offsets),
         b"" if grants.checksums is None else pack_u64(grants.checksums),
+        b"" if grants.incarnations is None else pack_u64(grants.incarnations),
     )

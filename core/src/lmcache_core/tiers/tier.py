@@ -324,6 +324,14 @@ class Tier:
             hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
         return refused
 
+    def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Delete tier keys, and take them for not there from now on: those of which it was not so."""
+        had = self.accounting.known(keys)
+        self.accounting.damaged(keys)
+        self.losses.note(list(had), TierReason.CLEARED)
+        self.reclaim.delete(keys)
+        return had
+
     @property
     def has_room_for_stores(self) -> bool:
         """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""

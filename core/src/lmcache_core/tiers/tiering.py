@@ -32,6 +32,7 @@ from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.epochs import Epochs
+from lmcache_core.tiers.format import tier_keys
 from lmcache_core.tiers.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.lanes import Call, Note
@@ -185,6 +186,16 @@ class Tiering:
             return self._clock.now
         at = self._stores.next_at(self._clock.now)
         return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
+
+    def forget(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
+        """Delete what the tiers have under these keys, in the background, behind what is stored there now and before
+        what is stored from now on. Which of the keys some tier was thought to have."""
+        self._settled = True
+        names = tier_keys(keys, namespace, self._epochs.of(namespace))
+        had: set[bytes] = set()
+        for tier in self._tiers.values():
+            had |= tier.forget(names)
+        return [key for key, name in zip(keys, names, strict=True) if name in had]
 
     def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
         """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
