@@ -21,6 +21,7 @@ CONTRACTS = {
     "PrefetchPolicyContract": Kind.PREFETCH_POLICY,
     "SerdeContract": Kind.SERDE,
     "CompanionContract": Kind.COMPANION,
+    "EventSubscriberContract": Kind.EVENT_SUBSCRIBER,
     "PluginPackageContract": None,
 }
 

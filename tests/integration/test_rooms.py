@@ -25,6 +25,7 @@ ORDER = [
     {"tiers"},
     {"plugins"},
     {"settings"},
+    {"observe"},
     {"client"},
     {"server"},
     {"testing"},

@@ -126,6 +126,15 @@ CHUNK_TOKENS = 256
 L1_WATERMARK = 0.8
 EVICT_RATIO = 0.2
 
+# --- events and figures -------------------------------------------------------------------------------------
+EVENT_BUS_QUEUE_SIZE = 10_000  # what may wait for subscribers; what comes on top is dropped and counted
+EVENT_BUS_OBJECTS_MAX = 1 << 18  # objects that these keep in memory: some 60 MB
+EVENT_BATCH_MAX = 4096  # events told at once: some milliseconds of a subscriber that writes a line for each
+EVENT_BATCH_S = 0.02  # a moment for more events to come: their thread wakes up no more often than that
+TRAFFIC_NAMESPACES_MAX = 1024  # counted by themselves; what comes later is counted together
+SUBSCRIBER_HANG_S = 5.0  # who does not come back from a batch for so long is told nothing more
+EVENTS_CLOSE_S = 2.0  # at the end subscribers are waited for no longer than this
+
 # --- time -------------------------------------------------------------------------------------------------
 SWITCH_INTERVAL_S = 1e-4  # measured: a round trip beside a busy lane thread falls from 5.2 ms to 0.24 ms
 LOOP_SLICE_S = 5e-4  # less than the usual 1.4 ms, more than a turn: who uses it up may wait for a tick of 4 ms

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
 
 from lmcache_core.errors import PluginError, UsageError
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.examine import hook_names
 from lmcache_core.plugins.hookspecs import hookimpl
@@ -94,10 +96,18 @@ def test_everything_else_is_built_from_its_settings_alone() -> None:
     assert registry.build(Kind.SERDE, "plain").arguments == (None,)
 
 
-def test_every_built_in_is_importable_and_can_be_built() -> None:
+def test_every_built_in_is_importable_and_can_be_built(tmp_path: Path) -> None:
     registry = load_plugins({"LMCACHE_CORE_PLUGINS": ""})
-    built = [registry.build(spec.kind, spec.name) for kind in Kind for spec in registry.components(kind)]
-    assert len(built) == 7
+    contexts = {Kind.EVENT_SUBSCRIBER: SubscriberContext("node", tmp_path)}
+    built = [
+        registry.build(spec.kind, spec.name, None, contexts.get(kind))
+        for kind in Kind
+        for spec in registry.components(kind)
+    ]
+    assert len(built) == 9
+    for each in built:
+        if isinstance(each, EventSubscriber):
+            each.close()
 
 
 def test_an_unknown_name_says_what_was_meant_and_what_to_install() -> None:

@@ -8,12 +8,18 @@ from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.hookspecs import hookimpl
 
 _POLICIES = "lmcache_core.policies"
+_OBSERVE = "lmcache_core.observe"
 
 
 @hookimpl
 def lmcache_components() -> Sequence[ComponentSpec]:
     """What a server can do with nothing else installed."""
-    eviction, store, prefetch = Kind.EVICTION_POLICY, Kind.STORE_POLICY, Kind.PREFETCH_POLICY
+    eviction, store, prefetch, hears = (
+        Kind.EVICTION_POLICY,
+        Kind.STORE_POLICY,
+        Kind.PREFETCH_POLICY,
+        Kind.EVENT_SUBSCRIBER,
+    )
     return [
         ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruEviction", summary="least recently used goes first"),
         ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopEviction", summary="nothing is ever evicted"),
@@ -33,5 +39,15 @@ def lmcache_components() -> Sequence[ComponentSpec]:
         ),
         ComponentSpec(
             Kind.SERDE, "identity", "lmcache_core.serde.identity:IdentitySerde", summary="the bytes as they are"
+        ),
+        ComponentSpec(
+            hears, "log", f"{_OBSERVE}.logs:LogEvents", f"{_OBSERVE}.logs:LogSettings", "events as lines of the log"
+        ),
+        ComponentSpec(
+            hears,
+            "jsonl",
+            f"{_OBSERVE}.files:JsonlEvents",
+            f"{_OBSERVE}.files:JsonlSettings",
+            "events as lines of JSON in a file that is rotated",
         ),
     ]

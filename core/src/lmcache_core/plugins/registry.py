@@ -39,7 +39,7 @@ TIER_FIELDS = frozenset(
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
-_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION)
+_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER)
 
 # Where components of the same family are found, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
@@ -173,9 +173,9 @@ class Registry:
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
         """One new component. `settings` is an instance of its model, or the values to make one from; `context` is the
-        AdapterContext of an adapter, or the CompanionContext of a companion, and None for everything else. Raises
-        PluginError naming the plugin where it cannot be built; errors of ours pass as they are, and so does the
-        ValidationError for values that the model refuses."""
+        AdapterContext of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber,
+        and None for everything else. Raises PluginError naming the plugin where it cannot be built; errors of ours pass
+        as they are, and so does the ValidationError for values that the model refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
         factory = self.factory(kind, name)

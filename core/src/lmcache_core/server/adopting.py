@@ -67,8 +67,8 @@ class Adopting:
         self._checks = {row: (0.0, LIFE_CHECK_S_MIN) for row, lives in enumerate(living) if lives}
         self._pool: Adoption | None = read_pool(segment, living, distrust=verify != "never")
         self.layouts = self._pool.layouts()
-        self._objects = self._pool.objects
-        self._nbytes = self._pool.nbytes
+        self.objects = self._pool.objects
+        self.nbytes = self._pool.nbytes
         self._dropped = self._pool.dropped
         self._began_s = began_s
         self._read_s = time.monotonic() - began_s
@@ -84,8 +84,8 @@ class Adopting:
         log.info(
             "pool %r: adopted %d objects of %d bytes in %.3f s; %d former workers live",
             self._segment.info.name,
-            self._objects,
-            self._nbytes,
+            self.objects,
+            self.nbytes,
             time.monotonic() - self._began_s,
             len(self._checks),
         )
@@ -144,8 +144,8 @@ class Adopting:
     def describe(self) -> dict[str, Any]:
         """For `status`."""
         return {
-            "objects": self._objects,
-            "nbytes": self._nbytes,
+            "objects": self.objects,
+            "nbytes": self.nbytes,
             "verify": self._verify,
             "dropped": dict(self._dropped),
             "lost": 0 if self._kernel is None else self._kernel.adoption.lost,

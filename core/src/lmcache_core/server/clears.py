@@ -32,6 +32,8 @@ class Clears:
         if self._l1.tiering is not None:
             self._l1.tiering.clear(request.namespace, tiers=request.tiers)
         self._kernel.free_cleared(now)
+        if self._l1.taps is not None:
+            self._l1.taps.cleared(request.namespace, request.tiers, session.id)
         if clearing.done:
             return _answer(clearing, request.rid)
         self._waiting.append((clearing, session, request.rid))

@@ -163,6 +163,8 @@ class Dispatch:
         session = self._sessions.open(
             peer, request.client_id, request.name, request.pid, self._l1.clock.now, wants_pool=maps_pool
         )
+        if self._l1.taps is not None:
+            self._l1.taps.session_opened(session)
         welcome = m.Welcome(
             request.rid,
             min(request.version_max, m.PROTOCOL_VERSION_MAX),
@@ -264,6 +266,10 @@ class Dispatch:
             layout_id=layout_id,
             verify=request.verify,
             identify=request.identify,
+        )
+        object_bytes = self._l1.layouts[layout_id].nbytes
+        self._l1.traffic.retrieved(
+            request.namespace, grants.statuses, grants.reasons, object_bytes, begins=not request.lease
         )
         return granted(request.rid, grants, now)
 

@@ -38,11 +38,13 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
 from lmcache_core.server.shares import Share
+from lmcache_core.server.traffic import Traffic
 from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
 
 if TYPE_CHECKING:
     from lmcache_core.server.companions import Companions
+    from lmcache_core.server.taps import EventTaps
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,8 @@ class L1:
         self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # set once, when there are tiers
         self.companions: Companions | None = None  # set once, when there are any
+        self.taps: EventTaps | None = None  # set once, where somebody hears events
+        self.traffic = Traffic()
         self.wants_reuse = False
         self.clock = clock
         self.counters: Counter[str] = Counter()
@@ -178,6 +182,8 @@ class L1:
                     self._one_by_one(effect)
                 if self.companions is not None:
                     self.companions.hear(effect)
+                if self.taps is not None:
+                    self.taps.effect(effect)
                 self._untold.append(effect)
         while self._untold:
             effect = self._untold.popleft()

@@ -23,6 +23,7 @@ from lmcache_core.protocol.messages import LookupReply, LookupRequest, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
+from lmcache_core.server.traffic import missed
 from lmcache_core.tiers.jobs import Job, Wanted
 from lmcache_core.tiers.jobs import TierLookup as TierLookup
 from lmcache_core.tiers.selection import window_end
@@ -41,6 +42,8 @@ class Wait:
     promise: int
     holds_reply: bool
     reply_at_s: float  # the reply is held back until then at most
+    asked_at_s: float
+    first: KernelLookup  # what the L1 had when it was asked
     job: Job | None = None
     hits_queries: tuple[tuple[Session, int], ...] = ()  # who asked, and the request: answered once the hits are known
 
@@ -87,10 +90,19 @@ class Lookups:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
+            self._count(request.namespace, found, missing, loaded=0, reasons=None, duration_s=0.0)
             return self._found(request, request.rid, found)
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
-            session, request.rid, request, keys, found.promise_id, request.wait_s > 0, reply_at_s=now + request.wait_s
+            session,
+            request.rid,
+            request,
+            keys,
+            found.promise_id,
+            request.wait_s > 0,
+            reply_at_s=now + request.wait_s,
+            asked_at_s=now,
+            first=found,
         )
         try:
             wait.job = job = tiering.lookup(
@@ -198,6 +210,7 @@ class Lookups:
     def _ended(self, wait: Wait, job: Job) -> None:
         self._open.pop(wait, None)
         self._remember(wait)
+        self._count_ended(wait, job)
         session_id = wait.session.id
         self._by_session[session_id] -= 1
         self._share.give(wait.session.origin)
@@ -213,6 +226,36 @@ class Lookups:
             self._kernel.promise_more(wait.promise, request.namespace, wait.keys, now, prefix=prefix)
         if wait.request.pin_s > 0 and wait.session.peer is not None:
             self._look_again(wait.session, wait, 0, hold=False, pin=True)
+
+    def _count_ended(self, wait: Wait, job: Job) -> None:
+        """What was missing at first was loaded, or missed for the reason that the tiers gave."""
+        found, missing = wait.first, job.request.missing
+        reasons = {at: REASONS[reason] for at, reason in job.reasons.items()}
+        left = [at for at in missing if at not in job.loaded]
+        statuses = [Grant.MISS] * len(left)
+        first = found.reasons or bytes(len(found.statuses))
+        missed_there = missed(statuses, [reasons.get(at) or first[at] for at in left])
+        duration_s = self._l1.clock.now - wait.asked_at_s
+        self._count(wait.request.namespace, found, missing, len(job.loaded), missed_there, duration_s)
+
+    def _count(
+        self,
+        namespace: int,
+        found: KernelLookup,
+        missing: Sequence[int],
+        loaded: int,
+        reasons: dict[str, int] | None,
+        duration_s: float,
+    ) -> None:
+        """Once for each lookup. `reasons` None: no tier was asked, so the kernel's own hold."""
+        keys, traffic, taps = len(found.statuses), self._l1.traffic, self._l1.taps
+        asked_tiers = reasons is not None
+        if reasons is None:
+            reasons = missed(found.statuses, found.reasons) if missing else {}
+        hits = keys - len(missing) + loaded
+        traffic.looked_up(namespace, keys, hits, loaded, reasons, duration_s)
+        if taps is not None:
+            taps.lookup(namespace, keys, hits, loaded, reasons, asked_tiers, duration_s)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""

@@ -24,6 +24,9 @@ from lmcache_core.clock import Clock
 from lmcache_core.errors import UntrustedError, UsageError
 from lmcache_core.kernel.effects import LeaseExpired
 from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
+from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.backing import Access
 from lmcache_core.pool.hugepages import huge_page_fraction
@@ -50,6 +53,7 @@ from lmcache_core.server.shares import Shares
 from lmcache_core.server.status import describe
 from lmcache_core.server.store_waits import StoreWaits
 from lmcache_core.server.stores import Stores
+from lmcache_core.server.taps import EventTaps
 from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
 from lmcache_core.trust import words_for_stranger
@@ -96,9 +100,14 @@ class Server:
                 self.adopting = Adopting(self.segment, settings.l1.adopt.verify)
             self.shares = Shares(settings.holding.shared_fraction_per_holder_max)
             self.l1 = L1(self.kernel, self.segment, self.clock, self._notify, self.shares.layouts)
+            self.events = self._events_made()
+            if self.events is not None:
+                undo.callback(self.events.close)
             if self.adopting is not None:
                 self.l1.adopt_layouts(self.adopting.layouts)
                 self.adopting.begin(self.kernel)
+                if self.l1.taps is not None:
+                    self.l1.taps.adopted(self.adopting.objects, self.adopting.nbytes)
                 self.adopting.verify_beside(self.l1, self.loop.call)
                 if self.l1.index is not None:
                     self.l1.index.keep_places(True)
@@ -145,10 +154,28 @@ class Server:
             undo.pop_all()
             self.segment.keeping = False  # what becomes of it is decided anew at the end
 
+    def _events_made(self) -> EventBus | None:
+        """The bus of events, where the settings name somebody who hears them."""
+        settings = self.settings
+        if not settings.subscribers:
+            return None
+        context = SubscriberContext(settings.name, settings.state_dir)
+        with contextlib.ExitStack() as undo:
+            subscribers: dict[str, EventSubscriber] = {}
+            for name, own in settings.subscribers.items():
+                subscribers[name] = self.registry.build(Kind.EVENT_SUBSCRIBER, name, own, context)
+                undo.callback(subscribers[name].close)
+            bus = EventBus(subscribers, settings.event_bus_queue_size)
+            undo.pop_all()
+        self.l1.taps = EventTaps(bus, settings.l1.eviction.type)
+        return bus
+
     def _tiering_made(self) -> Tiering:
         """The tiering; without tiers there is none until the first is added."""
         if self.tiering is None:
             self.tiering = build_tiering(self.settings, self.registry, self.l1, self.loop.wake)
+            if self.l1.taps is not None:
+                self.tiering.watch(self.l1.taps)
         return self.tiering
 
     def _bind_carriers(self) -> list[ZmqCarrier]:
@@ -325,6 +352,8 @@ class Server:
                 else:
                     log.warning("the name of pool %r is back: clients may attach by it again", self.settings.name)
             self._repair()
+            if self.l1.taps is not None:
+                self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
             self.sessions.drop_silent(now)
 
     def _repair(self) -> None:
@@ -348,6 +377,8 @@ class Server:
             self.draining = True
             self._drain_until_s = self.clock.now + self.settings.drain_s
             log.info("%r drains, for %g s at most: new stores are refused", self.settings.name, self.settings.drain_s)
+            if self.l1.taps is not None:
+                self.l1.taps.drain_begun(self.settings.drain_s)
             self._end_by(
                 ("telling the service manager", self.service_manager.stopping),
                 ("refusing new stores", self.kernel.begin_drain),
@@ -391,6 +422,8 @@ class Server:
         self.l1.apply()
 
     def _session_ended(self, session: Session) -> None:
+        if self.l1.taps is not None and session.client_id:  # it has said hello
+            self.l1.taps.session_ended(session)
         self.lookups.session_ended(session)
         self.namespaces.session_ended(session)
 
@@ -435,6 +468,7 @@ class Server:
             ("closing the tiers", self._close_tiers),
             ("freeing what was cleared", self._free_cleared),
             ("carrying out what was decided", self.l1.apply),
+            ("ending the event subscribers", self._close_events),
             ("keeping the pool", self._keep_pool),
             ("closing the loop", self.loop.close),
             ("turning away who came too late", self._close_arrivals),
@@ -454,6 +488,10 @@ class Server:
     def _drain_tiers(self) -> None:
         if self.tiering is not None:
             self.tiering.begin_drain()
+
+    def _close_events(self) -> None:
+        if self.events is not None:
+            self.events.close()
 
     def _close_index(self) -> None:
         if self.l1.index is not None:

@@ -47,6 +47,7 @@ class Session:
     nonce: int = 0
     wants_pool: bool = False  # it said so in its hello
     maps_pool: bool = False  # it has shown so; stays true when it is lost
+    ended_by: str = ""  # once it has ended: goodbye, die, …
     namespaces: dict[int, int] = field(default_factory=dict)  # namespace id → layout id
     pidfd: int = -1
     heard_at_s: float = 0.0

@@ -356,6 +356,7 @@ class Sessions:
     def _end(self, session: Session, event: SessionEvent, now: float) -> None:
         """The one way out. What it held is settled by what ended it."""
         session.move(event)
+        session.ended_by = event.name.lower()
         self._on_gone(session)
         if event is SessionEvent.DIE:
             self._kernel.session_dead(session.id, now)

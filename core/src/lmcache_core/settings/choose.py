@@ -35,6 +35,7 @@ def choose(sources: Sequence[Source], companions: Collection[str] = ()) -> Choic
         prefetch_policy=_strongest(sources, PREFETCH_POLICY) or "default",
         tiers=tiers,
         companions=_companions(sources, companions),
+        subscribers=_subscribers(sources),
     )
 
 
@@ -47,6 +48,18 @@ def _companions(sources: Sequence[Source], known: Collection[str]) -> tuple[str,
                     raise SettingsError(f"{path[0]} ({leaf.where}) is a table: write [{path[0]}] and its settings")
                 named.add(path[0])
     return tuple(sorted(named))
+
+
+def _subscribers(sources: Sequence[Source]) -> tuple[str, ...]:
+    named: dict[str, None] = {}
+    for source in reversed(sources):  # in the order of the file, and then what stronger origins add
+        for path, leaf in source.leaves.items():
+            if path[0] == "subscribers" and len(path) > 1:
+                if len(path) == 2 and leaf.value != {}:
+                    where = f"{dotted(path)} ({leaf.where})"
+                    raise SettingsError(f"{where} is a table: write [{dotted(path)}] and its settings")
+                named[path[1]] = None
+    return tuple(named)
 
 
 def component_paths(choices: Choices) -> Iterator[SettingPath]:

@@ -33,14 +33,16 @@ class Choices:
     prefetch_policy: str
     tiers: Mapping[str, TierChoice]
     companions: tuple[str, ...] = ()
+    subscribers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Concrete:
-    """The model of one configuration, and those of its tiers by name."""
+    """The model of one configuration, and those of its tiers and its event subscribers by name."""
 
     model: type[Settings]
     tiers: Mapping[str, type[TierSettings]]
+    subscribers: Mapping[str, type[BaseModel]]
 
 
 def concrete_model(registry: Registry, choices: Choices) -> Concrete:
@@ -58,11 +60,17 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
         ),
         "l2": (_table_of(tiers), Field(default={}, description=_description(Settings, "l2"))),
     }
+    kind = Kind.EVENT_SUBSCRIBER
+    subscribers = {name: registry.settings_model(kind, name) or Section for name in choices.subscribers}
+    fields["subscribers"] = (
+        _table_of(subscribers),
+        Field(default={}, description=_description(Settings, "subscribers")),
+    )
     for name in choices.companions:
         fields[name] = (registry.settings_model(Kind.COMPANION, name) or Section, Field(default={}))
     model = create_model("Settings", __base__=Settings, **fields)
     model.companion_names = choices.companions
-    return Concrete(model, tiers)
+    return Concrete(model, tiers, subscribers)
 
 
 def component_model(registry: Registry, kind: Kind, name: str) -> type[Component]:
@@ -96,9 +104,9 @@ def _description(base: type[BaseModel], name: str) -> str | None:
     return base.model_fields[name].description
 
 
-def _table_of(tiers: Mapping[str, type[TierSettings]]) -> Any:
-    table: Any = TypedDict("Tiers", dict(tiers))  # type: ignore[misc]  # its fields are known only now
+def _table_of(rows: Mapping[str, type[BaseModel]]) -> Any:
+    table: Any = TypedDict("Table", dict(rows))  # type: ignore[misc]  # its fields are known only now
     setattr(table, "__pydantic_config__", ConfigDict(extra="forbid"))  # noqa: B010  # unknown to type checkers
     return Annotated[
-        table, AfterValidator(MappingProxyType), WrapSerializer(lambda tiers, serialize: serialize(dict(tiers)))
+        table, AfterValidator(MappingProxyType), WrapSerializer(lambda rows, serialize: serialize(dict(rows)))
     ]

@@ -290,6 +290,10 @@ class Settings(BaseSettings):
         default_factory=lambda: default_state_dir(), description="directory of what outlives the server"
     )
     zmq: ZmqSettings = ZmqSettings()
+    subscribers: Mapping[str, Any] = Field(default={}, description="who hears events: a table of each one's settings")
+    event_bus_queue_size: int = Field(
+        default=limits.EVENT_BUS_QUEUE_SIZE, ge=1, le=1 << 20, description="events that may wait for subscribers"
+    )
 
     @field_validator("name")
     @classmethod
@@ -318,6 +322,8 @@ class Settings(BaseSettings):
         """Every component that these settings name."""
         for name in self.companion_names:
             yield Kind.COMPANION, name
+        for name in self.subscribers:
+            yield Kind.EVENT_SUBSCRIBER, name
         yield Kind.EVICTION_POLICY, self.l1.eviction.type
         yield Kind.STORE_POLICY, self.store_policy.type
         yield Kind.PREFETCH_POLICY, self.prefetch_policy.type

@@ -64,7 +64,8 @@ def schema_of(concrete: Concrete) -> Schema:
     """Every setting of a configuration, in the order of the models."""
     found = _walk(concrete.model, ())
     tiers = [one for name, model in concrete.tiers.items() for one in _walk(model, ("l2", name))]
-    return {one.path: one for one in (*found, *tiers)}
+    hearers = [one for name, model in concrete.subscribers.items() for one in _walk(model, ("subscribers", name))]
+    return {one.path: one for one in (*found, *tiers, *hearers)}
 
 
 def fields_of(model: type[BaseModel], at: SettingPath = ()) -> list[SettingField]:
@@ -82,8 +83,8 @@ def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
             continue
         if issubclass(model, Component) and name == "type":
             continue
-        if issubclass(model, Settings) and name == "l2":
-            continue  # its tables are walked one by one
+        if issubclass(model, Settings) and name in ("l2", "subscribers"):
+            continue  # their tables are walked one by one
         below = _section(annotation)
         default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})
         if below is None or issubclass(below, Component):

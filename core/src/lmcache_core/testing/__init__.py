@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from lmcache_core.testing.processes import ServerProcess
     from lmcache_core.testing.recording import Recorded, RecordingAdapter
     from lmcache_core.testing.serde import SerdeContract
+    from lmcache_core.testing.subscriber import EventSubscriberContract
 
 __all__ = [
     "AdapterMachine",
     "Backdoor",
     "CompanionContract",
+    "EventSubscriberContract",
     "EvictionPolicyContract",
     "Fault",
     "FaultRule",
@@ -48,6 +50,7 @@ _HOMES = {
     "AdapterMachine": "machine",
     "Backdoor": "adapter",
     "CompanionContract": "companion",
+    "EventSubscriberContract": "subscriber",
     "EvictionPolicyContract": "eviction",
     "Fault": "faults",
     "FaultRule": "faults",

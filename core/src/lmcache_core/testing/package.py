@@ -19,6 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from lmcache_core.kernel.contracts import EvictionPolicy
+from lmcache_core.observe.subscriber import EventSubscriber
 from lmcache_core.plugins.components import ComponentSpec, Kind
 from lmcache_core.plugins.discovery import ALLOW_LIST, Candidate, canonical, find_candidates
 from lmcache_core.plugins.examine import PREFIX, hook_names
@@ -45,6 +46,7 @@ _BASES = {
     Kind.PREFETCH_POLICY: PrefetchPolicy,
     Kind.SERDE: Serde,
     Kind.COMPANION: Companion,
+    Kind.EVENT_SUBSCRIBER: EventSubscriber,
 }
 
 

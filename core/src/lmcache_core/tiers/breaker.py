@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
@@ -34,6 +35,7 @@ class Breaker:
         self.probe_at = 0.0  # when an open breaker lets the next probe through
         self.opened = 0  # how often it has opened
         self.last_error = ""
+        self.on_move: Callable[[BreakerState], None] | None = None  # told when it opens, and when it closes
 
     def allows(self, now: float) -> bool:
         """Whether a call may start now. In the open state, after the pause, True once: the call is the probe."""
@@ -46,9 +48,11 @@ class Breaker:
 
     def succeeded(self) -> None:
         """A call came back, with whatever ordinary answer."""
-        self.state = BreakerState.CLOSED
+        was, self.state = self.state, BreakerState.CLOSED
         self._failures = 0
         self._pause_s = self._first_pause_s
+        if was is not BreakerState.CLOSED and self.on_move is not None:
+            self.on_move(self.state)
 
     def failed(self, now: float, error: str) -> None:
         """A call failed, or was late. Calls that had started before it opened change nothing any more."""
@@ -61,6 +65,8 @@ class Breaker:
             self.opened += 1
             self.probe_at = now + self._pause_s
             self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
+            if self.on_move is not None:
+                self.on_move(self.state)
 
     def came_back(self, now: float) -> None:
         """A call that was given up has returned after all: do not wait for the pause to probe."""

@@ -23,6 +23,7 @@ from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_key, tier_keys
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
+from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import NoRoom, Transfer
 
@@ -62,6 +63,7 @@ class StoreController:
         self._unstored_objects = self._unstored_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
+        self.observer: TierObserver | None = None
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
@@ -385,6 +387,8 @@ class StoreController:
                 self._queues.setdefault(name, deque()).extendleft(reversed(again))
             if finished:
                 self.counts["stored"] += len(finished)
+                if self.observer is not None:
+                    self.observer.stored(name, [dirty.object for dirty in finished])
             self._settle(finished)
 
         return ended

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lmcache_core.clock import Clock
@@ -34,6 +35,7 @@ from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.losses import Losses
+from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.order import KeyAccess, KeyOrder, Watch
 from lmcache_core.tiers.parallel import adapter_context
 from lmcache_core.tiers.rebuild import Rebuild
@@ -149,6 +151,14 @@ class Tier:
             lambda error: self._count_failure("scan", error),
             lambda: self._troubles.well("scan", self._clock.now),
         )
+
+    def watch(self, observer: TierObserver) -> None:
+        """Have somebody told when the tier is left alone, and when it is used again."""
+        for what, breaker in (("reads", self.reads), ("writes", self.writes)):
+            breaker.on_move = partial(self._told, observer, what, breaker)
+
+    def _told(self, observer: TierObserver, what: str, breaker: Breaker, state: BreakerState) -> None:
+        observer.breaker_moved(self.name, what, state, breaker.last_error if state is BreakerState.OPEN else "")
 
     # --- what the controllers ask -------------------------------------------------------------------------
     @property

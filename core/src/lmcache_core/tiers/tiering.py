@@ -36,6 +36,7 @@ from lmcache_core.tiers.format import tier_keys
 from lmcache_core.tiers.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.lanes import Call, Note
+from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.tier import Tier
@@ -102,8 +103,15 @@ class Tiering:
         )
         self._draining = False
         self._faults = 0
+        self._observer: TierObserver | None = None
         for tier in tiers:
             self.add_tier(tier)
+
+    def watch(self, observer: TierObserver) -> None:
+        """Have somebody told what tiers have stored, and how they fare; those that are added later, too."""
+        self._observer = self._stores.observer = observer
+        for tier in self._tiers.values():
+            tier.watch(observer)
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
@@ -223,13 +231,17 @@ class Tiering:
         self._check_medium(tier)
         self._settled = True
         tier.start(self._post, self._epochs, self._clock)
+        if self._observer is not None:
+            tier.watch(self._observer)
         self._tiers[tier.name] = tier
+        self._changed(tier.name, "add")
 
     def reconfigure_tier(self, name: str, config: TierConfig) -> None:
         """New figures for a running tier, which is stored to again if it was drained. `connections` cannot change:
         replace the tier. Raises `UsageError` for an unknown name."""
         tier = self._tier(name)
         tier.reconfigure(config)
+        self._changed(name, "reconfigure")
 
     def replace_tier(self, tier: Tier) -> None:
         """Put a new tier in the place of the one with its name. What waits to be stored goes to the new one; what
@@ -237,14 +249,18 @@ class Tiering:
         old = self._tier(tier.name)
         self._check_medium(tier)
         tier.start(self._post, self._epochs, self._clock)
+        if self._observer is not None:
+            tier.watch(self._observer)
         self._tiers[tier.name] = tier
         self._stores.tier_replaced(tier.name)
+        self._changed(tier.name, "replace")
         old.abandon()
         old.close(waits=False)
 
     def drain_tier(self, name: str) -> None:
         """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""
         self._tier(name).draining = True
+        self._changed(name, "drain")
 
     def remove_tier(self, name: str) -> None:
         """Forget the tier at once (its objects stay on the medium). What it has under way counts as late.
@@ -254,6 +270,7 @@ class Tiering:
         self._stores.tier_removed(name)
         tier.abandon()
         tier.close(waits=False)
+        self._changed(name, "remove")
 
     def begin_drain(self) -> None:
         """No new lookups; everything dirty goes out."""
@@ -297,6 +314,10 @@ class Tiering:
                     f"tiers {other.name!r} and {tier.name!r} are both on {tier.medium}: one medium is one tier; give "
                     "each a directory, a prefix or a database of its own"
                 )
+
+    def _changed(self, name: str, action: str) -> None:
+        if self._observer is not None:
+            self._observer.tier_changed(name, action)
 
     def _tier(self, name: str) -> Tier:
         """The tier that is about to be changed."""

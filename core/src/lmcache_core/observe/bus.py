@@ -1,0 +1,197 @@
+"""The bus: what happened on the loop, bounded, and one thread that tells the subscribers.
+
+Nobody waits for anybody: a full bus drops what comes, keeps what it has, and counts; a subscriber that raises, or does
+not come back, is put aside, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from lmcache_core.limits import (
+    EVENT_BATCH_MAX,
+    EVENT_BATCH_S,
+    EVENT_BUS_OBJECTS_MAX,
+    EVENTS_CLOSE_S,
+    SUBSCRIBER_HANG_S,
+)
+from lmcache_core.observe.events import CacheEvent, Maker
+from lmcache_core.observe.subscriber import EventSubscriber
+
+log = logging.getLogger(__name__)
+
+
+class _Happened(NamedTuple):
+    at_s: float
+    make: Maker
+    arguments: tuple[Any, ...]
+    more: Mapping[str, Any]
+    objects: int
+
+
+class _Heard:
+    """One subscriber, and how it fares."""
+
+    def __init__(self, subscriber: EventSubscriber) -> None:
+        self.subscriber = subscriber
+        self.events = 0
+        self.aside = ""  # why it hears nothing any more
+
+
+class EventBus:
+    """`emit` and `check` are the loop's; `status` is for any thread; all else happens on the bus's own."""
+
+    def __init__(self, subscribers: Mapping[str, EventSubscriber], queue_size: int, *, now: Any = time.time) -> None:
+        """`queue_size`: what may wait, in things that happened; one of them may be about a thousand objects, and there
+        is a limit on these, too."""
+        self.queue_size = queue_size
+        self.emitted = 0
+        self.dropped = 0
+        self._now = now
+        self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
+        self._queue: deque[_Happened] = deque()
+        self._objects_in = 0  # only the loop counts this one,
+        self._objects_out = 0  # and only the bus's thread this one
+        self._awake = False
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # a batch, to those who have not heard it yet
+        self._busy: tuple[str, float] | None = None  # who is being told, and since when
+        self._turn = 0  # threads that were left behind with a subscriber have another number
+        self._thread = self._start()
+
+    # --- the loop's side ------------------------------------------------------------------------------------
+
+    def emit(self, make: Maker, *arguments: Any, objects: int = 0, **more: Any) -> None:
+        """Leave what happened: `make(at_s, *arguments, **more)` gives its events. Never waits, and builds nothing. What
+        is given is not changed any more. `objects`: how many it keeps in memory until it is told."""
+        waiting = self._objects_in - self._objects_out
+        if len(self._queue) >= self.queue_size or (waiting and waiting + objects > EVENT_BUS_OBJECTS_MAX):
+            self.dropped += 1
+            return
+        self._queue.append(_Happened(self._now(), make, arguments, more, objects))
+        self._objects_in += objects
+        self.emitted += 1
+        if not self._awake:
+            self._awake = True
+            self._wake.set()
+
+    def check(self) -> None:
+        """Put a subscriber aside that has not come back for too long, and go on without it. Call it now and then."""
+        busy = self._busy
+        if busy is not None and time.monotonic() - busy[1] > SUBSCRIBER_HANG_S:
+            name = busy[0]
+            self._turn += 1  # its thread ends when it comes back
+            self._busy = None
+            self._put_aside(name, f"it did not come back within {SUBSCRIBER_HANG_S:g} s")
+            self._thread = self._start()
+
+    def close(self) -> None:
+        """Tell what is left, and end the subscribers; a hanging one is waited for no longer than a moment."""
+        self._stopping.set()
+        self._wake.set()
+        self._thread.join(EVENTS_CLOSE_S)
+        if self._thread.is_alive():
+            self._turn += 1
+            name = self._busy[0] if self._busy is not None else "none"
+            log.warning("not all events were told at the end: the subscriber %s did not come back", name)
+
+    def status(self) -> dict[str, Any]:
+        """For `status`."""
+        return {
+            "queue": len(self._queue),
+            "queue_size": self.queue_size,
+            "emitted": self.emitted,
+            "dropped": self.dropped,
+            "subscribers": {name: {"events": each.events, "aside": each.aside} for name, each in self._heard.items()},
+        }
+
+    # --- the bus's thread -----------------------------------------------------------------------------------
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(self._turn,), name="lmcache-events", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, turn: int) -> None:
+        while self._turn == turn:
+            ended = self._stopping.is_set()  # looked at first: what was left before it is told
+            self._awake = False
+            while self._tell_owed(turn) and self._take():
+                pass
+            if self._turn != turn:
+                return
+            if ended and not self._queue:
+                self._close_all(turn)
+                return
+            self._wake.wait()
+            self._wake.clear()
+            self._stopping.wait(EVENT_BATCH_S)  # a moment, for more to come: fewer and larger batches
+
+    def _take(self) -> bool:
+        """Make the next batch, and owe it to everybody. False: there is none."""
+        batch: list[CacheEvent] = []
+        while self._queue and len(batch) < EVENT_BATCH_MAX:
+            happened = self._queue.popleft()
+            self._objects_out += happened.objects
+            batch += _made(happened)
+        if batch:
+            self._owed.extend((name, batch) for name, each in self._heard.items() if not each.aside)
+        return bool(batch)
+
+    def _tell_owed(self, turn: int) -> bool:
+        """Tell what is owed. False: this thread was left behind meanwhile, and is to touch nothing any more."""
+        while self._owed:
+            name, batch = self._owed.popleft()
+            heard = self._heard[name]
+            if heard.aside:
+                continue
+            self._busy = (name, time.monotonic())
+            try:
+                heard.subscriber.hear(batch)
+            except BaseException as error:  # noqa: BLE001  # a plugin's fault, perhaps in Rust: told by `_failed`
+                if self._turn != turn:
+                    return False
+                self._failed(name, error)
+            else:
+                heard.events += len(batch)
+            if self._turn != turn:
+                return False
+            self._busy = None
+        return True
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        log.error("the event subscriber %s failed", name, exc_info=error)
+        self._put_aside(name, f"{type(error).__name__}: {error}")
+        self._close_one(name)
+
+    def _put_aside(self, name: str, why: str) -> None:
+        log.error("the event subscriber %s is put aside: %s", name, why)
+        self._heard[name].aside = why
+
+    def _close_all(self, turn: int) -> None:
+        for name, each in self._heard.items():
+            if self._turn == turn and not each.aside:
+                self._busy = (name, time.monotonic())
+                self._close_one(name)
+        self._busy = None
+
+    def _close_one(self, name: str) -> None:
+        try:
+            self._heard[name].subscriber.close()
+        except BaseException:
+            log.exception("the event subscriber %s did not end in order", name)
+
+
+def _made(happened: _Happened) -> Iterable[CacheEvent]:
+    try:
+        return list(islice(happened.make(happened.at_s, *happened.arguments, **happened.more), EVENT_BATCH_MAX))
+    except Exception:
+        log.exception("an event could not be made")
+        return ()

@@ -1,0 +1,199 @@
+"""Everything that a server says of itself as it happens: one list of typed events.
+
+The loop builds none of them. It leaves what happened on the bus as it is, and the bus's thread calls the makers below.
+Keys, sizes and names are told, and never the content of an object, a token or a salt. The class's tag is the name of
+the event, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Protocol
+
+import msgspec
+
+
+class CacheEvent(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
+    """Something that has happened. `at_s`: Unix seconds, when the server noticed."""
+
+    at_s: float
+
+    @property
+    def name(self) -> str:
+        """Its name in logs, files and metrics."""
+        return str(self.__struct_config__.tag)
+
+
+class ObjectsEvent(CacheEvent, frozen=True):
+    """Of objects of one namespace. `nbytes`: of their slots, together."""
+
+    namespace: int
+    keys: list[bytes]
+    nbytes: int
+
+
+class ObjectsAdmitted(ObjectsEvent, tag="admitted", frozen=True):
+    """Workers stored these: readers may find them."""
+
+
+class ObjectsLoaded(ObjectsEvent, tag="loaded", frozen=True):
+    """These came from tiers: readers may find them."""
+
+
+class ObjectsEvicted(ObjectsEvent, tag="evicted", frozen=True):
+    """These left the L1 to make room. `policy`: which chose them."""
+
+    policy: str
+
+
+class ObjectsRemoved(ObjectsEvent, tag="removed", frozen=True):
+    """These left the L1 for another reason: `cleared`, `dropped`, `damaged`, …"""
+
+    reason: str
+
+
+class ObjectsTiered(ObjectsEvent, tag="tier_stored", frozen=True):
+    """A tier has these now."""
+
+    tier: str
+
+
+class TierStateChanged(CacheEvent, tag="tier_state", frozen=True):
+    """A tier's breaker moved. `what`: reads or writes; `state`: closed (it is used), open (it is left alone)."""
+
+    tier: str
+    what: str
+    state: str
+    error: str
+
+
+class TierListChanged(CacheEvent, tag="tier_changed", frozen=True):
+    """A running server was given a tier, or told to drain, remove or reconfigure one."""
+
+    tier: str
+    action: str
+
+
+class LookupAnswered(CacheEvent, tag="lookup", frozen=True):
+    """A lookup that the server was asked for: hits by the index are not among these. `hits`: of its keys, those that
+    are in the L1 now; `loaded`: of these, those that tiers brought for it; `reasons`: why the others missed, and
+    `behind` for those behind the end of a prefix; `tiers`: whether any was asked."""
+
+    namespace: int
+    keys: int
+    hits: int
+    loaded: int
+    reasons: dict[str, int]
+    tiers: bool
+    duration_s: float
+
+
+class LeaseTimedOut(CacheEvent, tag="lease_expired", frozen=True):
+    """A session did not answer in time."""
+
+    session: int
+    lease: int
+    kind: str
+
+
+class SlotsQuarantined(CacheEvent, tag="quarantined", frozen=True):
+    """Slots wait for a writer that may still be writing. `row`: of the worker; -1: a tier's lane."""
+
+    slots: int
+    row: int
+
+
+class SessionOpened(CacheEvent, tag="session_opened", frozen=True):
+    """A client said hello."""
+
+    session: int
+    client: str
+    carrier: str
+    pid: int
+    uid: int
+
+
+class SessionClosed(CacheEvent, tag="session_ended", frozen=True):
+    """A session is over. `how`: goodbye, die, drop, return (it came back as another), shut (the server ends)."""
+
+    session: int
+    client: str
+    how: str
+
+
+class PoolAdopted(CacheEvent, tag="adopted", frozen=True):
+    """The server goes on with the pool of a dead one."""
+
+    objects: int
+    nbytes: int
+
+
+class CacheCleared(CacheEvent, tag="cleared", frozen=True):
+    """A clear has begun: nothing of its scope is found any more. `namespace` None: everything."""
+
+    namespace: int | None
+    tiers: bool
+    session: int
+
+
+class DrainBegun(CacheEvent, tag="drain", frozen=True):
+    """The server takes nothing new, and ends within `drain_s`."""
+
+    drain_s: float
+
+
+class ServerFault(CacheEvent, tag="fault", frozen=True):
+    """A fault of the server, or of a plugin in it, that it survived; its log has the trace."""
+
+    where: str
+
+
+EVENTS: tuple[type[CacheEvent], ...] = (
+    ObjectsAdmitted,
+    ObjectsLoaded,
+    ObjectsEvicted,
+    ObjectsRemoved,
+    ObjectsTiered,
+    TierStateChanged,
+    TierListChanged,
+    LookupAnswered,
+    LeaseTimedOut,
+    SlotsQuarantined,
+    SessionOpened,
+    SessionClosed,
+    PoolAdopted,
+    CacheCleared,
+    DrainBegun,
+    ServerFault,
+)
+
+Maker = Callable[..., Iterable[CacheEvent]]
+"""`maker(at_s, *arguments)`: the events of what the loop has left. Called on the bus's thread."""
+
+_NAMESPACE = attrgetter("namespace")
+
+
+class _Object(Protocol):
+    """What never changes of an object, so that another thread may look at it."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def namespace(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def of_objects(at_s: float, kind: type[ObjectsEvent], objects: Sequence[_Object], **more: str) -> Iterator[CacheEvent]:
+    """An event for each namespace among them, in their order."""
+    for namespace, run in groupby(objects, key=_NAMESPACE):
+        items = list(run)
+        keys, nbytes = [item.key for item in items], sum([item.nbytes for item in items])
+        yield kind(at_s=at_s, namespace=namespace, keys=keys, nbytes=nbytes, **more)
+
+
+def one(at_s: float, kind: type[CacheEvent], **fields: object) -> Iterator[CacheEvent]:
+    """One event."""
+    yield kind(at_s=at_s, **fields)

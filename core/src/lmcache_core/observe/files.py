@@ -1,0 +1,70 @@
+"""Events as lines of JSON in a file that is rotated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from lmcache_core.observe.events import CacheEvent
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
+from lmcache_core.settings.model import Section
+from lmcache_core.settings.sizes import Size
+
+
+class JsonlSettings(Section):
+    """Where the lines go."""
+
+    path: Path | None = Field(default=None, description="the file; none: NAME-events.jsonl in state_dir")
+    rotate_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
+    files: int = Field(default=4, ge=1, le=1000, description="files kept: the current one, and .1, .2, … before it")
+
+
+class JsonlEvents(EventSubscriber):
+    """One line an event: `{"event": "evicted", "at_s": …, "keys": ["<hex>", …], …}`. A file is never larger than
+    `rotate_bytes` and one batch."""
+
+    def __init__(self, settings: JsonlSettings, context: SubscriberContext) -> None:
+        self._settings = settings
+        self._path = settings.path or context.state_dir / f"{context.server}-events.jsonl"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
+
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        self._file.write(b"".join(line_of(event) for event in events))
+        self._file.flush()
+        if self._file.tell() >= self._settings.rotate_bytes:
+            self._rotate()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for number in range(self._settings.files - 1, 0, -1):
+            former = self._numbered(number - 1)
+            if former.exists():
+                former.replace(self._numbered(number))
+        self._file = self._path.open("wb" if self._settings.files == 1 else "ab")
+
+    def _numbered(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
+
+
+def line_of(event: CacheEvent) -> bytes:
+    """One event as a line of JSON; keys as hexadecimal digits, as commands take them."""
+    return json.dumps(plain(event), separators=(",", ":")).encode() + b"\n"
+
+
+def plain(event: CacheEvent) -> Any:
+    """An event in plain values, keys as hexadecimal digits; namespaces too, as they are shown everywhere."""
+    fields = msgspec.to_builtins(event, builtin_types=(bytes,))
+    if "keys" in fields and isinstance(fields["keys"], list):
+        fields["keys"] = [key.hex() for key in fields["keys"]]
+    if isinstance(fields.get("namespace"), int):
+        fields["namespace"] = f"{fields['namespace']:016x}"
+    return fields

@@ -1,0 +1,40 @@
+"""The contract of event subscribers: who is told what happens in a server, beside the loop and never in its way.
+
+A subscriber is offered by a plugin (`Kind.EVENT_SUBSCRIBER`), and a table of its name in the settings,
+`[subscribers.NAME]`, brings it to life.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmcache_core.observe.events import CacheEvent
+
+
+@dataclass(frozen=True)
+class SubscriberContext:
+    """What a subscriber may know of its server. `state_dir` is there, or can be made."""
+
+    server: str  # its name
+    state_dir: Path
+
+
+class EventSubscriber(ABC):
+    """Built before the server answers anybody, as `factory(settings, context)`; what is wrong is raised then.
+
+    The server guarantees that `hear` and `close` are called by one thread at a time, none of them the loop's, with
+    events in the order in which they happened, each at most once. Some may be missing: a full bus drops, and counts.
+
+    The implementation comes back from `hear` within seconds, or it is put aside, as is one that raises: it is told
+    nothing more, and `status` says why. It keeps no event's lists that it has changed: others hear the same events.
+    """
+
+    @abstractmethod
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        """What has happened, a batch at a time, at most some thousand events."""
+
+    def close(self) -> None:  # noqa: B027  # may be left out
+        """The server ends, or this subscriber has raised: nothing more will be told."""

@@ -1,0 +1,129 @@
+"""The contract of event subscribers, as tests: alone with every event there is, and in a real server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from lmcache_core.observe.events import EVENTS, CacheEvent
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
+from lmcache_core.plugins.components import Kind
+from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.contract import Contract
+from lmcache_core.tokens.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lmcache_core.server.server import Server
+
+_WAIT_S = 60.0  # a net: what is waited for comes within a second
+_KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+_SAMPLES: dict[Any, Any] = {
+    int: 7,
+    float: 0.25,
+    bool: True,
+    str: "words",
+    list[bytes]: _KEYS,
+    dict[str, int]: {"evicted": 3},
+    int | None: None,
+}
+
+
+def samples(at_s: float = 1_700_000_000.0) -> list[CacheEvent]:
+    """One event of every kind."""
+    made: list[CacheEvent] = []
+    for kind in EVENTS:
+        fields = {each.name: _SAMPLES[each.type] for each in msgspec.structs.fields(kind) if each.name != "at_s"}
+        made.append(kind(at_s=at_s, **fields))
+    return made
+
+
+class EventSubscriberContract(Contract):
+    """For an event subscriber whose package is installed. `component` is its name, and the fixture
+    `subscriber_settings` gives what stands in its table (nothing, unless you bring one)."""
+
+    @pytest.fixture
+    def subscriber_settings(self, tmp_path: Path) -> dict[str, Any]:
+        return {}
+
+    @pytest.fixture
+    def subscriber(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Iterator[EventSubscriber]:
+        """One that no server uses."""
+        from lmcache_core.plugins.loader import load_plugins
+
+        context = SubscriberContext("kit", tmp_path / "state")
+        made = load_plugins().build(Kind.EVENT_SUBSCRIBER, self.component, subscriber_settings, context)
+        yield made
+        made.close()
+
+    @pytest.fixture
+    def subscriber_server(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Iterator[Server]:
+        """A server with this subscriber and no other."""
+        from lmcache_core.plugins.loader import load_plugins
+        from lmcache_core.server.server import Server
+        from lmcache_core.settings.compose import make_settings
+
+        registry = load_plugins()
+        settings = make_settings(
+            registry,
+            name=f"kit-{uuid4().hex[:10]}",
+            runtime_dir=str(tmp_path / "run"),
+            state_dir=str(tmp_path / "state"),
+            l1={"size_bytes": 16 << 20, "backing": "memfd"},
+            subscribers={self.component: subscriber_settings},
+        )
+        with Server(settings, registry) as server:
+            assert server.populator.wait(60)
+            yield server
+
+    def test_it_is_an_event_subscriber(self, subscriber: EventSubscriber) -> None:
+        assert isinstance(subscriber, EventSubscriber)
+
+    def test_it_takes_every_event_that_there_is(self, subscriber: EventSubscriber) -> None:
+        subscriber.hear(samples())
+        for event in samples():
+            subscriber.hear([event])
+
+    def test_it_takes_events_that_it_does_not_know(self, subscriber: EventSubscriber) -> None:
+        """A later version of the server may tell more."""
+
+        class Later(CacheEvent, tag="of_a_later_version", frozen=True):
+            more: str
+
+        subscriber.hear([Later(at_s=1.0, more="words"), *samples()])
+
+    def test_it_leaves_events_as_they_are(self, subscriber: EventSubscriber) -> None:
+        events = samples()
+        before = [msgspec.msgpack.encode(event) for event in events]
+        subscriber.hear(events)
+        assert [msgspec.msgpack.encode(event) for event in events] == before
+
+    def test_it_may_be_closed_twice(self, subscriber: EventSubscriber) -> None:
+        subscriber.hear(samples())
+        subscriber.close()
+        subscriber.close()
+
+    def test_it_keeps_up_with_a_server(self, subscriber_server: Server) -> None:
+        layout = Layout("uint8", (4096,))
+        namespace = Namespace("kit", layout)
+        with subscriber_server.connect() as client:
+            for turn in range(20):
+                sources = [bytes([turn]) * layout.nbytes for _ in _KEYS]
+                assert client.store(_KEYS, sources, namespace=namespace).stored == len(_KEYS)
+                assert client.clear(namespace).objects == len(_KEYS)
+            end = time.monotonic() + _WAIT_S
+            while (told := client.status()["events"])["queue"] or not told["subscribers"][self.component]["events"]:
+                assert time.monotonic() < end, "events wait, and nobody takes them"
+                time.sleep(0.005)
+        assert told["dropped"] == 0
+        assert told["subscribers"][self.component]["aside"] == ""
+
+    def test_it_ends_in_order(self, subscriber_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+        subscriber_server.stop()
+        assert "did not end in order" not in caplog.text
+        assert "did not come back" not in caplog.text

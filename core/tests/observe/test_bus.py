@@ -1,0 +1,184 @@
+"""The bus: bounded, in order, and nobody waits for anybody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lmcache_core.limits import EVENT_BUS_OBJECTS_MAX
+from lmcache_core.observe import bus as bus_module
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.events import CacheEvent, DrainBegun, ObjectsEvicted, ServerFault, of_objects, one
+from lmcache_core.observe.subscriber import EventSubscriber
+
+WAIT_S = 60.0
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class Heard(EventSubscriber):
+    """Keeps what it hears; stands still, or raises, when it is told to."""
+
+    def __init__(self) -> None:
+        self.events: list[CacheEvent] = []
+        self.inside = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: BaseException | None = None
+        self.closed = 0
+
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        self.inside.set()
+        self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        self.events += events
+
+    def close(self) -> None:
+        self.closed += 1
+
+    @property
+    def numbers(self) -> list[float]:
+        return [event.drain_s for event in self.events if isinstance(event, DrainBegun)]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., EventBus]]:
+    buses: list[EventBus] = []
+
+    def made(queue_size: int = 100, **subscribers: EventSubscriber) -> EventBus:
+        buses.append(EventBus(subscribers, queue_size))
+        return buses[-1]
+
+    yield made
+    for bus in buses:
+        for heard in bus._heard.values():
+            if isinstance(heard.subscriber, Heard):
+                heard.subscriber.gate.set()
+        bus.close()
+
+
+def emit(bus: EventBus, *numbers: int) -> None:
+    for number in numbers:
+        bus.emit(one, DrainBegun, drain_s=float(number))
+
+
+def test_everybody_hears_everything_in_its_order(make: Callable[..., EventBus]) -> None:
+    first, second = Heard(), Heard()
+    bus = make(queue_size=20_000, first=first, second=second)
+    emit(bus, *range(10_000))
+    bus.close()
+    assert first.numbers == second.numbers == list(range(10_000))
+    assert (first.closed, second.closed) == (1, 1)
+    assert bus.status()["emitted"] == bus.status()["subscribers"]["first"]["events"] == 10_000
+
+
+def test_a_full_bus_keeps_the_oldest_and_counts_what_it_drops(make: Callable[..., EventBus]) -> None:
+    heard = Heard()
+    bus = make(queue_size=5, heard=heard)
+    heard.gate.clear()
+    emit(bus, 0)
+    assert heard.inside.wait(WAIT_S)
+    emit(bus, *range(1, 11))
+    assert bus.dropped == 5
+    heard.gate.set()
+    bus.close()
+    assert heard.numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_objects_that_wait_are_bounded_too(make: Callable[..., EventBus]) -> None:
+    heard = Heard()
+    bus = make(heard=heard)
+    heard.gate.clear()
+    emit(bus, 0)
+    assert heard.inside.wait(WAIT_S)
+    for _ in range(3):
+        bus.emit(one, DrainBegun, drain_s=1.0, objects=EVENT_BUS_OBJECTS_MAX)
+    assert bus.dropped == 2  # one alone is taken, however many it is about
+    heard.gate.set()
+    until(lambda: not bus.status()["queue"])
+    bus.emit(one, DrainBegun, drain_s=2.0, objects=EVENT_BUS_OBJECTS_MAX)
+    bus.close()
+    assert bus.dropped == 2
+    assert heard.numbers == [0, 1, 2]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(1)])
+def test_one_that_raises_is_put_aside_and_the_others_go_on(make: Callable[..., EventBus], error: BaseException) -> None:
+    bad, good = Heard(), Heard()
+    bad.error = error
+    bus = make(bad=bad, good=good)
+    emit(bus, 1)
+    until(lambda: good.numbers == [1])
+    emit(bus, 2)
+    until(lambda: good.numbers == [1, 2])
+    assert bus.status()["subscribers"]["bad"] == {"events": 0, "aside": f"{type(error).__name__}: {error}"}
+    assert bad.closed == 1
+
+
+def test_one_that_hangs_is_put_aside_and_the_others_hear_the_same_batch(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "SUBSCRIBER_HANG_S", 0.0)
+    hangs, good = Heard(), Heard()
+    bus = make(hangs=hangs, good=good)
+    hangs.gate.clear()
+    emit(bus, 1)
+    assert hangs.inside.wait(WAIT_S)
+    until(lambda: bus.check() or good.numbers == [1])
+    emit(bus, 2)
+    until(lambda: good.numbers == [1, 2])
+    assert "did not come back" in bus.status()["subscribers"]["hangs"]["aside"]
+    hangs.gate.set()  # its thread comes back, and touches nothing any more
+    until(lambda: hangs.events)
+    emit(bus, 3)
+    until(lambda: good.numbers == [1, 2, 3])
+    assert len(hangs.events) == 1
+    assert hangs.closed == 0
+
+
+def test_closing_does_not_wait_for_one_that_hangs(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(bus_module, "EVENTS_CLOSE_S", 0.01)
+    hangs = Heard()
+    bus = make(hangs=hangs)
+    hangs.gate.clear()
+    emit(bus, 1)
+    assert hangs.inside.wait(WAIT_S)
+    bus.close()  # comes back
+    assert "hangs did not come back" in caplog.text
+
+
+def test_an_event_that_cannot_be_made_costs_that_event_alone(make: Callable[..., EventBus]) -> None:
+    heard = Heard()
+    bus = make(heard=heard)
+    bus.emit(one, DrainBegun, no_such_field=1)
+    bus.emit(one, ServerFault, where="here")
+    bus.close()
+    assert [event.name for event in heard.events] == ["fault"]
+
+
+class Item:
+    """As the kernel's objects are."""
+
+    def __init__(self, key: bytes, namespace: int) -> None:
+        self.key, self.namespace, self.nbytes = key, namespace, 4096
+
+
+def test_objects_of_several_namespaces_are_an_event_each() -> None:
+    items = [Item(b"a", 1), Item(b"b", 1), Item(b"c", 2)]
+    made = list(of_objects(5.0, ObjectsEvicted, items, policy="lru"))
+    assert made == [
+        ObjectsEvicted(at_s=5.0, namespace=1, keys=[b"a", b"b"], nbytes=8192, policy="lru"),
+        ObjectsEvicted(at_s=5.0, namespace=2, keys=[b"c"], nbytes=4096, policy="lru"),
+    ]

@@ -1,0 +1,61 @@
+"""The built-in subscribers, by the contract that everyone's passes, and by what they write."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from lmcache_core.observe.files import JsonlEvents, JsonlSettings
+from lmcache_core.observe.logs import LogEvents, LogSettings
+from lmcache_core.observe.subscriber import SubscriberContext
+from lmcache_core.testing import EventSubscriberContract
+from lmcache_core.testing.subscriber import samples
+
+
+class TestLog(EventSubscriberContract):
+    component = "log"
+
+
+class TestJsonl(EventSubscriberContract):
+    component = "jsonl"
+
+
+def test_a_line_is_json_with_the_name_the_time_and_keys_as_digits(tmp_path: Path) -> None:
+    subscriber = JsonlEvents(JsonlSettings(), SubscriberContext("node", tmp_path / "not" / "there"))
+    subscriber.hear(samples())
+    subscriber.close()
+    lines = [json.loads(line) for line in (tmp_path / "not/there/node-events.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == [event.name for event in samples()]
+    assert all(line["at_s"] == 1_700_000_000.0 for line in lines)
+    assert lines[0]["keys"][0] == "01" * 32
+    assert lines[0]["namespace"] == f"{7:016x}"
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_files_are_rotated_and_only_so_many_are_kept(tmp_path: Path, files: int) -> None:
+    path = tmp_path / "events.jsonl"
+    settings = JsonlSettings(path=path, rotate_bytes=1, files=files)
+    subscriber = JsonlEvents(settings, SubscriberContext("node", tmp_path))
+    for at_s in range(6):
+        subscriber.hear([samples(float(at_s))[0]])
+    subscriber.close()
+    left = sorted(tmp_path.glob("events.jsonl*"))
+    assert len(left) == files
+    times = [json.loads(line)["at_s"] for each in reversed(left) for line in each.read_text().splitlines()]
+    assert times == ([] if files == 1 else [4.0, 5.0])  # the current file is empty: it was rotated just now
+
+
+def test_the_log_leaves_objects_out_and_says_trouble_louder(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.DEBUG, "lmcache_core.events")
+    LogEvents(LogSettings(level="debug"), SubscriberContext("node", tmp_path)).hear(samples())
+    said = {record.getMessage().split()[0]: record.levelname for record in caplog.records}
+    assert "admitted" not in said
+    assert "lookup" not in said
+    assert said["session_opened"] == "DEBUG"
+    assert said["fault"] == "WARNING"
+    caplog.clear()
+    LogEvents(LogSettings(objects=True), SubscriberContext("node", tmp_path)).hear(samples())
+    assert "admitted namespace=0000000000000007 keys=8 nbytes=7" in caplog.text
