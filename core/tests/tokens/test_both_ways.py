@@ -156,6 +156,7 @@ def test_both_ways_say_the_same_of_odd_tokens(case: str) -> None:
 def test_both_ways_make_the_same_keys_of_block_hashes(hashes: list[bytes]) -> None:
     for held in (hashes, tuple(hashes), [bytearray(each) for each in hashes], [*hashes, bytes(5000)], [*hashes, 7]):
         both(lambda held=held: keys_from_block_hashes(held, NAMESPACE))
+        both(lambda held=held: keys_from_block_hashes(held, NAMESPACE, algorithm="xxhash", seed="7"))
 
 
 def test_long_prompts_have_the_keys_of_the_definition(way: str) -> None:

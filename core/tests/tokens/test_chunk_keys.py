@@ -204,3 +204,81 @@ def test_block_hashes_too_weak_to_stand_for_a_prompt_are_refused() -> None:
         keys_from_block_hashes([bytes(32), bytes(8)], NAMESPACE)
     with pytest.raises(UsageError, match="block hash 0 is a int"):
         keys_from_block_hashes([hash((1, 2))], NAMESPACE)  # type: ignore[list-item]
+
+
+def test_hashes_of_16_bytes_are_taken_from_an_algorithm_that_is_named() -> None:
+    hashes = [bytes([number]) * 16 for number in range(3)]
+    with pytest.raises(UsageError, match="name the algorithm"):
+        keys_from_block_hashes(hashes, NAMESPACE)
+    assert len(set(keys_from_block_hashes(hashes, NAMESPACE, algorithm="xxhash"))) == 3
+    with pytest.raises(UsageError, match="block hash 0 has 15 bytes and 16"):
+        keys_from_block_hashes([bytes(15)], NAMESPACE, algorithm="xxhash")
+
+
+def test_algorithm_and_seed_of_the_engine_are_part_of_keys_from_its_hashes() -> None:
+    def key_by(**how: Any) -> bytes:
+        return keys_from_block_hashes([bytes(32)], NAMESPACE, **how)[0]
+
+    ways: list[dict[str, Any]] = [
+        {}, {"algorithm": "sha256"}, {"algorithm": "sha256_cbor"}, {"seed": b"0"}, {"seed": "0"},
+        {"algorithm": "sha256", "seed": b"0"}, {"algorithm": "sha256", "seed": "0"}, {"algorithm": "sha2", "seed":
+        "560"},
+    ]  # fmt: skip
+    assert len({key_by(**how) for how in ways}) == len(ways)
+    with pytest.raises(UsageError, match="seed"):
+        key_by(seed=7)
+
+
+TOKEN_ROWS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+EXTRAS = st.dictionaries(st.integers(0, 12), st.binary(min_size=1, max_size=4), max_size=4)
+
+
+@given(TOKEN_ROWS, st.integers(1, 5), EXTRAS, EXTRAS)
+def test_an_extra_is_in_the_keys_of_its_chunk_and_of_all_behind_it(
+    tokens: list[int], size: int, one: dict[int, bytes], two: dict[int, bytes]
+) -> None:
+    keys = [chunk_keys(tokens, NAMESPACE, size, extra=extra) for extra in (one, two)]
+    for at in range(len(tokens) // size):
+        same = {n: each for n, each in one.items() if n <= at} == {n: each for n, each in two.items() if n <= at}
+        assert (keys[0][at] == keys[1][at]) == same
+    assert chunk_keys(array("q", tokens), NAMESPACE, size, extra=one) == keys[0]
+
+
+def test_an_extra_of_the_whole_prompt_is_one_of_its_first_chunk() -> None:
+    tokens = list(range(12))
+    keys = chunk_keys(tokens, NAMESPACE, 4, extra=b"adapter 7")
+    assert keys == chunk_keys(tokens, NAMESPACE, 4, extra={0: b"adapter 7"})
+    assert not set(keys) & set(chunk_keys(tokens, NAMESPACE, 4))
+    assert chunk_keys(tokens, NAMESPACE, 4, extra=b"") == chunk_keys(tokens, NAMESPACE, 4)
+
+
+@given(TOKEN_ROWS, st.integers(1, 5), EXTRAS, st.integers(0, 8))
+def test_a_sequence_with_extras_is_continued(
+    tokens: list[int], size: int, extra: dict[int, bytes], chunks: int
+) -> None:
+    keys = chunk_keys(tokens, NAMESPACE, size, extra=extra)
+    chunks = min(chunks, len(keys))
+    if chunks:
+        rest = {number - chunks: each for number, each in extra.items() if number >= chunks}
+        assert keys[chunks:] == chunk_keys(
+            tokens[chunks * size :], NAMESPACE, size, previous=keys[chunks - 1], extra=rest
+        )
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({-1: b"x"}, "chunk -1"),
+        ({True: b"x"}, "chunk True"),
+        ({0: "x"}, "chunk 0 is a str"),
+        ("lora", "extra is a str"),
+    ],
+)
+def test_an_extra_of_no_chunk_is_refused(extra: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        chunk_keys([1, 2], NAMESPACE, 1, extra=extra)
+
+
+def test_an_extra_of_the_whole_prompt_is_not_given_again_to_its_continuation() -> None:
+    with pytest.raises(UsageError, match="previous has it"):
+        chunk_keys([1, 2], NAMESPACE, 1, previous=bytes(32), extra=b"adapter 7")

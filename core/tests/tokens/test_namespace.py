@@ -23,6 +23,7 @@ def test_each_field_alone_makes_another_namespace() -> None:
         dataclasses.replace(base, kv_shard=(0, 2)),
         dataclasses.replace(base, kv_shard=(1, 2)),
         dataclasses.replace(base, tenant_salt="s"),
+        dataclasses.replace(base, format="s"),
         dataclasses.replace(base, layout=Layout("float16", LAYOUT.shape, "KLTHD")),
         dataclasses.replace(base, layout=Layout("bfloat16", (2, 4, 2, 16, 8), "KLTHD")),
         dataclasses.replace(base, layout=Layout("bfloat16", LAYOUT.shape, "LKTHD")),
@@ -34,15 +35,15 @@ def test_each_field_alone_makes_another_namespace() -> None:
 
 
 @settings(deadline=None)
-@given(TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)
+@given(TEXT, TEXT, TEXT, TEXT, TEXT, TEXT, TEXT, TEXT)
 def test_text_that_moves_from_field_to_field_makes_another_namespace(
-    model: str, version: str, salt: str, model2: str, version2: str, salt2: str
+    model: str, version: str, salt: str, kind: str, model2: str, version2: str, salt2: str, kind2: str
 ) -> None:
-    one = Namespace("m" + model, LAYOUT, version, tenant_salt=salt)
-    two = Namespace("m" + model2, LAYOUT, version2, tenant_salt=salt2)
+    one = Namespace("m" + model, LAYOUT, version, tenant_salt=salt, format=kind)
+    two = Namespace("m" + model2, LAYOUT, version2, tenant_salt=salt2, format=kind2)
     assert (one.digest == two.digest) == (one == two)
     # The harder case: the same text altogether, split elsewhere.
-    joined = model + version + salt
+    joined = model + version + salt + kind
     three = Namespace("m" + joined, LAYOUT)
     assert (one.digest == three.digest) == (one == three)
 

@@ -37,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     space.add_argument("--weights-version", default="", help="the version of its weights, if the engine gives one")
     space.add_argument("--kv-shard", default="0/1", metavar="I/N", help="which part of the KV (default: %(default)s)")
     space.add_argument("--tenant-salt-file", type=Path, metavar="FILE", help="a file with the tenant's salt")
+    space.add_argument("--format", default="", help="what the bytes of an opaque layout mean, as the engine names it")
     space.add_argument("--namespace", metavar="ID", help="its id instead, as 16 hexadecimal digits")
     space.add_argument("--dtype", required=True, help="of its objects, as float16 or uint8")
     space.add_argument("--shape", required=True, metavar="N,N,…", help="of one object, in elements")
@@ -104,7 +105,8 @@ def _namespace(arguments: argparse.Namespace, layout: Layout) -> Namespace:
             salt = arguments.tenant_salt_file.read_text().removesuffix("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--tenant-salt-file {arguments.tenant_salt_file} cannot be read: {error}") from error
-    return Namespace(arguments.model, layout, arguments.weights_version, (int(part[1]), int(part[2])), salt)
+    shard = int(part[1]), int(part[2])
+    return Namespace(arguments.model, layout, arguments.weights_version, shard, salt, arguments.format)
 
 
 def _id(text: str) -> int:

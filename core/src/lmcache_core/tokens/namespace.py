@@ -23,7 +23,9 @@ class Namespace:
     `model` names the model as the operator means it: two names, two namespaces. `layout` is that of one chunk.
     `weights_version` separates two states of the weights under one name. `kv_shard` is (i, n): the i-th of n
     parts of the KV; KV that is equal on all ranks is one shard, (0, 1), and is stored once. `tenant_salt`
-    separates tenants: without the salt nobody can compute a key, so it is a secret and never part of the repr.
+    separates tenants: without the salt nobody can compute a key, so it is a secret and never part of the repr. `format`
+    says what the bytes of an opaque layout mean: the backend, its instruction set, block size and memory layout, the
+    cache's dtype; whatever makes the bytes of one engine useless to another.
 
     Raises `UsageError` where a field cannot be part of a namespace.
     """
@@ -33,11 +35,12 @@ class Namespace:
     weights_version: str = ""
     kv_shard: tuple[int, int] = (0, 1)
     tenant_salt: str = field(default="", repr=False)
+    format: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
             raise UsageError(f"namespace layout is a {type(self.layout).__name__}: give a Layout")
-        for name in ("model", "weights_version", "tenant_salt"):
+        for name in ("model", "weights_version", "tenant_salt", "format"):
             _text_bytes(name, getattr(self, name))
         if not self.model:
             raise UsageError("namespace model is empty: name the model whose KV is cached")
@@ -68,6 +71,8 @@ class Namespace:
             _numbers_bytes(self.kv_shard),
             _text_bytes("tenant_salt", self.tenant_salt),
         ]
+        if self.format:  # one field more is another length: no namespace without one has these bytes
+            parts.append(_text_bytes("format", self.format))
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
     @cached_property
