@@ -198,6 +198,52 @@ def test_stores_that_wait_are_carried_out_in_their_order(full: Kernel) -> None:
     assert names(finish(full, second).statuses) == ["GRANTED"]
 
 
+@pytest.fixture
+def deep(make_kernel: Callable[..., Kernel]) -> Kernel:
+    """Four slabs of 8,192 objects each, full: more stand in the coldest than are looked at."""
+    kernel = make_kernel(slots=128, slab_bytes=32 * MIB)
+    kernel.register_layout(TINY, 4096)
+    kernel.register_layout(HUGE, 4 * MIB)
+    for first in range(0, 4 * 8192, 512):
+        store(kernel, *range(first, first + 512), layout=TINY)
+    kernel.take_effects()
+    return kernel
+
+
+def test_where_the_coldest_slab_has_a_pinned_object_the_next_one_goes(deep: Kernel) -> None:
+    deep.pin(WORKER, NS, keys(8191), 60.0, 0.0)  # the last of the first slab: that comes to light late
+    assert names(finish(deep, begin(deep, 90_000, layout=HUGE)).statuses) == ["GRANTED"]
+    assert found(deep, 0, 8191, 8192, 2 * 8192) == [True, True, False, True], (
+        "that behind it, which is the next coldest"
+    )
+    assert evicted(deep) == 8192
+    assert deep.usage().emptying_bytes == 0
+
+
+def test_all_slabs_but_those_with_something_pinned_can_be_had(deep: Kernel) -> None:
+    for number in (0, 8192, 3 * 8192):
+        deep.pin(WORKER, NS, keys(number), 60.0, 0.0)
+    grants = finish(deep, begin(deep, *range(90_000, 90_008), layout=HUGE))
+    assert names(grants.statuses) == ["GRANTED"] * 8
+    assert evicted(deep) == 8192
+
+
+def test_a_pool_with_a_pin_in_every_slab_is_full_after_one_look_around(deep: Kernel) -> None:
+    deep.pin(WORKER, NS, keys(*range(8191, 4 * 8192, 8192)), 60.0, 0.0)
+    waiting = begin(deep, 90_000, layout=HUGE)
+    deep.take_touched()
+    steps = 0
+    while not waiting.done:
+        deep.step(0.0)
+        assert deep.take_touched() <= CALL_OBJECTS_MAX // 2
+        steps += 1
+    assert steps < 100
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["FULL"]
+    assert not evicted(deep)
+    assert deep.usage().emptying_bytes == 0
+
+
 def test_a_clear_makes_the_room_that_a_store_of_another_namespace_waits_for(full: Kernel) -> None:
     waiting = full.begin_store(WORKER, NS2, HUGE, keys(9000), 0.0, wait_s=5.0)
     assert isinstance(waiting, Preparation)

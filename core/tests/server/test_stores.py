@@ -171,7 +171,8 @@ def test_those_who_gave_up_are_forgotten_while_the_oldest_still_waits(
 
 def test_status_says_what_each_holder_has_of_what_all_share(full: Server, client: Client, go: threading.Event) -> None:
     with full.connect("other") as other:
-        found = client.lookup(keys(8), namespace=SMALL, hold=True)  # first: they may be what has to go
+        newest = keys(8, full.segment.info.data_bytes // 4096 - 8)  # the others may be making headroom already
+        found = client.lookup(newest, namespace=SMALL, hold=True)
         assert found.hits == 8
         thread = threading.Thread(target=lambda: other.store(keys(1, 1 << 20), [bytes(8 << 20)], namespace=LARGE))
         thread.start()

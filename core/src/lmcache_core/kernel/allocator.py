@@ -263,6 +263,11 @@ class Allocator:
                         break  # it was dissolved
                     yield slab.residents[slot]
 
+    def slabs_from(self, unit: int) -> Iterator[Slab | None]:
+        """What slab each unit is in, once around the pool from this one on; None where it is in none."""
+        for at in range(unit, unit + len(self._owners)):
+            yield self._owners[at % len(self._owners)]
+
     def slab_at(self, offset: int) -> Slab:
         """The slab that a slot stands in."""
         slab = self._owners[(offset - self.data_offset) // self.unit_bytes]

@@ -11,7 +11,7 @@ They wait in the order in which they came. Those whose own class has room, or vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import CacheError
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lmcache_core.kernel.sessions import KernelSession
 
 JUDGED_SLOTS = 2048  # slots looked at in one step, before anything is evicted: a tenth of a millisecond
+WALKED_UNITS = 64  # of the pool, in one step, in search of a slab whose neighbours may be had, too
+_THROUGH = object()
 
 
 class Preparation:
@@ -36,7 +38,7 @@ class Preparation:
 
     __slots__ = (
         "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "grants", "keys", "known_busy",
-        "layout_id", "lease_id", "live", "namespace", "session", "size_class", "slots", "until_s",
+        "layout_id", "lease_id", "live", "namespace", "session", "size_class", "slots", "until_s", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,7 @@ class Preparation:
         self.emptying: EmptyingSteps | None = None
         self.emptied: list[Emptying] = []
         self.known_busy: set[Slab] = set()
+        self.walk: Iterator[Slab | None] | None = None  # once around the pool, where the coldest slabs are busy
         self.grants: Grants | None = None
         self.error: CacheError | None = None
         self.cancelled = False
@@ -226,21 +229,40 @@ class Rooms:
                 first.known_busy.add(steps.busy)
 
     def _begin_emptying(self, first: Preparation) -> bool:
-        """Choose the slabs around the coldest object that stands in any that can be had."""
+        """Choose the slabs around the coldest object that stands in any that can be had. All that are looked at may
+        stand in few slabs, and something that may not go in each of these: then the slabs behind them, as they lie in
+        the pool, for they were filled in that order. False: none is left."""
         residents, allocator = self._residents, self._residents.allocator
         mean = max(1, allocator.used_bytes // max(1, residents.objects()))
         coldest = residents.coldest(LOOK_OBJECTS_MAX * mean, LOOK_OBJECTS_MAX)
-        for slab in dict.fromkeys(item.slab for item in coldest):
-            if slab.size_class in (first.size_class, allocator.emptying) or slab in first.known_busy:
-                continue
-            run = allocator.run_around(first.size_class, slab, first.known_busy)
-            if run is not None:
-                first.emptying = EmptyingSteps(
-                    residents, allocator.begin_emptying(first.size_class, run), first.namespace
-                )
-                return True
+        if not coldest:
+            return False
+        if any(self._begin_around(first, slab) for slab in dict.fromkeys(item.slab for item in coldest)):
+            return True
+        if first.walk is None:
+            first.walk = allocator.slabs_from(coldest[0].slab.first_unit)
+        units = first.size_class.units_least  # so many times as many are looked at around each
+        for _ in range(max(1, WALKED_UNITS // units)):
+            slab = next(first.walk, _THROUGH)
+            if slab is _THROUGH:
+                return False
+            if isinstance(slab, Slab) and self._begin_around(first, slab):
+                break
+        return True
+
+    def _begin_around(self, first: Preparation, slab: Slab) -> bool:
+        """Begin to empty the units around this slab, if they can be had."""
+        allocator = self._residents.allocator
+        if slab.size_class in (first.size_class, allocator.emptying) or slab in first.known_busy:
+            return False
+        run = allocator.run_around(first.size_class, slab, first.known_busy)
+        if run is None:
             first.known_busy.add(slab)  # its neighbours are busy: the same for this purpose
-        return False
+            return False
+        first.emptying = EmptyingSteps(
+            self._residents, allocator.begin_emptying(first.size_class, run), first.namespace
+        )
+        return True
 
     def _charge(self, preparation: Preparation, sign: int) -> None:
         """What it waits for is its tenant's from the first byte: room is made of what others have too much, then."""
