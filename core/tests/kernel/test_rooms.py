@@ -28,10 +28,10 @@ def full(make_kernel: Callable[..., Kernel]) -> Kernel:
     return filled(make_kernel(slots=8))
 
 
-def filled(kernel: Kernel) -> Kernel:
+def filled(kernel: Kernel, count: int = TINY_COUNT) -> Kernel:
     kernel.register_layout(TINY, 4096)
     kernel.register_layout(HUGE, 4 * MIB)
-    for first in range(0, TINY_COUNT, 512):
+    for first in range(0, count, 512):
         store(kernel, *range(first, first + 512), layout=TINY)
     kernel.take_effects()
     return kernel
@@ -67,7 +67,8 @@ def test_a_grant_in_whose_way_many_objects_stand_evicts_a_bounded_number_in_each
     assert not full.working
 
 
-def test_what_is_being_emptied_is_given_to_nobody_else(full: Kernel) -> None:
+def test_what_is_being_emptied_is_given_to_nobody_else(make_kernel: Callable[..., Kernel]) -> None:
+    full = filled(make_kernel(slots=16), 2 * TINY_COUNT)
     waiting = begin(full, 9000, layout=HUGE)
     spans: list[tuple[int, int]] = []
     number = 10_000
@@ -368,3 +369,27 @@ def test_what_waiting_stores_hold_is_charged_as_promised(make_kernel: Callable[.
     assert kernel.usage().held_by_session[WORKER].promised_bytes == 3 * 4096
     kernel.cancel_store(waiting)
     assert kernel.usage().held_by_session == {}
+
+
+def test_a_look_past_what_tiers_do_not_have_yet_is_bounded(make_kernel: Callable[..., Kernel]) -> None:
+    """Where nearly all that is coldest is on its way to tiers, some is uncovered, and the policy is asked anew."""
+    kernel = make_kernel(slots=64)
+    middle = 5
+    for layout, nbytes in ((TINY, 4096), (HUGE, 4 * MIB), (middle, 12_288)):
+        kernel.register_layout(layout, nbytes)
+    numbers = range(63 * 85)
+    for first in range(0, len(numbers), 512):
+        some = numbers[first : first + 512]
+        grants = offer(kernel, *some, layout=middle)
+        kernel.commit_store(WORKER, grants.lease_id, 0.0)
+        kernel.shield(NS, [(key, grants.generation) for key in keys(*some) if first >= 512])
+    store(kernel, 50_000, layout=TINY)  # for all the policy is asked, objects may be as small as this
+    kernel.take_touched()
+    waiting = begin(kernel, *range(90_000, 90_008), layout=HUGE)
+    longest = kernel.take_touched()
+    while not waiting.done:
+        kernel.step(0.0)
+        longest = max(longest, kernel.take_touched())
+    assert longest <= 4 * LOOK_OBJECTS_MAX
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses)[:3] == ["GRANTED"] * 3, "the others: in the way of all else something is held"

@@ -20,11 +20,10 @@ def make_room(
     still, and the slab of something else may be had in steps (`rooms`).
     """
     reach = 1
-    looked_at = 0
-    while (missing := slots - size_class.slots_free) > 0 and looked_at < 2 * LOOK_OBJECTS_MAX:
+    last = residents.touched + LOOK_OBJECTS_MAX
+    while (missing := slots - size_class.slots_free) > 0 and residents.touched < last:
         nbytes = missing * size_class.slot_bytes * reach
         coldest = residents.victims(nbytes, LOOK_OBJECTS_MAX)
-        looked_at += len(coldest)
         own = [item for item in coldest if item.slab.size_class is size_class][:missing]
         if residents.policy.spares(own, namespace):
             own = [item for item in own if not residents.policy.spares([item], namespace)]

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from lmcache_core.kernel.adoption import Untouched
 
 READY = State.READY
-VICTIMS_LOOKS_MAX = 4  # what tiers do not have yet is uncovered so often for one question
 
 
 class Residents:
@@ -252,16 +251,16 @@ class Residents:
     # --- what may go ----------------------------------------------------------------------------------------
 
     def victims(self, nbytes: int, objects_max: int) -> list[Incarnation]:
-        """The coldest by the policy, about `objects_max` at most, without any that may not go: a policy is a plugin,
-        and may err. What tiers do not have yet comes last."""
+        """The coldest by the policy, about `objects_max` at most, and no more than twice as many looked at. Without any
+        that may not go: a policy is a plugin, and may err. What tiers do not have yet comes last."""
         found, all_named = self._named(self.policy.victims, nbytes, objects_max)
         shield = self.shield
         if shield.yields and len(shield):
-            looks_left = VICTIMS_LOOKS_MAX  # what it uncovers may be covered by somebody's quota, and not be named
-            while all_named and (missing := nbytes - sum(item.nbytes for item in found)) > 0 and looks_left:
+            # What it uncovers may be covered by somebody's quota, and not be named. Each time all are named once more.
+            last = self.touched + objects_max // 2
+            while all_named and (missing := nbytes - sum(item.nbytes for item in found)) > 0 and self.touched < last:
                 if not shield.uncover_for(missing):
                     break
-                looks_left -= 1
                 found, all_named = self._named(self.policy.victims, nbytes, objects_max)
         return found
 
@@ -290,7 +289,7 @@ class Residents:
             covered = sum(item.nbytes for item in found)
             if covered < asked:  # of an adopted pool there is more, which is not made yet: who asks again gets it
                 return found, self.untouched is None
-            if asked >= nbytes or looked_at >= objects_max:
+            if asked >= nbytes or looked_at > objects_max // 2:
                 return found, False
 
     @property

@@ -37,8 +37,9 @@ class Preparation:
     """A grant under way. It is `done` once it has `grants`, an `error`, or was given up."""
 
     __slots__ = (
-        "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "grants", "keys", "known_busy",
-        "layout_id", "lease_id", "live", "namespace", "session", "size_class", "slots", "until_s", "walk",
+        "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "gave_up", "grants", "keys",
+        "known_busy", "layout_id", "lease_id", "live", "looked", "namespace", "session", "size_class", "slots",
+        "until_s", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +70,8 @@ class Preparation:
         self.emptying: EmptyingSteps | None = None
         self.emptied: list[Emptying] = []
         self.known_busy: set[Slab] = set()
+        self.looked = False  # whether there is something of its own class that may go
+        self.gave_up = False  # there is nothing left to wait for
         self.walk: Iterator[Slab | None] | None = None  # once around the pool, where the coldest slabs are busy
         self.grants: Grants | None = None
         self.error: CacheError | None = None
@@ -185,7 +188,7 @@ class Rooms:
     def step(self, now: float) -> None:
         """A bounded step for the first that waits."""
         first = next(iter(self._waiting), None)
-        if first is None or (now < first.until_s and self._advance(first)):
+        if first is None or (now < first.until_s and not first.gave_up and self._advance(first)):
             return
         for each in first.emptied:
             self._residents.allocator.give_emptied(each)
@@ -198,7 +201,8 @@ class Rooms:
         self._let_go(first)
 
     def _advance(self, first: Preparation) -> bool:
-        """Whether it is worth waiting for the next step."""
+        """Whether it is worth waiting for the next step. Each look at what is coldest has a step of its own, and so has
+        the last one, where the grant is carried out with too little room."""
         residents, allocator = self._residents, self._residents.allocator
         missing = first.slots - first.slots_to_come
         while first.size_class.slots_free < missing and allocator.grow(first.size_class):
@@ -211,10 +215,14 @@ class Rooms:
         # Clears give more room than any eviction, and nobody misses it.
         if residents.clearings and self._fence.step():
             return True
-        if make_room(residents, first.size_class, missing, first.namespace, may_wait=True):
-            return False
+        if not first.looked:
+            first.looked = True
+            return not make_room(residents, first.size_class, missing, first.namespace, may_wait=True)
+        first.looked = False
         # Behind what is made already there is more of an adopted pool, and it may be what can go.
-        return self._begin_emptying(first) or (residents.untouched is not None and residents.untouched.step() > 0)
+        more = self._begin_emptying(first) or (residents.untouched is not None and residents.untouched.step() > 0)
+        first.gave_up = not more
+        return True
 
     def _empty_more(self, first: Preparation, steps: EmptyingSteps) -> None:
         outcome = steps.step()
