@@ -1,0 +1,81 @@
+"""What `kv_connector_extra_config` may say."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from lmcache_core.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Settings of one engine, with their defaults.
+
+    `server`, `runtime_dir`, `address`: which server, as `Client.connect` takes them. `model`, `weights_version`: names
+    of the model and of the state of its weights, where the engine's own (its path or repository, and its revision) do
+    not tell them apart, or differ between machines that are to share. `salt`: a secret; engines with another share
+    nothing.
+
+    `load`: "async" (between steps) or "sync" (within the step that needs it). `load_timeout_s`: how long one load may
+    take; what is not there by then is computed. `lookup_timeout_s`: how long a request waits for the server to say
+    what its tiers have, and to load it. `step_wait_s`: how long one step of the engine waits for the server at most,
+    beside synchronous loads. `retry_s`: after a call that the server did not answer in time it is left alone, for 50 ms
+    at first, and for so long at most.
+
+    `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
+    owe an answer for; further ones are dropped, and counted. `verify`: checksums on loads, "never", "first" or
+    "always". `copy_threads`: as `Client.connect` takes it.
+    """
+
+    server: str = "default"
+    runtime_dir: str | None = None
+    address: str | None = None
+    model: str = ""
+    weights_version: str = ""
+    salt: str = ""
+    load: str = "async"
+    load_timeout_s: float = 5.0
+    lookup_timeout_s: float = 1.0
+    step_wait_s: float = 0.004
+    retry_s: float = 1.0
+    save_generated: bool = True
+    saves_in_flight: int = 8
+    verify: str = "never"
+    copy_threads: int = 0
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> ConnectorConfig:
+        """Raises `SettingsError` that names the setting and says what to give."""
+        kinds = {field.name: field.default for field in fields(cls)}
+        for name, value in given.items():
+            if name not in kinds:
+                near = difflib.get_close_matches(name, kinds, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(kinds)}"
+                raise SettingsError(f"kv_connector_extra_config has no setting {name!r}: {hint}")
+            _check_kind(name, value, kinds[name])
+        made = cls(**given)
+        _check_choice("load", made.load, ("async", "sync"))
+        _check_choice("verify", made.verify, ("never", "first", "always"))
+        for name in ("load_timeout_s", "lookup_timeout_s", "step_wait_s", "retry_s", "saves_in_flight"):
+            if getattr(made, name) <= 0:
+                raise SettingsError(f"kv_connector_extra_config: {name} must be positive, got {getattr(made, name)}")
+        return made
+
+
+def _check_kind(name: str, value: object, default: object) -> None:
+    if isinstance(default, bool):
+        good, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, int | float):
+        good, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    else:
+        good, wanted = isinstance(value, str), "a string"
+    if not good:
+        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}: give {wanted}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"kv_connector_extra_config: {name} is {value!r}: use {' or '.join(map(repr, choices))}")

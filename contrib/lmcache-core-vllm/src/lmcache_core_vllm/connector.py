@@ -1,0 +1,252 @@
+"""The class that vLLM loads: one object in the scheduler's process, and one in each worker."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_core import Client
+from lmcache_core.errors import CacheError
+from lmcache_core_vllm import facts
+from lmcache_core_vllm.config import ConnectorConfig
+from lmcache_core_vllm.groups import Group
+from lmcache_core_vllm.namespaces import GroupFacts, RankFacts
+from lmcache_core_vllm.scheduler import SchedulerSide
+from lmcache_core_vllm.stats import ConnectorMetrics, ConnectorStats
+from lmcache_core_vllm.steps import Step
+from lmcache_core_vllm.tensors import layer_regions
+from lmcache_core_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+log = logging.getLogger("lmcache_core_vllm")
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
+    """A step, as vLLM carries it from the scheduler to the workers."""
+
+    step: Step
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as above
+    """What a worker says of itself, as vLLM carries it to the scheduler."""
+
+    rank: RankFacts
+
+
+class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """KV of prompt prefixes, shared by all engines of the node through an lmcache-core server.
+
+    A server that is not there, hangs or ends costs hits, never an answer: the engine computes then.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        facts.check_supported(vllm_config)
+        self._settings = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._groups = facts.groups_of(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._rank: RankFacts | None = None
+        self._invalid: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                self._settings,
+                self._groups,
+                self._connect("scheduler"),
+                lambda: facts.hashing_facts(vllm_config, kv_cache_config),
+                loads=self._kv_transfer_config.is_kv_consumer,
+                saves=self._kv_transfer_config.is_kv_producer,
+                waits=loads_wait(self._settings, self._groups, vllm_config.parallel_config.world_size),
+            )
+
+    def _connect(self, part: str) -> Client:
+        """A client; returns at once, whether or not a server is there. No call of it may hold a step for long."""
+        settings = self._settings
+        return Client.connect(
+            settings.server,
+            runtime_dir=settings.runtime_dir,
+            address=settings.address,
+            client_name=f"vllm-{part}",
+            copy_threads=settings.copy_threads,
+            call_timeout_s=settings.lookup_timeout_s,
+            verify=settings.verify,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a miss later, and no more."""
+        return False
+
+    # --- the scheduler's side -----------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
+        """The workers have registered their memory."""
+        assert self._scheduler is not None
+        self._scheduler.know_ranks(each.rank for each in metadata.values())
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, and whether between steps; None: the server has not answered yet."""
+        assert self._scheduler is not None
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The engine has made room for them."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """What the workers load before or beside this step, and save after it."""
+        assert self._scheduler is not None
+        return StepMetadata(self._scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What became of loads."""
+        assert self._scheduler is not None
+        self._scheduler.heard(
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+            connector_output.invalid_block_ids or (),
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its blocks can go at once: what is saved of them has been read already."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, of models with several KV groups."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Forget this engine's namespaces, on the tiers too, as for new weights. False: no server has done it."""
+        assert self._scheduler is not None
+        return self._scheduler.clear()
+
+    # --- the workers' side ----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The engine's memory, by layer."""
+        config, kv_config = self._vllm_config, self._kv_cache_config
+        memory = [
+            layer_regions(group.layer_names, kv_caches, kv_config.num_blocks) for group in kv_config.kv_cache_groups
+        ]
+        common = facts.engine_facts(config, kv_config)
+        made = []
+        for group, layers in zip(kv_config.kv_cache_groups, memory, strict=True):
+            own = facts.group_facts(config, group, [layer.layer for layer in layers])
+            block_bytes = sum(region.page_bytes for layer in layers for region in layer.regions)
+            made.append(GroupFacts(tuple(sorted((common | own).items())), block_bytes))
+        tp, pp, replicas = get_tp_group(), get_pp_group(), kv_config.kv_tp_replicas
+        shards = tp.world_size // replicas
+        self._rank = RankFacts(
+            facts.model_name(config, self._settings),
+            facts.weights_version(config, self._settings),
+            (pp.rank_in_group * shards + tp.rank_in_group // replicas, pp.world_size * shards),
+            tp.rank_in_group % replicas == 0,
+            tuple(made),
+        )
+        self._worker = WorkerSide(self._settings, self._connect(f"worker-{tp.rank_in_group}"), self._rank, memory)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """What the scheduler's side needs to know of this worker."""
+        return None if self._rank is None else RankHandshake(self._rank)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin this step's loads."""
+        if self._worker is not None:
+            self._worker.start_loads(self._get_connector_metadata().step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Until a layer is there that this step needs."""
+        if self._worker is not None:
+            self._worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a step's blocks are read together, at its end."""
+
+    def wait_for_save(self) -> None:
+        """The step has been computed: read what it made, after the last of what it needed."""
+        if self._worker is not None:
+            step = self._get_connector_metadata().step
+            self._worker.end_step_loads(step)
+            self._worker.save(step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads between steps that have ended, each told of once, and those of them that failed."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        idle = self.has_connector_metadata() and self._get_connector_metadata().step.idle
+        arrived = self._worker.arrived(finished_req_ids, idle)
+        self._invalid = arrived.invalid
+        several = len(self._groups) > 1
+        return KVConnectorTransferResults(
+            finished_recving=arrived.received, failed_recving=arrived.failed if several else set()
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that hold no KV, of the loads that `get_transfer_results` has just told of, and of this step's."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    # --- both ---------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What has moved since the last time."""
+        side = self._scheduler or self._worker
+        data = {} if side is None else side.counters.take()
+        return ConnectorStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Figures that have travelled to the front end."""
+        return ConnectorStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        """Counters for vLLM's `/metrics`."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Loads within a step are waited for layer by layer."""
+        return extra_config.get("load") == "sync"
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                try:
+                    side.close()
+                except CacheError as error:
+                    log.warning("the client could not be closed in good order: %s", error)
+
+
+def loads_wait(settings: ConnectorConfig, groups: list[Group], ranks: int) -> bool:
+    """Whether loads are synchronous. Of several groups vLLM cannot take a failure back within a step; and of several
+    ranks, those that loaded well would store what they computed from another's failure."""
+    return settings.load == "sync" and len(groups) == 1 and ranks == 1

@@ -1,0 +1,44 @@
+"""Figures of one side of the connector since they were last taken."""
+
+from __future__ import annotations
+
+# Name and meaning of each figure: they are what vLLM's log, its Prometheus page and our guide show.
+FIGURES = {
+    "lookup_requests": "Requests that were looked up",
+    "lookup_hit_tokens": "Tokens that lookups found beyond what the engine had",
+    "lookup_missed_tokens": "Tokens of whole blocks that lookups did not find",
+    "lookup_timeouts": "Requests for which the server did not answer in time",
+    "lookup_unreachable": "Requests for which no server could be reached",
+    "lookup_vetoed": "Requests that were not looked up again after a load had failed",
+    "load_blocks": "Blocks that were read into the engine",
+    "load_bytes": "Bytes that were read into the engine",
+    "load_seconds": "Seconds from the beginning of loads to their end",
+    "load_failed_blocks": "Blocks that were promised and could not be read, and so were computed",
+    "load_failed_requests": "Loads that failed in part or as a whole",
+    "load_cancelled_requests": "Loads that were given up because their request had ended",
+    "save_blocks": "Blocks that were stored",
+    "save_bytes": "Bytes that were stored",
+    "save_existing_blocks": "Blocks that were there already",
+    "save_refused_blocks": "Blocks for which the server had no room or no time",
+    "save_dropped_blocks": "Blocks that were not offered, because the server was slow or away",
+    "save_tainted_blocks": "Blocks that were not offered, because a load had failed in their step",
+}
+
+
+class Counters:
+    """A number for each figure that has moved."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, float] = {}
+
+    def add(self, figure: str, count: float = 1) -> None:
+        """Count. Raises `KeyError` for a figure that is not in `FIGURES`."""
+        if figure not in FIGURES:
+            raise KeyError(figure)
+        if count:
+            self._counts[figure] = self._counts.get(figure, 0) + count
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last time; empty if nothing was."""
+        taken, self._counts = self._counts, {}
+        return taken

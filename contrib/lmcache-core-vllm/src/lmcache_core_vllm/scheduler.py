@@ -1,0 +1,332 @@
+"""The scheduler's side: which blocks a request need not compute, and which blocks each step has made.
+
+Nothing here waits for the server longer than `step_wait_s` in a step, all requests together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from lmcache_core.client.client import Client
+from lmcache_core.errors import CacheError
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm.config import ConnectorConfig
+from lmcache_core_vllm.counters import Counters
+from lmcache_core_vllm.groups import Group, Kind, boundary_step
+from lmcache_core_vllm.lookups import Found, Lookup
+from lmcache_core_vllm.namespaces import RankFacts, namespaces_of
+from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.steps import Blocks, Load, Step
+
+log = logging.getLogger("lmcache_core_vllm")
+
+ANSWER_KEPT_S = 5.0  # a request that found no room in the engine is looked up again after that
+
+
+class Request(Protocol):
+    """What is looked at of vLLM's request."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+
+
+class Tracked:
+    """A request that the engine has."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.lookup: Lookup | None = None
+        self.found: Found | None = None
+        self.computed = 0  # what the engine had when it was told of `found`
+        self.vetoed = False  # a load for it has failed
+        self.loading = False  # between steps
+        self.saved: dict[int, int] = {}  # by group, the block up to which all are stored, or were offered
+
+
+class SchedulerSide:
+    """One engine's requests, and what the cache has of them."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        groups: Sequence[Group],
+        client: Client,
+        hashing: Callable[[], dict[str, str]],
+        *,
+        loads: bool = True,
+        saves: bool = True,
+        waits: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hashing`: how block hashes are made, known with the first request. `waits`: loads are synchronous."""
+        self._config = config
+        self._groups = groups
+        self._client = client
+        self._hashing = hashing
+        self._loads = loads
+        self._saves = saves
+        self._waits = waits
+        self._clock = clock
+        self._ranks: list[RankFacts] = []
+        self._namespaces: list[list[Namespace]] = []
+        self._requests: dict[str, Tracked] = {}
+        self._pending: list[Load] = []
+        self._epoch = 0
+        self._waited_s = 0.0  # in this step
+        self._patience = Patience(config.retry_s, clock)
+        self._step_tokens = boundary_step(groups)
+        self.counters = Counters()
+
+    def know_ranks(self, ranks: Iterable[RankFacts]) -> None:
+        """What the workers have said of themselves; before that nothing is looked up."""
+        shards = {rank.shard: rank for rank in ranks}
+        self._ranks = [shards[shard] for shard in sorted(shards)]
+        self._namespaces = []
+
+    def namespaces(self) -> list[list[Namespace]]:
+        """For each rank those of its groups."""
+        if not self._namespaces and self._ranks:
+            hashing = self._hashing()
+            self._namespaces = [namespaces_of(rank, hashing, self._config.salt) for rank in self._ranks]
+        return self._namespaces
+
+    # --- before a request is scheduled ----------------------------------------------------------------------
+
+    def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """How many tokens beyond the `computed` ones can be loaded, and whether between steps. None: ask again."""
+        tracked = self._tracked(request)
+        tracked.computed = computed
+        if not self._loads or tracked.vetoed or not self._ranks or request.skip_reading_prefix_cache:
+            self.counters.add("lookup_vetoed", tracked.vetoed)
+            return 0, False
+        found = tracked.found
+        if found is not None and not self._still_holds(found, request, computed):
+            found = tracked.found = None
+        if found is None:
+            found = tracked.found = self._ask(tracked, computed)
+        if found is None:
+            return None, False
+        tokens = max(0, found.boundary - computed)
+        return tokens, bool(tokens) and not self._waits
+
+    def _still_holds(self, found: Found, request: Request, computed: int) -> bool:
+        young = self._clock() - found.at_s < ANSWER_KEPT_S
+        return young and found.tokens == request.num_tokens and computed >= found.start
+
+    def _ask(self, tracked: Tracked, computed: int) -> Found | None:
+        """The answer, once it is there, or there is none to wait for."""
+        request, config = tracked.request, self._config
+        lookup = tracked.lookup
+        if lookup is None:
+            limit = self._limit(request)
+            nothing = Found(computed, computed, request.num_tokens, self._clock(), True)
+            if limit <= computed or self._patience.over:
+                return nothing
+            bounds = (computed, limit, request.num_tokens)
+            wait_s = config.lookup_timeout_s / 2
+            lookup = Lookup(self._client, self._groups, self.namespaces(), request.block_hashes, bounds, wait_s)
+            tracked.lookup = lookup
+        found = lookup.found
+        if found is None and (left := config.step_wait_s - self._waited_s) > 0:
+            began = self._clock()
+            lookup.wait(left)
+            self._waited_s += self._clock() - began
+            found = lookup.found
+        if found is not None:
+            self._patience.answered()
+        elif self._clock() - lookup.began_s > config.lookup_timeout_s:
+            lookup.cancel()
+            self._patience.waited_in_vain()
+            self.counters.add("lookup_timeouts")
+            found = Found(computed, computed, request.num_tokens, self._clock(), True)
+        if found is not None:
+            tracked.lookup = None
+            self._count(found, request)
+        return found
+
+    def _limit(self, request: Request) -> int:
+        """The last boundary that leaves a token to compute, and whose blocks have hashes."""
+        hashed = min(group.hashed_blocks(request.block_hashes) * group.block_tokens for group in self._groups)
+        limit = min(hashed, request.num_tokens - 1)
+        return limit - limit % self._step_tokens
+
+    def _count(self, found: Found, request: Request) -> None:
+        add = self.counters.add
+        add("lookup_requests")
+        add("lookup_hit_tokens", found.boundary - found.start)
+        add("lookup_missed_tokens", max(0, self._limit(request) - found.boundary))
+        add("lookup_unreachable", not found.reachable)
+
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
+        """The engine has made room: `external` tokens are to be loaded, into these blocks."""
+        tracked = self._tracked(request)
+        found = tracked.found
+        if external <= 0 or found is None:
+            return
+        tracked.found = None
+        start, boundary = tracked.computed, tracked.computed + external
+        blocks = []
+        for group in self._groups:
+            end = boundary // group.block_tokens
+            first = max(start // group.block_tokens, group.first_needed(boundary))
+            hashes = group.block_hashes(request.block_hashes, first, end)
+            blocks.append(Blocks(group.number, hashes, list(block_ids[group.number][first:end])))
+            tracked.saved[group.number] = end
+        tracked.loading = not self._waits
+        self._pending.append(Load(request.request_id, self._waits, blocks))
+
+    # --- each step --------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> Step:
+        """What the workers are to do in the step that vLLM's `SchedulerOutput` describes."""
+        self._waited_s = 0.0
+        made = Step(self._hashing(), self._epoch, idle=not output.total_num_scheduled_tokens)
+        made.loads, self._pending = self._pending, []
+        if self._saves and self._ranks:
+            state = output.kv_connector_block_state
+            for request_id, computed in _computed_after(output).items():
+                tracked = self._requests.get(request_id)
+                table = None if state is None else state.get_block_ids(request_id)
+                if tracked is not None and table is not None:
+                    made.saves += self._blocks_made(tracked, table, computed)
+            if state is not None:
+                made.saves += self._states_made(state.boundary_state_offloads)
+        return made
+
+    def _blocks_made(self, tracked: Tracked, table: Sequence[Sequence[int]], computed: int) -> list[Blocks]:
+        """Blocks of tokens that are full after this step, and were not before it."""
+        request = tracked.request
+        if not self._config.save_generated:
+            computed = min(computed, request.num_prompt_tokens)
+        made = []
+        for group in self._groups:
+            if group.kind is Kind.STATE:
+                continue
+            first = tracked.saved.get(group.number)
+            if first is None:
+                first = tracked.saved[group.number] = self._had(request, group)
+            end = min(computed // group.block_tokens, group.hashed_blocks(request.block_hashes))
+            if end <= first:
+                continue
+            tracked.saved[group.number] = end
+            hashes = group.block_hashes(request.block_hashes, first, end)
+            ids = list(table[group.number][first:end])
+            there = [at for at, block in enumerate(ids) if block]  # what has left the window is block 0
+            if there:
+                made.append(Blocks(group.number, [hashes[at] for at in there], [ids[at] for at in there]))
+        return made
+
+    @staticmethod
+    def _had(request: Request, group: Group) -> int:
+        """Blocks that the engine had of a request before it first ran."""
+        return request.num_computed_tokens // group.block_tokens
+
+    def _states_made(self, offers: Mapping[str, Sequence[tuple[int, int, int]]]) -> list[Blocks]:
+        """States that end on a boundary: vLLM says which block holds each after this step."""
+        made = []
+        for request_id, states in offers.items():
+            tracked = self._requests.get(request_id)
+            for number, block_id, boundary in states:
+                group = self._groups[number]
+                if tracked is None or not block_id or boundary % group.block_tokens:
+                    continue
+                block = boundary // group.block_tokens - 1
+                hashes = tracked.request.block_hashes
+                if block < group.hashed_blocks(hashes) and self._wanted(tracked.request, boundary):
+                    made.append(Blocks(number, group.block_hashes(hashes, block, block + 1), [block_id]))
+        return made
+
+    def _wanted(self, request: Request, boundary: int) -> bool:
+        return self._config.save_generated or boundary <= request.num_prompt_tokens
+
+    # --- after it -----------------------------------------------------------------------------------------------
+
+    def heard(self, received: Iterable[str], failed: Iterable[str], invalid: Iterable[int]) -> None:
+        """What the workers have said: loads that ended, those of them that failed, and blocks that hold no KV.
+
+        vLLM has moved requests back to what they have by then, so what follows is computed over sound blocks.
+        """
+        invalid = set(invalid)
+        for request_id in failed:
+            self._veto(request_id)
+        for request_id in received:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.loading = False
+                if invalid:
+                    self._move_back(tracked)
+        if invalid:
+            self._epoch += 1
+            for tracked in self._requests.values():
+                if not tracked.loading:
+                    self._move_back(tracked)
+
+    def _veto(self, request_id: str) -> None:
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            tracked.vetoed = True
+            tracked.saved.clear()
+
+    def _move_back(self, tracked: Tracked) -> None:
+        """Blocks behind what the request has now are made anew."""
+        computed = tracked.request.num_computed_tokens
+        for group in self._groups:
+            end = computed // group.block_tokens
+            if tracked.saved.get(group.number, 0) > end:
+                tracked.saved[group.number] = end
+                tracked.vetoed = True  # what failed once is not promised again
+
+    def finished(self, request: Request) -> None:
+        """The engine is done with it."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.lookup is not None:
+            tracked.lookup.cancel()
+        self._pending = [load for load in self._pending if load.request_id != request.request_id]
+
+    def clear(self) -> bool:
+        """Forget all that engines of these namespaces have stored, on the tiers too; whether a server has done so."""
+        try:
+            for namespace in {each.id: each for rank in self.namespaces() for each in rank}.values():
+                self._client.clear(namespace, tiers=True)
+        except CacheError as error:
+            log.warning("the cache could not be cleared: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """The engine ends."""
+        for tracked in self._requests.values():
+            if tracked.lookup is not None:
+                tracked.lookup.cancel()
+        self._client.close()
+
+    def _tracked(self, request: Request) -> Tracked:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            tracked = self._requests[request.request_id] = Tracked(request)
+        return tracked
+
+    @property
+    def requests(self) -> int:
+        """How many it knows of."""
+        return len(self._requests)
+
+
+def _computed_after(output: Any) -> dict[str, int]:
+    """Of each scheduled request, the tokens that have KV after the step. Drafts may be refused, and do not count."""
+    before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    drafts = output.scheduled_spec_decode_tokens
+    return {
+        request_id: before[request_id] + count - len(drafts.get(request_id, ()))
+        for request_id, count in output.num_scheduled_tokens.items()
+        if request_id in before
+    }

@@ -1,0 +1,35 @@
+"""What the scheduler's side tells the workers' side in each step. Plain data, pickled by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Blocks:
+    """Blocks of one group: their hashes, and their ids in the engine."""
+
+    group: int
+    hashes: list[bytes]
+    block_ids: list[int]
+
+
+@dataclass
+class Load:
+    """Blocks to be read for a request."""
+
+    request_id: str
+    waits: bool  # the step needs them, and waits
+    blocks: list[Blocks]
+
+
+@dataclass
+class Step:
+    """One step. `epoch`: grows when the scheduler has heard of a load that failed within a step. `idle`: no tokens are
+    computed in it."""
+
+    hashing: dict[str, str]
+    epoch: int = 0
+    idle: bool = False
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Blocks] = field(default_factory=list)

@@ -1,0 +1,66 @@
+"""vLLM's KV tensors as regions of pages. The inside of a page is opaque."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lmcache_core.client.regions import Region
+from lmcache_core.errors import UsageError
+
+
+class LayerRegions(NamedTuple):
+    """One layer's regions, of which each has one page for each block."""
+
+    layer: str
+    regions: list[Region]
+
+
+def layer_regions(names: Sequence[str], tensors: Mapping[str, Any], blocks: int) -> list[LayerRegions]:
+    """The regions of a group's layers in order. Layers that share one tensor have it once.
+
+    Raises `UsageError` for memory that is not the host's, and for tensors that are not made of whole blocks.
+    """
+    found: list[LayerRegions] = []
+    seen: set[int] = set()
+    for name in names:
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue
+        if not hasattr(tensor, "untyped_storage"):
+            raise UsageError(f"the KV cache of layer {name!r} is a {type(tensor).__name__}, and no tensor")
+        if not tensor.is_cpu:
+            raise UsageError(
+                f"the KV cache of layer {name!r} is on {tensor.device}: lmcache-core-vllm copies KV in host memory, as "
+                "vLLM's CPU backend has it, and none on a device yet"
+            )
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            found.append(LayerRegions(name, list(_regions(name, tensor, blocks))))
+    return found
+
+
+def _regions(name: str, tensor: Any, blocks: int) -> Iterator[Region]:
+    """A region for each part of a block that lies in one piece: the whole block, or each head of it."""
+    if tensor.dim() < 2 or tensor.shape[0] % blocks:
+        raise UsageError(
+            f"the KV cache of layer {name!r} has the shape {tuple(tensor.shape)}: its first dimension must be a "
+            f"multiple of the engine's {blocks} blocks"
+        )
+    item, parts = tensor.element_size(), tensor.shape[0] // blocks
+    stride = tensor.stride(0) * item * parts
+    inner = [(parts, tensor.stride(0) * item)] + [
+        (size, step * item) for size, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    ]
+    dense = item
+    outer: list[tuple[int, int]] = []
+    for size, step in sorted((each for each in inner if each[0] > 1), key=lambda each: each[1]):
+        if step == dense and not outer:
+            dense *= size
+        else:
+            outer.append((size, step))
+    offsets = [0]
+    for size, step in reversed(outer):
+        offsets = [offset + at * step for offset in offsets for at in range(size)]
+    for offset in offsets:
+        yield Region(tensor, offset, dense, stride, blocks)

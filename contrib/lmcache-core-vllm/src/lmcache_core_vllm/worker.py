@@ -1,0 +1,290 @@
+"""The workers' side: blocks between the engine's memory and the pool.
+
+Loads that a step needs are waited for, layer by layer; all others go on between steps, by threads of lmcache-core's
+extension, and are looked at once a step. What is saved has been read from the engine's memory when `save` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
+from lmcache_core.client.pages import Pages
+from lmcache_core.client.regions import PageGroup
+from lmcache_core.client.results import Status
+from lmcache_core.errors import CacheError
+from lmcache_core.kernel.answers import Reason
+from lmcache_core.tokens.keys import keys_from_block_hashes
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm.config import ConnectorConfig
+from lmcache_core_vllm.counters import Counters
+from lmcache_core_vllm.namespaces import RankFacts, namespaces_of
+from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.steps import Blocks, Load, Step
+from lmcache_core_vllm.tensors import LayerRegions
+
+log = logging.getLogger("lmcache_core_vllm")
+
+NULL_BLOCK = 0
+CLOSE_S = 2.0  # for answers to the last saves
+
+
+@dataclass
+class _Loading:
+    """A load under way. `job` is None where it could not even begin."""
+
+    load: Load
+    job: RetrieveJob | None
+    began_s: float
+
+
+@dataclass
+class _Saving:
+    job: StoreJob
+    block_bytes: list[int]  # by entry
+
+
+@dataclass
+class Arrived:
+    """Loads that have ended since the last look: all, those that failed, and the blocks that hold no KV."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    invalid: set[int] = field(default_factory=set)
+
+
+class WorkerSide:
+    """One rank's memory, and what is on its way to it and from it."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        client: Client,
+        rank: RankFacts,
+        memory: Sequence[Sequence[LayerRegions]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`memory`: of each group its layers' regions."""
+        self._config = config
+        self._client = client
+        self._rank = rank
+        self._memory = memory
+        self._clock = clock
+        self._pages: Pages | None = None
+        self._namespaces: list[Namespace] = []
+        self._regions: dict[str, range] = {}
+        self._step_load: _Loading | None = None  # of all requests whose loads this step waits for
+        self._loading: dict[str, _Loading] = {}
+        self._saving: list[_Saving] = []
+        self._arrived = Arrived()
+        self._tainted_epoch = -1
+        self._patience = Patience(config.retry_s, clock)
+        self.counters = Counters()
+
+    # --- loads --------------------------------------------------------------------------------------------------
+
+    def start_loads(self, step: Step) -> None:
+        """Begin what the step asks for, without waiting."""
+        pages = self._registered(step.hashing) if step.loads or step.saves else None
+        waited = [load for load in step.loads if load.waits]
+        if waited:
+            merged = Load("", True, [blocks for load in waited for blocks in load.blocks])
+            self._step_load = self._begin(pages, merged, "region")
+        for load in step.loads:
+            if not load.waits:
+                self._loading[load.request_id] = self._begin(pages, load, "object")
+
+    def _begin(self, pages: Pages | None, load: Load, order: Any) -> _Loading:
+        began_s, job = self._clock(), None
+        try:
+            assert pages is not None
+            job = pages.retrieve_start(
+                self._entries(load.blocks),
+                order=order,
+                deadline_s=self._config.load_timeout_s,
+                verify=self._config.verify,
+            )
+        except CacheError as error:
+            log.warning("a load could not begin, and its blocks are computed: %s", error)
+        return _Loading(load, job, began_s)
+
+    def wait_layer(self, layer: str) -> None:
+        """Until the blocks of this layer are there, if the step waits for any; not longer than a load may take."""
+        loading = self._step_load
+        if loading is not None and loading.job is not None:
+            for region in self._regions.get(layer, ()):
+                loading.job.wait_region(region, self._left(loading))
+
+    def _left(self, loading: _Loading) -> float:
+        return max(0.0, loading.began_s + self._config.load_timeout_s - self._clock())
+
+    def end_step_loads(self, step: Step) -> None:
+        """All that this step waits for is there, or has failed, and then nothing that it computed is stored."""
+        loading, self._step_load = self._step_load, None
+        if loading is None:
+            return
+        if loading.job is not None and not loading.job.wait(self._left(loading)):
+            loading.job.cancel()
+        invalid = self._note_end(loading)
+        if invalid:
+            self._arrived.invalid |= invalid
+            self._tainted_epoch = step.epoch
+
+    def arrived(self, finished: Iterable[str], idle: bool) -> Arrived:
+        """What has ended by now; each load is told of once. `finished`: requests that the engine has given up. `idle`:
+        nothing is computed, so that a wait of some milliseconds holds nobody up, and lends this thread to the copies.
+        """
+        for request_id in finished:
+            loading = self._loading.get(request_id)
+            if loading is not None and loading.job is not None:
+                loading.job.cancel()
+        if idle:
+            self._wait_a_little()
+        for request_id, loading in list(self._loading.items()):
+            if loading.job is None or loading.job.done():
+                del self._loading[request_id]
+                self._note_arrival(request_id, loading)
+        arrived, self._arrived = self._arrived, Arrived()
+        return arrived
+
+    def _wait_a_little(self) -> None:
+        for loading in self._loading.values():
+            if loading.job is not None and not loading.job.done():
+                loading.job.wait(self._config.step_wait_s)
+                return
+
+    def _note_arrival(self, request_id: str, loading: _Loading) -> None:
+        invalid = self._note_end(loading)
+        self._arrived.received.add(request_id)
+        if invalid:
+            self._arrived.failed.add(request_id)
+            if len(self._memory) == 1:  # of several groups vLLM wants to hear of requests only
+                self._arrived.invalid |= invalid
+
+    def _note_end(self, loading: _Loading) -> set[int]:
+        """Count it, and say which of its blocks hold no KV."""
+        result = None if loading.job is None else loading.job.result
+        add = self.counters.add
+        add("load_seconds", self._clock() - loading.began_s)
+        invalid: set[int] = set()
+        for number, blocks in enumerate(loading.load.blocks):
+            for at, block_id in enumerate(blocks.block_ids):
+                if result is not None and result.statuses[number][at] is Status.HIT:
+                    add("load_blocks")
+                    add("load_bytes", self._rank.groups[blocks.group].block_bytes)
+                else:
+                    invalid.add(block_id)
+        add("load_failed_blocks", len(invalid))
+        if result is not None and any(Status.ABORTED in each for each in result.statuses):
+            add("load_cancelled_requests")
+        elif invalid:
+            add("load_failed_requests")
+            log.warning("%s", _why(result, len(invalid)))
+        return invalid
+
+    # --- saves ------------------------------------------------------------------------------------------------
+
+    def save(self, step: Step) -> None:
+        """Read what the step has made out of the engine's memory, and have it stored in the background."""
+        self._hear_saves()
+        if not step.saves or not self._rank.stores:
+            return
+        count = sum(len(blocks.hashes) for blocks in step.saves)
+        if step.epoch <= self._tainted_epoch:
+            self.counters.add("save_tainted_blocks", count)
+            return
+        if self._patience.over or len(self._saving) >= self._config.saves_in_flight:
+            self.counters.add("save_dropped_blocks", count)
+            return
+        try:
+            pages = self._registered(step.hashing)
+            job = pages.store_start(self._entries(step.saves), deadline_s=self._config.step_wait_s)
+        except CacheError as error:
+            log.warning("%d blocks are not stored: %s", count, error)
+            self.counters.add("save_dropped_blocks", count)
+            self._patience.waited_in_vain()
+            return
+        self._saving.append(_Saving(job, [self._rank.groups[each.group].block_bytes for each in step.saves]))
+        self._hear_saves()
+
+    def _hear_saves(self) -> None:
+        """Count the saves that the server has answered."""
+        open_saves = []
+        for saving in self._saving:
+            result = saving.job.result
+            if result is None:
+                open_saves.append(saving)
+            else:
+                self._count_saved(saving, result)
+        self._saving = open_saves
+
+    def _count_saved(self, saving: _Saving, result: PagesResult) -> None:
+        add = self.counters.add
+        if any(Reason.LATE in each for each in result.reasons):
+            self._patience.waited_in_vain()
+        else:
+            self._patience.answered()
+        for number, statuses in enumerate(result.statuses):
+            for status in statuses:
+                if status is Status.STORED:
+                    add("save_blocks")
+                    add("save_bytes", saving.block_bytes[number])
+                elif status is Status.EXISTS:
+                    add("save_existing_blocks")
+                elif status is Status.UNREACHABLE:
+                    add("save_dropped_blocks")
+                else:
+                    add("save_refused_blocks")
+
+    # --- both -------------------------------------------------------------------------------------------------
+
+    def _registered(self, hashing: Mapping[str, str]) -> Pages:
+        """The engine's memory as lmcache-core knows it; when the first step needs it, the scheduler has chosen how it
+        hashes."""
+        if self._pages is None:
+            self._namespaces = namespaces_of(self._rank, hashing, self._config.salt)
+            self._pages = self._client.register_pages(
+                [
+                    PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
+                    for namespace, layers in zip(self._namespaces, self._memory, strict=True)
+                ]
+            )
+            for first, layers in zip(self._pages.first_regions, self._memory, strict=True):
+                for layer in layers:
+                    self._regions[layer.layer] = range(first, first + len(layer.regions))
+                    first += len(layer.regions)
+        return self._pages
+
+    def _entries(self, chosen: Sequence[Blocks]) -> list[tuple[int, list[bytes], list[int]]]:
+        return [
+            (blocks.group, keys_from_block_hashes(blocks.hashes, self._namespaces[blocks.group]), blocks.block_ids)
+            for blocks in chosen
+        ]
+
+    def close(self) -> None:
+        """No thread reads or writes the engine's memory any more. Waits a little for answers to the last saves."""
+        for loading in [*self._loading.values(), *([self._step_load] if self._step_load else [])]:
+            if loading.job is not None:
+                loading.job.cancel()
+        until = self._clock() + CLOSE_S
+        for saving in self._saving:
+            saving.job.wait(max(0.0, until - self._clock()))
+        self._client.close()
+
+
+def _why(result: PagesResult | None, blocks: int) -> str:
+    if result is None:
+        return f"{blocks} blocks could not be read, and are computed"
+    reasons = {
+        f"{status}{f' ({reason})' if reason else ''}"
+        for statuses, whys in zip(result.statuses, result.reasons, strict=True)
+        for status, reason in zip(statuses, whys, strict=True)
+        if status is not Status.HIT
+    }
+    return f"{blocks} blocks could not be read, and are computed: {', '.join(sorted(reasons))}"
