@@ -13,6 +13,7 @@ from lmcache_core.plugins.components import API_GENERATION, ComponentSpec, Findi
 from lmcache_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from lmcache_core.client.boundaries import KeyGroup, Need
     from lmcache_core.client.client import Client
     from lmcache_core.client.pages import PageEntry
     from lmcache_core.client.regions import PageGroup, Region
@@ -31,9 +32,11 @@ __all__ = [
     "Client",
     "ComponentSpec",
     "Finding",
+    "KeyGroup",
     "Kind",
     "Layout",
     "Namespace",
+    "Need",
     "PageEntry",
     "PageGroup",
     "PluginInfo",
@@ -45,8 +48,10 @@ __all__ = [
 
 _LAZY = {
     "Client": "lmcache_core.client.client",
+    "KeyGroup": "lmcache_core.client.boundaries",
     "Layout": "lmcache_core.pool.layout",
     "Namespace": "lmcache_core.tokens.namespace",
+    "Need": "lmcache_core.client.boundaries",
     "PageEntry": "lmcache_core.client.pages",
     "PageGroup": "lmcache_core.client.regions",
     "Region": "lmcache_core.client.regions",

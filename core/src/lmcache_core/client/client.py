@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,11 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from lmcache_core.client.address import CurveKeys
+from lmcache_core.client.boundaries import CommonHits, CommonLookups, KeyGroup
 from lmcache_core.client.channel import expect
 from lmcache_core.client.copying import copy_in, spans, threads_to_copy
 from lmcache_core.client.explaining import KeyExplanation, explain_pages
-from lmcache_core.client.hits import Hits, verify_level
+from lmcache_core.client.hits import Hits, checked_keys, verify_level
 from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.links import Links
@@ -35,7 +36,6 @@ from lmcache_core.limits import (
     CLOSE_TIMEOUT_S,
     CONNECT_TIMEOUT_S,
     LINK_WAIT_PAUSE_S,
-    OPERATION_KEYS_MAX,
     PIN_TTL_S,
     STORE_PAGE_KEYS,
 )
@@ -66,6 +66,7 @@ class Client:
         self._verify = verify_level(verify)
         self._hits = Hits(self._links, self._copy_threads)
         self._lookups = ClientLookups(self._links, self._hits)
+        self._common = CommonLookups(self._lookups, self._hits)
         self._retriever = Retriever(self._links, self._hits, self._copy_threads)
 
     @classmethod
@@ -152,7 +153,7 @@ class Client:
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         layout = namespace.layout
         found = spans(sources, len(keys), layout, writable=False)
         with WriteLease(self._links, namespace, Presence()) as lease:
@@ -185,7 +186,7 @@ class Client:
         `verify`: compare the bytes with the checksum that they were stored with: "never", "first" (each object once
         in this process; without the index: always) or "always". A damaged one is a miss, and the server drops it.
         """
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         found = spans(into, len(keys), namespace.layout, writable=True)
         level = self._verify if verify is None else verify_level(verify)
         return self._retriever.retrieve(keys, found, namespace, prefix, promises, level)
@@ -261,7 +262,7 @@ class Client:
         prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads. `identify`: the result says
         which incarnations were found, for `drop`; a retrieve's always does.
         """
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
         if identify:
             return self._lookups.identified(keys, namespace, options._replace(identify=True))
@@ -284,17 +285,40 @@ class Client:
     ) -> LookupHandle:
         """As `lookup`, for callers that must not block: the handle has `done`, `result`, `wait` and `cancel`. One frame
         of keys at most. Neither this nor the handle ever waits for the server, but for `wait`."""
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy, identify=identify)
         return self._lookups.start(keys, namespace, options)
 
+    def lookup_many(
+        self,
+        groups: Sequence[KeyGroup | tuple[Any, ...]],
+        *,
+        unit_tokens: int | Sequence[int],
+        ask: bool = True,
+        wait_s: float = 0.0,
+        tiers: Sequence[str] | None = None,
+        deadline_s: float = 0.0,
+        policy: str = "",
+    ) -> CommonHits:
+        """The longest prefix of a prompt, in tokens, that all KV groups of all ranks can serve: `found.tokens`.
+
+        `groups`: namespace, keys and `Need` of each (see `KeyGroup`); the i-th key stands for the i-th chunk of the
+        prompt. `unit_tokens`: the tokens of a chunk, of all groups or of each. The boundary is a multiple of all of
+        them. `found.groups` says which keys each group has to load, with start and end in tokens.
+
+        The index answers first. The server is asked, and through it the tiers, for what a group lacks to reach the
+        boundary of the others, unless `ask` is false: then no call is made. The other options are those of `lookup`.
+        """
+        options = LookupOptions(False, True, wait_s, tiers, 0, deadline_s, 0.0, policy)
+        return self._common.lookup(groups, unit_tokens, options, ask)
+
     # --- the two phases -----------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         with ExitStack() as undo:
             lease = undo.enter_context(WriteLease(self._links, namespace, threads=self._copy_threads))
             for first in range(0, len(keys), STORE_PAGE_KEYS):
@@ -318,7 +342,7 @@ class Client:
         nothing of it before. What the index does not have is a `MISS`. Where there is no index to go by, as before the
         first call in the namespace, it is a lease like any other.
         """
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         if optimistic and any(promises):
             raise UsageError("promises are redeemed with the server: give them without optimistic=True")
         with ExitStack() as undo:
@@ -396,7 +420,7 @@ class Client:
     def _drop(
         self, keys: Sequence[bytes], namespace: Namespace, incarnations: Sequence[int], *, tiers: bool, damaged: bool
     ) -> int:
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         if len(keys) != len(incarnations):
             raise UsageError(f"{len(incarnations)} incarnations for {len(keys)} keys: give one for each key")
         chosen = [at for at, number in enumerate(incarnations) if number]
@@ -427,7 +451,7 @@ class Client:
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
         """The same for tools that know an id and a layout and no more; it is registered by that."""
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
 
         def explain(link: Link) -> list[KeyExplanation]:
             link.bind_id(namespace_id, layout)
@@ -512,7 +536,7 @@ class Client:
 
         For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
         """
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         blob, named = join_keys(keys), list(tiers)
 
         def warm(link: Link) -> m.Reply:
@@ -543,7 +567,7 @@ class Client:
     def _pages(
         self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[bytes, int], m.Message]
     ) -> list[Status]:
-        keys = _checked_keys(keys)
+        keys = checked_keys(keys)
         statuses: list[Status] = []
         for first in range(0, len(keys), BATCH_KEYS_MAX):
             blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
@@ -590,7 +614,7 @@ def _explain(
     if tokens is not None:
         keys = chunk_keys(tokens, namespace, link.chunk_tokens)
     assert keys is not None
-    keys = _checked_keys(keys)
+    keys = checked_keys(keys)
     if namespace.id not in link.registered:
         return explain_pages(link, keys, namespace.id)  # and hear what the server says to that
     link.bind(namespace)  # perhaps in a session that is gone
@@ -608,18 +632,3 @@ def _caller() -> str:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("lmcache_core."):
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
-    """The keys as what can be cut into pages. Raises `UsageError` for what has no order or no length."""
-    if isinstance(keys, bytes | bytearray | memoryview | str):
-        raise UsageError(f"keys is one {type(keys).__name__} object: give a sequence of keys of 32 bytes each")
-    if not isinstance(keys, list | tuple):
-        if isinstance(keys, set | frozenset) or not isinstance(keys, Sized):
-            raise UsageError(f"keys is a {type(keys).__name__}: give a sequence of keys of 32 bytes each, as a list")
-        keys = list(keys)
-    if len(keys) > OPERATION_KEYS_MAX:
-        raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
-    if len(keys) > STORE_PAGE_KEYS:
-        join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent
-    return keys

@@ -9,11 +9,13 @@ takes the pool over, and that is seen before a byte of it can change.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from lmcache_core.client.copying import Span
 from lmcache_core.client.links import Links
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import LimitError, UsageError
+from lmcache_core.limits import OPERATION_KEYS_MAX, STORE_PAGE_KEYS
+from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
 
 READ, CHANGED, DAMAGED = 1, 2, 3  # what `Hits.read` says of a key; 0: it is not there
@@ -106,6 +108,21 @@ class Hits:
             return found
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None
+
+
+def checked_keys(keys: Sequence[bytes]) -> Sequence[bytes]:
+    """The keys as what can be cut into pages. Raises `UsageError` for what has no order or no length."""
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        raise UsageError(f"keys is one {type(keys).__name__} object: give a sequence of keys of 32 bytes each")
+    if not isinstance(keys, list | tuple):
+        if isinstance(keys, set | frozenset) or not isinstance(keys, Sized):
+            raise UsageError(f"keys is a {type(keys).__name__}: give a sequence of keys of 32 bytes each, as a list")
+        keys = list(keys)
+    if len(keys) > OPERATION_KEYS_MAX:
+        raise LimitError(f"{len(keys):,} keys in one call, and the limit is {OPERATION_KEYS_MAX:,}: split the batch")
+    if len(keys) > STORE_PAGE_KEYS:
+        join_keys(keys)  # all of them before the first page: a page by itself is checked when it is sent
+    return keys
 
 
 def _in_a_row(keys: Sequence[bytes]) -> list[bytes] | tuple[bytes, ...]:

@@ -1,0 +1,260 @@
+"""The longest boundary up to which all KV groups of all ranks can be served: `Client.lookup_many`.
+
+A model has several groups of layers, and a tensor-parallel engine one of each on every rank. Full attention needs every
+chunk in front of the boundary, a sliding window the last few, a state-space layer the state at the boundary alone. A
+hit is a hit only where all of them have what they need, so the search goes downwards: from what the first allows to
+what the next has there, until nobody objects.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from lmcache_core.client.hits import Hits, checked_keys
+from lmcache_core.client.lookups import ClientLookups, LookupOptions
+from lmcache_core.errors import UsageError
+from lmcache_core.tokens.namespace import Namespace
+
+_LOOK_KEYS = 128  # of a window that ends far behind what is there, so many keys are looked at first
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a group needs in front of a boundary: the last `window` keys, or all of them (0)."""
+
+    window: int = 0
+
+    PREFIX: ClassVar[Need]  # full attention
+    LAST: ClassVar[Need]  # a state at the boundary
+
+    def __post_init__(self) -> None:
+        if type(self.window) is not int or self.window < 0:
+            raise UsageError(f"a window of {self.window!r} keys: give a whole number, 0 for all keys")
+
+    @staticmethod
+    def last_window(keys: int) -> Need:
+        """The last `keys` keys: sliding attention over that many chunks."""
+        if not keys:
+            raise UsageError("a window of 0 keys: give 1 or more, or Need.PREFIX for all")
+        return Need(keys)
+
+
+Need.PREFIX = Need()
+Need.LAST = Need(1)
+
+
+class KeyGroup(NamedTuple):
+    """The keys of one KV group on one rank, in order, and what of them a hit needs. A plain tuple does as well."""
+
+    namespace: Namespace
+    keys: Sequence[bytes]
+    need: Need = Need.PREFIX
+
+
+class GroupHits(NamedTuple):
+    """What a group has to load: `keys[first:end]`, each of `unit_tokens` tokens."""
+
+    first: int
+    end: int
+    unit_tokens: int
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Start and end of each chunk that is to be loaded, in tokens."""
+        unit = self.unit_tokens
+        return [(at * unit, (at + 1) * unit) for at in range(self.first, self.end)]
+
+
+@dataclass(frozen=True)
+class CommonHits:
+    """`tokens`: the longest boundary that every group can serve. `groups`: what of it each has to load, in the order in
+    which they were given. Not `done`: tiers are still loading some of it."""
+
+    tokens: int
+    groups: Sequence[GroupHits]
+    done: bool = True
+
+
+class CommonLookups:
+    """Lookups of many groups at once, of one client. Thread-safe."""
+
+    def __init__(self, lookups: ClientLookups, hits: Hits) -> None:
+        self._lookups = lookups
+        self._hits = hits
+
+    def lookup(
+        self,
+        groups: Sequence[KeyGroup | tuple[Any, ...]],
+        units: int | Sequence[int],
+        options: LookupOptions,
+        ask: bool,
+    ) -> CommonHits:
+        """See `Client.lookup_many`."""
+        asking = TierQuestions(self._lookups, options) if ask else None
+        prefixes: list[GroupSearch] = []
+        windows: list[GroupSearch] = []
+        searches: list[GroupSearch] = []  # in the order of the groups
+        bounds: list[int] = []
+        for given, unit in zip(groups, _units(units, len(groups)), strict=True):
+            namespace, keys, need = given if len(given) == 3 else (*given, Need.PREFIX)
+            keys = checked_keys(keys)
+            if need.window:
+                windows.append(WindowSearch(self._hits, asking, namespace, keys, unit, need.window))
+                searches.append(windows[-1])
+            else:
+                prefixes.append(PrefixSearch(self._hits, asking, namespace, keys, unit, 0))
+                searches.append(prefixes[-1])
+            bounds.append(len(keys) * unit)
+        if not searches:
+            return CommonHits(0, [])
+        step = units if isinstance(units, int) else math.lcm(*units)
+        bound = _longest(min(bounds), prefixes + windows, step)  # what a window has to have, prefixes say
+        done = asking is None or all(search.done for search in searches)
+        return CommonHits(bound, [search.hits(bound) for search in searches], done)
+
+
+class TierQuestions:
+    """How the server is asked for what the index does not have."""
+
+    def __init__(self, lookups: ClientLookups, options: LookupOptions) -> None:
+        self._lookups = lookups
+        self._options = options
+        self._until = lookups.now() + options.wait_s if options.wait_s > 0 else 0.0
+
+    def ask(self, keys: Sequence[bytes], namespace: Namespace, window: int) -> tuple[int, bool]:
+        """Where the server sees the end, tiers included, and whether that is all there now."""
+        wait_s = max(0.0, self._until - self._lookups.now()) if self._until else 0.0
+        found = self._lookups.lookup(keys, namespace, self._options._replace(window=window, wait_s=wait_s))
+        return found.hits, found.done
+
+
+class GroupSearch(ABC):
+    """One group in a search."""
+
+    __slots__ = ("_asking", "_hits", "_keys", "_namespace", "_window", "done", "unit")
+
+    def __init__(
+        self,
+        hits: Hits,
+        asking: TierQuestions | None,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        unit: int,
+        window: int,
+    ) -> None:
+        self._hits = hits
+        self._asking = asking
+        self._namespace = namespace
+        self._keys = keys
+        self._window = window
+        self.unit = unit
+        self.done = True
+
+    @abstractmethod
+    def reach(self, end: int) -> int:
+        """The last end up to this one that it can serve."""
+
+    def hits(self, tokens: int) -> GroupHits:
+        """What it has to load of a prompt up to there."""
+        end, window = tokens // self.unit, self._window
+        return GroupHits(end - window if 0 < window < end else 0, end, self.unit)
+
+
+class PrefixSearch(GroupSearch):
+    """It needs every key."""
+
+    __slots__ = ("_end",)
+    _end: int
+
+    def reach(self, end: int) -> int:
+        try:
+            return min(end, self._end)
+        except AttributeError:  # the first question, and the only one: ends come downwards
+            self._end = self._look(end)
+            return self._end
+
+    def _look(self, end: int) -> int:
+        keys = self._keys if end == len(self._keys) else self._keys[:end]
+        found = self._hits.find(keys, self._namespace, True)
+        there = 0 if found is None else len(found)
+        if there < end and self._asking is not None:
+            there, self.done = self._asking.ask(keys, self._namespace, 0)
+        return there
+
+
+class WindowSearch(GroupSearch):
+    """It needs the last keys alone. It looks at so many as it takes, from the end on."""
+
+    __slots__ = ("_low", "_there")
+
+    def __init__(
+        self,
+        hits: Hits,
+        asking: TierQuestions | None,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        unit: int,
+        window: int,
+    ) -> None:
+        super().__init__(hits, asking, namespace, keys, unit, window)
+        self._there = b""  # of the keys from `_low` on
+        self._low = -1
+
+    def reach(self, end: int) -> int:
+        found = self._by_index(end)
+        if found == end or self._asking is None:
+            return found
+        asked, self.done = self._asking.ask(self._keys[:end], self._namespace, min(self._window, end))
+        return max(found, asked)
+
+    def _by_index(self, end: int) -> int:
+        window = self._window
+        if self._low < 0:
+            self._look_on(end, window)
+        run = b"\1" * window
+        while True:
+            at = self._there.rfind(run, 0, end - self._low)
+            if at >= 0:
+                return self._low + at + window
+            if self._low == 0:
+                gap = self._there.find(b"\0", 0, end)
+                return end if gap < 0 else gap
+            self._look_on(self._low, max(len(self._there), window, _LOOK_KEYS))
+
+    def _look_on(self, end: int, count: int) -> None:
+        low = max(0, end - count)
+        found = self._hits.find(self._keys[low:end], self._namespace, False)
+        self._there = (bytes(end - low) if found is None else found) + self._there
+        self._low = low
+
+
+def _longest(bound: int, searches: Sequence[GroupSearch], step: int) -> int:
+    """The longest boundary up to `bound`, a multiple of `step`, that all of them can serve."""
+    bound -= bound % step
+    agreed = 0  # how many in a row have not objected
+    while bound:
+        for search in searches:
+            reached = search.reach(bound // search.unit) * search.unit
+            if reached < bound:
+                bound, agreed = reached - reached % step, 0
+                if not bound:
+                    break
+            else:
+                agreed += 1
+                if agreed == len(searches):
+                    return bound
+    return 0
+
+
+def _units(given: int | Sequence[int], count: int) -> Sequence[int]:
+    units = [given] * count if isinstance(given, int) else given
+    if len(units) != count:
+        raise UsageError(f"unit_tokens has {len(units)} figures for {count} groups: give one, or one for each group")
+    for unit in {*units}:
+        if type(unit) is not int or unit < 1:
+            raise UsageError(f"unit_tokens is {unit!r}: give the tokens of one key, 1 or more")
+    return units
