@@ -8,6 +8,7 @@
 #include "index_find.h"
 #include "index_lent.h"
 #include "index_write.h"
+#include "tally.h"
 
 /* Keys that are looked up with the GIL held: 2,048 of them take about 20 µs. */
 #define HELD_KEYS_MAX 2048
@@ -26,6 +27,7 @@ typedef struct {
     unsigned users;             /* calls that are under way, some of them without the GIL */
     bool open, held;            /* open: calls are allowed; held: the buffer is */
     bool keeps_places;          /* somebody knows entries by their places: none may be moved */
+    tally counts;               /* in the buffer, where this process counts */
 } Index;
 
 /* --- arguments -------------------------------------------------------------------------------------------- */
@@ -170,6 +172,7 @@ static void let_go(Index *self) {
     if (self->verified)
         munmap((void *)self->verified, (self->writer.view.mask + 1) * sizeof(uint32_t));
     self->verified = NULL;
+    self->counts.line = NULL;
     self->held = false;
     PyBuffer_Release(&self->buffer);
 }
@@ -268,7 +271,23 @@ static int take_batch(given_keys *keys, PyObject *given, const asked *ask, bool 
     return 0;
 }
 
-static PyObject *find_batch(const Index *self, const index_batch *batch, bool mark) {
+/* What `find` is to count: nothing, what it found, or that only where all is there, since else the server is asked for
+ * all of it. */
+enum { COUNT_NOTHING = 0, COUNT_HITS = 1, COUNT_IF_ALL = 2 };
+
+static void count_lookup(Index *self, const index_batch *batch, uint64_t hits, int counts, uint64_t began,
+                         unsigned weight) {
+    bool whole = hits == batch->n;
+    if (!self->counts.line || !hits || (counts == COUNT_IF_ALL && !whole))
+        return;
+    if (whole)
+        tally_add(&self->counts, TALLY_LOOKUPS, 1);
+    tally_add(&self->counts, TALLY_LOOKUP_HITS, hits);
+    if (began)
+        tally_add(&self->counts, TALLY_LOOKUP_NS, (tally_now() - began) * weight);
+}
+
+static PyObject *find_batch(Index *self, const index_batch *batch, bool mark, int counts) {
     index_place *places = mark ? PyMem_RawMalloc((batch->n ? batch->n : 1) * sizeof *places) : NULL;
     PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)batch->n);
     if (!result || (mark && !places)) {
@@ -277,34 +296,45 @@ static PyObject *find_batch(const Index *self, const index_batch *batch, bool ma
         return PyErr_NoMemory();
     }
     uint8_t *statuses = (uint8_t *)PyBytes_AS_STRING(result);
+    unsigned weight = 0;
+    uint64_t began = counts ? tally_begin(&self->counts, batch->n, &weight) : 0, hits = 0;
     PyThreadState *state = batch->n > HELD_KEYS_MAX ? PyEval_SaveThread() : NULL;
     uint64_t count = index_find_batch(&self->writer.view, batch, statuses, places);
     for (uint64_t i = 0; i < count; i++) {
         statuses[i] = statuses[i] == INDEX_HIT;
+        hits += statuses[i];
         if (mark && statuses[i])
             index_mark(&self->writer.view, places[i].at, i);
     }
     if (state)
         PyEval_RestoreThread(state);
     PyMem_RawFree(places);
+    if (counts)
+        count_lookup(self, batch, hits, counts, began, weight);
     if (count < batch->n)
         _PyBytes_Resize(&result, (Py_ssize_t)count);
     return result;
 }
 
 static PyObject *index_find_keys(Index *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) {
-    static const char *const parameters[] = {"epoch", "namespace", "layout", "keys", "prefix", "mark", NULL};
-    PyObject *given[6], *result = NULL;
+    static const char *const parameters[] = {"epoch", "namespace", "layout", "keys", "prefix", "mark", "counts", NULL};
+    PyObject *given[7], *result = NULL;
     given_keys keys;
     asked ask;
     int mark = 0;
+    uint64_t counts = COUNT_NOTHING;
     if (sort_arguments("find", parameters, 5, args, nargs, kwnames, given) < 0 ||
-        read_asked(given, given[4], &ask) < 0 || (given[5] && (mark = PyObject_IsTrue(given[5])) < 0) || !enter(self))
+        read_asked(given, given[4], &ask) < 0 || (given[5] && (mark = PyObject_IsTrue(given[5])) < 0) ||
+        (given[6] && as_u64(given[6], "counts", &counts) < 0))
+        return NULL;
+    if (counts > COUNT_IF_ALL)
+        return PyErr_Format(PyExc_ValueError, "counts must be 0 (nothing), 1 (hits) or 2 (if all are hits)");
+    if (!enter(self))
         return NULL;
     if (!index_served(&self->writer.view, ask.epoch)) {
         result = Py_NewRef(Py_None);
     } else if (take_batch(&keys, given[3], &ask, false) == 0) {
-        result = find_batch(self, &keys.batch, mark);
+        result = find_batch(self, &keys.batch, mark, (int)counts);
         keys_release(&keys);
     }
     leave(self);
@@ -461,7 +491,16 @@ static int check_targets(const Py_buffer *targets, uint64_t n) {
     return 0;
 }
 
-static PyObject *read_batch(index_reading *reading, unsigned threads) {
+static void count_read(Index *self, uint64_t hits, uint64_t nbytes, uint64_t ns) {
+    if (!self->counts.line || !hits)
+        return;
+    tally_add(&self->counts, TALLY_READS, 1);
+    tally_add(&self->counts, TALLY_READ_HITS, hits);
+    tally_add(&self->counts, TALLY_READ_BYTES, hits * nbytes);
+    tally_add(&self->counts, TALLY_READ_NS, ns);
+}
+
+static PyObject *read_batch(Index *self, index_reading *reading, unsigned threads) {
     uint64_t n = reading->batch->n;
     PyObject *result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)n);
     reading->places = PyMem_RawMalloc((n ? n : 1) * sizeof *reading->places);
@@ -471,10 +510,16 @@ static PyObject *read_batch(index_reading *reading, unsigned threads) {
         return PyErr_NoMemory();
     }
     reading->statuses = (uint8_t *)PyBytes_AS_STRING(result);
+    uint64_t began = self->counts.line ? tally_now() : 0, hits = 0;
     PyThreadState *state = PyEval_SaveThread();
     uint64_t count = index_read_batch(reading, threads);
     PyEval_RestoreThread(state);
     PyMem_RawFree(reading->places);
+    if (began) {
+        for (uint64_t i = 0; i < count; i++)
+            hits += reading->statuses[i] == INDEX_HIT;
+        count_read(self, hits, reading->nbytes, tally_now() - began);
+    }
     if (count < n)
         _PyBytes_Resize(&result, (Py_ssize_t)count);
     return result;
@@ -509,7 +554,7 @@ static PyObject *read_to_targets(Index *self, index_reading *reading, PyObject *
     reading->targets = targets.buf;
     reading->verified = self->verified;
     if (check_targets(&targets, reading->batch->n) == 0)
-        result = read_batch(reading, threads);
+        result = read_batch(self, reading, threads);
     PyBuffer_Release(&targets);
     PyBuffer_Release(&numbers);
     return result;
@@ -541,6 +586,35 @@ static PyObject *index_read_keys(Index *self, PyObject *const *args, Py_ssize_t 
     }
     leave(self);
     return result;
+}
+
+/* Where this process counts what it finds and reads: a line of the buffer, in front of the index. None: nowhere. */
+static PyObject *index_count_in(Index *self, PyObject *given) {
+    uint64_t offset;
+    if (!is_open(self))
+        return NULL;
+    if (given == Py_None) {
+        self->counts.line = NULL;
+        Py_RETURN_NONE;
+    }
+    if (as_u64(given, "offset", &offset) < 0)
+        return NULL;
+    const index_view *view = &self->writer.view;
+    uint64_t front = (uint64_t)((unsigned char *)view->marks - view->base);
+    if (offset % 8 != 0 || offset > front || front - offset < TALLY_WORDS * 8)
+        return PyErr_Format(PyExc_ValueError, "offset %llu is no place for a line of counts in front of the index",
+                            (unsigned long long)offset);
+    self->counts.line = (_Atomic uint64_t *)(void *)(view->base + offset);
+    Py_RETURN_NONE;
+}
+
+/* For what is read in place, or copied by jobs of pages: one read. */
+static PyObject *index_count_read(Index *self, PyObject *args) {
+    unsigned long long hits, nbytes;
+    if (!PyArg_ParseTuple(args, "KK:count_read", &hits, &nbytes))
+        return NULL;
+    count_read(self, hits, nbytes, 0);
+    Py_RETURN_NONE;
 }
 
 /* --- the writer ------------------------------------------------------------------------------------------- */
@@ -948,6 +1022,8 @@ static PyMethodDef methods[] = {
     {"tidy", FUNCTION(index_tidy_entries), METH_O, "Writer: turn tombstones into empty entries; how many."},
     {"recount", FUNCTION(index_recount_entries), METH_NOARGS, "Writer: count what an earlier one left."},
     {"entry", FUNCTION(index_entry_dict), FAST, "What stands there for a key, or None."},
+    {"count_in", FUNCTION(index_count_in), METH_O, "Count what is found and read in the line at an offset, or nowhere."},
+    {"count_read", FUNCTION(index_count_read), METH_VARARGS, "Count objects, of so many bytes each, that were read."},
     {"close", FUNCTION(index_close), METH_NOARGS, "Let the buffer go, once no call uses it any more."},
     {"_publish_row", FUNCTION(index_publish_row), METH_VARARGS, "For the bench."},
     {"_find_row", FUNCTION(index_find_row), METH_VARARGS, "For the bench."},

@@ -74,12 +74,13 @@ class Index:
     keeps_places: bool
     """While true, this writer moves no entry: somebody knows entries by their places."""
     def find(
-        self, epoch: int, namespace: int, layout: int, keys: Keys, prefix: bool, mark: bool = False
+        self, epoch: int, namespace: int, layout: int, keys: Keys, prefix: bool, mark: bool = False, counts: int = 0
     ) -> bytes | None:
         """One byte a key, 1 for a hit; with `prefix` it ends at the first miss, so its length is the number of hits.
 
-        `mark` tells the eviction policy that the hits were used. None: the server of `epoch` does not serve this
-        pool (any more). `keys` are bytes of 32, or one buffer of n * 32 bytes; ValueError names the first wrong one.
+        `mark` tells the eviction policy that the hits were used. `counts`: 0 nothing, 1 what was found, 2 the same
+        where all of it is there (see `count_in`). None: the server of `epoch` does not serve this pool (any more).
+        `keys` are bytes of 32, or one buffer of n * 32 bytes; ValueError names the first wrong one.
         """
     def generations(self, namespace: int, layout: int, keys: Keys, offsets: Buffer) -> bytes:
         """A u64 for each key: place and generation of its READY entry as one number, if that entry's slot is the one at
@@ -111,6 +112,11 @@ class Index:
         The caller guarantees that each target has room for `nbytes`. Nothing is promised about a target whose byte
         is not 1. `incarnations`: 8 bytes for each key, where the number of the object that was read is put.
         """
+    def count_in(self, offset: int | None, /) -> None:
+        """Count in the line of 16 u64 at this offset of the buffer, in front of the index, which this process alone
+        writes to: `pool.tally.Tally` says which word is what. None: nowhere, as at first."""
+    def count_read(self, hits: int, nbytes: int, /) -> None:
+        """So many objects of `nbytes` were read in place, or by a job of pages. They count as one read."""
     def publish(self, objects: Sequence[_Placed], nbytes_by_layout: dict[int, int], now_s: int) -> int:
         """Make objects visible whose slots are READY. Returns how many got an entry; one whose window is full does
         not, and is served by RPC alone. `nbytes_by_layout`: the bytes of an object, which the slot may exceed."""

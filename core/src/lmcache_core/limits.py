@@ -131,7 +131,13 @@ EVENT_BUS_QUEUE_SIZE = 10_000  # what may wait for subscribers; what comes on to
 EVENT_BUS_OBJECTS_MAX = 1 << 18  # objects that these keep in memory: some 60 MB
 EVENT_BATCH_MAX = 4096  # events told at once: some milliseconds of a subscriber that writes a line for each
 EVENT_BATCH_S = 0.02  # a moment for more events to come: their thread wakes up no more often than that
+TRAFFIC_NAMESPACES_SHOWN_MAX = 50  # each is a label of several metrics; the rest are `other`
 TRAFFIC_NAMESPACES_MAX = 1024  # counted by themselves; what comes later is counted together
+# What a worker says that it did within a second, at most: what is beyond is not believed.
+TALLY_HITS_PER_S_MAX = 10**10  # a core finds some 70 million keys
+TALLY_BYTES_PER_S_MAX = 1 << 44
+TALLY_THREADS_MAX = 4096  # of one worker, all of them reading
+TALLY_SLACK_S = 1.0  # a look may come at once after another
 SUBSCRIBER_HANG_S = 5.0  # who does not come back from a batch for so long is told nothing more
 EVENTS_CLOSE_S = 2.0  # at the end subscribers are waited for no longer than this
 

@@ -714,3 +714,64 @@ def test_whatever_stands_in_the_index_nobody_crashes_or_leaves_the_data(spoil: A
         assert pool.memory[pool.data_offset :] == before
         # The serving word and what else stands before the index is nobody's to change.
         assert pool.memory[:INDEX] == struct.pack("<QQ", 0, EPOCH) + bytes(INDEX - 16)
+
+
+# --- what a reader counts -------------------------------------------------------------------------------------
+
+
+def _counts(pool: Pool, offset: int = 256) -> tuple[int, ...]:
+    return struct.unpack_from("7Q", pool.memory, offset)
+
+
+def test_what_is_found_and_read_is_counted_where_it_is_to_be(pool: Pool) -> None:
+    for number in range(3):
+        pool.store(number, number)
+    keys = [key_of(number) for number in range(3)]
+    find = pool.index.find
+    find(EPOCH, NAMESPACE, LAYOUT, keys, True, False, 1)  # nobody has said where
+    assert _counts(pool) == (0,) * 7
+    pool.index.count_in(256)
+    find(EPOCH, NAMESPACE, LAYOUT, keys, True)
+    find(EPOCH, NAMESPACE, LAYOUT, keys, True, True)
+    assert _counts(pool)[:2] == (0, 0)
+    find(EPOCH, NAMESPACE, LAYOUT, keys, True, False, 1)
+    find(EPOCH, NAMESPACE, LAYOUT, [*keys, key_of(9)], True, False, 1)  # the server is asked for the last
+    find(EPOCH, NAMESPACE, LAYOUT, [*keys, key_of(9)], False, counts=2)  # and for all of these
+    find(EPOCH, NAMESPACE, LAYOUT, keys, False, counts=2)
+    find(EPOCH, NAMESPACE, LAYOUT, [key_of(9)], False, counts=1)
+    assert _counts(pool)[:2] == (2, 9)
+    assert _counts(pool)[3:] == (0, 0, 0, 0)
+    targets = (ctypes.c_ubyte * (4 * NBYTES))()
+    addresses = array("Q", [ctypes.addressof(targets) + at * NBYTES for at in range(4)])
+    pool.index.read(EPOCH, NAMESPACE, LAYOUT, NBYTES, [*keys, key_of(9)], addresses, True, NEVER, 1)
+    pool.index.count_read(2, 10)
+    reads, hits, nbytes, ns = _counts(pool)[3:]
+    assert (reads, hits, nbytes) == (2, 5, 3 * NBYTES + 20)
+    assert ns > 0
+    pool.index.count_in(None)
+    find(EPOCH, NAMESPACE, LAYOUT, keys, True, False, 1)
+    assert _counts(pool)[1] == 9
+
+
+def test_of_small_lookups_one_in_sixteen_is_timed_for_all(pool: Pool) -> None:
+    pool.store(0, 0)
+    pool.index.count_in(256)
+    spent = []
+    for _ in range(32):
+        pool.index.find(EPOCH, NAMESPACE, LAYOUT, [key_of(0)], True, False, 1)
+        spent.append(_counts(pool)[2])
+    assert spent[0] > 0
+    assert len(set(spent)) == 2  # the first and the seventeenth
+    assert all(each % 16 == 0 for each in spent)
+
+
+@pytest.mark.parametrize("offset", [1, INDEX - 120, INDEX, 1 << 63])
+def test_a_line_of_counts_stands_in_front_of_the_index(pool: Pool, offset: int) -> None:
+    with pytest.raises(ValueError, match="no place for a line of counts"):
+        pool.index.count_in(offset)
+    with pytest.raises(ValueError, match="counts must be"):
+        pool.index.find(EPOCH, NAMESPACE, LAYOUT, [key_of(0)], True, False, 3)
+    pool.index.count_in(INDEX - 128)
+    pool.index.close()
+    with pytest.raises(ValueError, match="closed"):
+        pool.index.count_in(INDEX - 128)

@@ -77,11 +77,12 @@ def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         share += f", {status['pool']['populated_bytes'] / most:.0%} populated"
     yield "pool", f"{share}; {l1['objects_by_state']['ready']:,} objects"
     counted, evicted = status["counters"], l1["counters"]["evictions"]
-    by_index = (status["index"] or {}).get("hits_by_index", 0)
+    lookups, retrieves = status["traffic"]["lookups"], status["traffic"]["retrieves"]
+    yield "lookups", f"{_rate(lookups)}; {lookups['calls']:,} calls, {lookups['hits_by_index']:,} hits by the index"
+    yield "retrieves", f"{_rate(retrieves)}; {retrieves['calls']:,} calls, {_size(retrieves['bytes'])}"
     yield (
         "since then",
-        f"{counted.get('committed', 0):,} stored, {counted.get('read', 0):,} read by calls, {by_index:,} hits by the "
-        f"index, {evicted:,} evicted ({l1['eviction_policy']})",
+        f"{counted.get('committed', 0):,} stored, {evicted:,} evicted ({l1['eviction_policy']})",
     )
     yield (
         "clients",
@@ -117,6 +118,14 @@ def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_size(l1['bytes_by_state']['quarantined'])} wait for workers that did not answer in time"
     if l1["policy_error"]:
         yield f"the eviction policy failed: {l1['policy_error']}"
+    if status["traffic"]["doubted_tallies"]:
+        yield (
+            f"{status['traffic']['doubted_tallies']:,} times a worker's own counts made no sense and were left out: "
+            "look for one that writes outside of its slots"
+        )
+    for name, told in ((status["events"] or {}).get("subscribers", {})).items():
+        if told["aside"]:
+            yield f"event subscriber {name}: {told['aside']}"
     if counters.get("loop_faults") or counters.get("internal_errors"):
         yield "the server met a fault of its own; its log has the trace"
     for name, companion in status["companions"].items():
@@ -132,6 +141,13 @@ def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{lost['objects']:,} objects left the pool before any tier had them ({_size(lost['bytes'])})"
     if status["stores_waited_in_vain"]:
         yield f"{status['stores_waited_in_vain']:,} stores waited for room and got none"
+
+
+def _rate(figures: Mapping[str, Any]) -> str:
+    """Hits of keys, since the server's start."""
+    if figures["hit_rate"] is None:
+        return "none yet"
+    return f"{figures['hits']:,} of {figures['keys']:,} keys hit, {figures['hit_rate']:.1%}"
 
 
 def _size(nbytes: float) -> str:

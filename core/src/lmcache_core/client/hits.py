@@ -19,6 +19,7 @@ from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
 
 READ, CHANGED, DAMAGED = 1, 2, 3  # what `Hits.read` says of a key; 0: it is not there
+COUNT_HITS, COUNT_IF_ALL = 1, 2  # a lookup: what was found; the same, where the server is not asked for all of it
 VERIFY = {"never": 0, "first": 1, "always": 2}
 
 
@@ -36,9 +37,12 @@ class Hits:
         self._links = links
         self._threads = copy_threads
 
-    def find(self, keys: Sequence[bytes], namespace: Namespace, prefix: bool, mark: bool = False) -> bytes | None:
+    def find(
+        self, keys: Sequence[bytes], namespace: Namespace, prefix: bool, mark: bool = False, counts: int = 0
+    ) -> bytes | None:
         """One byte a key, 1 for what is there; with `prefix` it ends at the first that is not. None: ask the server.
-        `mark`: what was found is about to be read, as the eviction policy is to know."""
+        `mark`: what was found is about to be read, as the eviction policy is to know. `counts`: how this counts as a
+        lookup, COUNT_…"""
         link = self._links.look()
         if link is None or link.index is None:
             return None
@@ -46,9 +50,9 @@ class Hits:
         if layout is None:
             return None
         try:
-            found = link.index.find(link.index_epoch, namespace.id, layout, _in_a_row(keys), prefix, mark)
+            found = link.index.find(link.index_epoch, namespace.id, layout, _in_a_row(keys), prefix, mark, counts)
             if found is None and link.follows():
-                return self.find(keys, namespace, prefix, mark)
+                return self.find(keys, namespace, prefix, mark, counts)
             return found
         except (TypeError, ValueError):  # these are no keys: the call that follows says why
             return None

@@ -449,6 +449,7 @@ class ReadLease(Lease):
         self.reasons += [Reason.NONE] * len(keys)
         self._unsettled.update(dict.fromkeys(at for at, each in enumerate(there) if each))
         self.incarnations = array("Q", [number if each else 0 for number, each in zip(seen, there, strict=True)])
+        index.count_read(sum(there), self._namespace.layout.nbytes)
         return True
 
     def _entry_in(self, index: Index, key: bytes, layout: int) -> tuple[int, int]:

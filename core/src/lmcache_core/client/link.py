@@ -212,6 +212,8 @@ class Link:
         self.life_lock = LifeLock.acquire(segment, self.row)
         row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to who maps the pool
         segment.clear_tally(row)
+        if self.index is not None:
+            self.index.count_in(segment.tally_offset(row))
         return row, segment.shown(row)
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.client.channel import Pending, expect
-from lmcache_core.client.hits import Hits
+from lmcache_core.client.hits import COUNT_HITS, COUNT_IF_ALL, Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
@@ -283,7 +283,7 @@ class ClientLookups:
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
         """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
         blob = join_keys(keys)
-        found = self._find(keys, namespace, options)
+        found = self._find(keys, namespace, options, COUNT_IF_ALL)
         if found is not None and found.count(1) == len(keys):
             seen = (self._hits.identify(keys, namespace, options.prefix) or ()) if options.identify else ()
             if not options.identify or (len(seen) == len(keys) and 0 not in seen):
@@ -354,7 +354,9 @@ class ClientLookups:
             hits += found.hits
         return msgspec.structs.replace(found, statuses=bytes(statuses), reasons=bytes(reasons), hits=hits)
 
-    def _find(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> bytes | None:
+    def _find(
+        self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, counts: int = COUNT_HITS
+    ) -> bytes | None:
         """What the index says, where it may answer: promises and pins are given by the server alone, and it alone
         knows policies, and what makes no sense."""
         if options.tiers is not None:
@@ -366,7 +368,7 @@ class ClientLookups:
                 return None
         except TypeError:  # no numbers: `asking` says so
             return None
-        return self._hits.find(keys, namespace, options.prefix)
+        return self._hits.find(keys, namespace, options.prefix, False, counts)
 
     def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
         answers = Answers()

@@ -535,7 +535,7 @@ class RetrieveJob(PagesJob):
         """What became of what the index had; what the server is to be asked for instead."""
         again: list[tuple[int, Sequence[int]]] = []
         for part, (number, positions) in enumerate(self._found):
-            failed = []
+            failed, hits = [], 0
             for position, number_seen in zip(positions, array("Q", self._indexed.incarnations(part)), strict=True):
                 self._seen[number][position] = number_seen
             for position, byte in zip(positions, self._indexed.statuses(part), strict=True):
@@ -543,18 +543,26 @@ class RetrieveJob(PagesJob):
                     self._dirty[number].add(position)
                 status = byte & ~_WRITTEN
                 if status == READ:
+                    hits += 1
                     self._note(number, position, Status.HIT)
                 elif status in (0, CHANGED, DAMAGED):
                     self._note(number, position, Status.MISS, Reason.DAMAGED if status == DAMAGED else Reason.NONE)
                     failed.append(position)
                 else:
                     self._note(number, position, Status.ABORTED)
+            self._count(number, hits)
             if failed and not self._told:
                 again.append((number, failed))
             elif not failed and any(self._promises[number]):
                 self._give_back(self._promises[number])
         self._found = []
         return again
+
+    def _count(self, number: int, hits: int) -> None:
+        """The server hears of these by the line in which this process counts."""
+        link = self._ground.links.look()
+        if link is not None and link.index is not None:
+            link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
     def _give_back(self, promises: Sequence[int]) -> None:
         link = self._ground.links.look()

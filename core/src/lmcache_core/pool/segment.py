@@ -364,6 +364,10 @@ class Segment:
         """Give a row back, once its worker is proven dead or has said good-bye."""
         self.tables.release_row(row)
 
+    def tally_offset(self, row: int) -> int:
+        """Where in the segment the worker of this row counts."""
+        return self.tables.tally_offset(row)
+
     def clear_tally(self, row: int) -> None:
         """What the row's former worker has counted is not ours. For the worker that holds the row's life lock."""
         self.tables.tally(row)[:] = memoryview(bytes(TALLY_BYTES)).cast("Q")

@@ -6,7 +6,7 @@ and for the next server, which validates them like any input. One writer: the se
     layout row   u64 fingerprint, u64 nbytes, u64 1 when in use, u64 reserved; the row's number is the layout id
     worker row   u64 state (low byte: the life lock's byte; its content is free to change), u64 nonce,
                  u64 pid, u64 claimed at (Unix ns), 32 bytes reserved
-    tally        16 u64, all zero when a worker takes the row; what each counts is for whoever counts to say
+    tally        16 u64, all zero when a worker takes the row; `pool/tally.py` says what each counts
     slab word    bits 0-31 pages of its class's objects, 0 for none; bits 32-63 slab length in SLAB_BYTES_MIN,
                  rounded up
     slot word    bits 0-7 state, bits 8-23 the worker row that owns it; the word of the slot's first page
@@ -183,12 +183,16 @@ class Tables:
             raise UsageError(f"worker row {row} is outside the table of {self._header.worker_rows}")
         return self._header.workers_offset + row * WORKER_ROW_BYTES
 
+    def tally_offset(self, row: int) -> int:
+        """Where the line of a row begins."""
+        if not 0 <= row < self._header.tally_rows:
+            raise UsageError(f"worker row {row} is outside the table of {self._header.tally_rows}")
+        return self._header.tallies_offset + row * TALLY_BYTES
+
     def tally(self, row: int) -> memoryview:
         """The line that the worker of this row counts in, format Q. It alone writes to it, and clears what its row's
         former worker left; anybody may read."""
-        if not 0 <= row < self._header.tally_rows:
-            raise UsageError(f"worker row {row} is outside the table of {self._header.tally_rows}")
-        start = self._header.tallies_offset + row * TALLY_BYTES
+        start = self.tally_offset(row)
         return self._buffer[start : start + TALLY_BYTES].cast("Q")
 
     def claim_row(self, pid: int, row: int) -> int:

@@ -75,6 +75,12 @@ class Adopting:
         self._made_s: float | None = None
         self._longest_step_s = 0.0  # of the loop's own time: what a busy machine adds is not ours
         self._kernel: Kernel | None = None
+        self.on_row_gone: Callable[[int], None] = lambda row: None  # told before the row may be another's
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows whose workers have not been heard of yet."""
+        return list(self._checks)
 
     def begin(self, kernel: Kernel) -> None:
         """Hand it to the kernel, before anything else is asked of that."""
@@ -106,6 +112,7 @@ class Adopting:
             if life_lock_free(self._segment, row):
                 del self._checks[row]
                 self._kernel.adoption.former_gone(row)
+                self.on_row_gone(row)
                 if self._segment.tables.row_claimed(row):
                     self._segment.release_row(row)
             else:

@@ -38,6 +38,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.publishing import open_publisher
 from lmcache_core.server.shares import Share
+from lmcache_core.server.tallies import WorkerTallies
 from lmcache_core.server.traffic import Traffic
 from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
@@ -94,6 +95,7 @@ class L1:
         self.companions: Companions | None = None  # set once, when there are any
         self.taps: EventTaps | None = None  # set once, where somebody hears events
         self.traffic = Traffic()
+        self.tallies = WorkerTallies(segment)
         self.wants_reuse = False
         self.clock = clock
         self.counters: Counter[str] = Counter()
@@ -239,6 +241,10 @@ class L1:
         match effect:
             case Committed():
                 self.counters["committed"] += len(effect.objects)
+                layout = self.layouts.get(effect.objects[0].layout_id)  # one lease, one layout
+                if layout is not None and not effect.loaded:
+                    self.counters["stored_objects"] += len(effect.objects)
+                    self.counters["stored_bytes"] += len(effect.objects) * layout.nbytes
                 if self.tiering is not None and not effect.loaded:
                     self._to_tiers(self.tiering, effect.objects, reused=False)
             case Read():

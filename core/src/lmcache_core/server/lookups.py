@@ -90,7 +90,7 @@ class Lookups:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
-            self._count(request.namespace, found, missing, loaded=0, reasons=None, duration_s=0.0)
+            self._count(request.namespace, found, missing, loaded=0, reasons=None, duration_s=None)
             return self._found(request, request.rid, found)
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
@@ -245,7 +245,7 @@ class Lookups:
         missing: Sequence[int],
         loaded: int,
         reasons: dict[str, int] | None,
-        duration_s: float,
+        duration_s: float | None,
     ) -> None:
         """Once for each lookup. `reasons` None: no tier was asked, so the kernel's own hold."""
         keys, traffic, taps = len(found.statuses), self._l1.traffic, self._l1.taps
@@ -255,7 +255,7 @@ class Lookups:
         hits = keys - len(missing) + loaded
         traffic.looked_up(namespace, keys, hits, loaded, reasons, duration_s)
         if taps is not None:
-            taps.lookup(namespace, keys, hits, loaded, reasons, asked_tiers, duration_s)
+            taps.lookup(namespace, keys, hits, loaded, reasons, asked_tiers, duration_s or 0.0)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""

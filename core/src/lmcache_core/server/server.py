@@ -105,6 +105,8 @@ class Server:
                 undo.callback(self.events.close)
             if self.adopting is not None:
                 self.l1.adopt_layouts(self.adopting.layouts)
+                self.l1.tallies.adopt(self.adopting.rows)
+                self.adopting.on_row_gone = self.l1.tallies.fold
                 self.adopting.begin(self.kernel)
                 if self.l1.taps is not None:
                     self.l1.taps.adopted(self.adopting.objects, self.adopting.nbytes)
@@ -122,7 +124,13 @@ class Server:
             self.store_waits = StoreWaits(self.kernel, self.l1, self.shares.stores_waiting, store_wait_s)
             self.stores = Stores(self.kernel, self.l1, self.store_waits, self.shares.stores_preparing)
             self.sessions = Sessions(
-                self.kernel, self.segment, self.loop, self.shares.rows, self.stores.session_gone, self._session_ended
+                self.kernel,
+                self.segment,
+                self.loop,
+                self.shares.rows,
+                self.l1.tallies,
+                self.stores.session_gone,
+                self._session_ended,
             )
             self.clears = Clears(self.kernel, self.l1, self.store_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)

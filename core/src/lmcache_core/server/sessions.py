@@ -41,6 +41,7 @@ from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionEvent, SessionState
 from lmcache_core.server.shares import Share
+from lmcache_core.server.tallies import WorkerTallies
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Sessions:
         segment: Segment,
         loop: Loop,
         rows: Share,
+        tallies: WorkerTallies,
         on_gone: Callable[[Session], None],
         on_end: Callable[[Session], None],
     ) -> None:
@@ -63,6 +65,7 @@ class Sessions:
         self._segment = segment
         self._loop = loop
         self._rows = rows
+        self._tallies = tallies
         self._on_gone = on_gone
         self._on_end = on_end
         self._ids = count(1)
@@ -139,7 +142,7 @@ class Sessions:
             raise ProtocolError("this session did not ask for the pool in its hello")
         if session.row == NO_ROW:
             self._make_row(session.origin)
-            self._seat(session, row, self._segment.take_row(row, nonce, session.pid))
+            self._seat(session, row, self._segment.take_row(row, nonce, session.pid), chosen=True)
         elif (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
                 f"row {row} of the pool was not shown to be mapped: attach to the pool of this server and lock the row"
@@ -315,8 +318,9 @@ class Sessions:
             self._end_to_make_room(min(idle, key=lambda each: each.heard_at_s), self._loop.clock.now)
         return bool(idle)
 
-    def _seat(self, session: Session, row: int, nonce: int) -> None:
+    def _seat(self, session: Session, row: int, nonce: int, *, chosen: bool = False) -> None:
         session.move(SessionEvent.SEAT)
+        self._tallies.watch(row, chosen=chosen)
         session.row, session.nonce = row, nonce
         self._rows.take(session.origin)
 
@@ -369,6 +373,7 @@ class Sessions:
             os.close(session.pidfd)
             session.pidfd = -1
         if session.row != NO_ROW:
+            self._tallies.fold(session.row)
             if event is SessionEvent.RETURN:  # slots that its successor goes on holding name it for some steps still
                 self._kernel.leave_row(session.row)
             else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
 from lmcache_core.kernel.answers import HolderUsage, KernelUsage
+from lmcache_core.pool.tally import Tally
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -55,6 +56,7 @@ def describe(server: Server) -> dict[str, Any]:
         },
         "l1": _plain(usage),
         "index": None if server.l1.index is None else server.l1.index.status(),
+        "traffic": traffic(server),
         "sessions": [session.describe() for session in sessions[:SESSIONS_SHOWN_MAX]],
         "sessions_connected": sum(session.peer is not None for session in sessions),
         "deaths": server.sessions.deaths,
@@ -73,8 +75,30 @@ def describe(server: Server) -> dict[str, Any]:
             "objects": server.longest_turn_objects,
             "cpu_ms": round(1e3 * server.loop.longest_turn_cpu_s, 3),
         },
+        "chunk_tokens": server.settings.chunk_tokens,
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
     }
+
+
+def traffic(server: Server) -> dict[str, Any]:
+    """What was asked for and found since the start: what workers found by the index, and what came as calls."""
+    counted, told = server.l1.traffic.status(), server.l1.tallies.totals()
+    lookups, retrieves = counted["lookups"], counted["retrieves"]
+    lookups["hits_by_index"] = told[Tally.LOOKUP_HITS]
+    lookups["calls"] += told[Tally.LOOKUPS]
+    lookups["seconds_by_index"] = told[Tally.LOOKUP_NS] / 1e9
+    lookups["calls_by_index"] = told[Tally.LOOKUPS]
+    retrieves["hits_by_index"] = told[Tally.READ_HITS]
+    retrieves["calls"] += told[Tally.READS]
+    retrieves["bytes"] += told[Tally.READ_BYTES]
+    retrieves["calls_by_index"] = told[Tally.READS]
+    retrieves["bytes_by_index"] = told[Tally.READ_BYTES]
+    retrieves["seconds_by_index"] = told[Tally.READ_NS] / 1e9
+    for figures in (lookups, retrieves):
+        figures["keys"] += figures["hits_by_index"]
+        figures["hits"] += figures["hits_by_index"]
+        figures["hit_rate"] = round(figures["hits"] / figures["keys"], 6) if figures["keys"] else None
+    return {**counted, "doubted_tallies": server.l1.tallies.doubted}
 
 
 def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:

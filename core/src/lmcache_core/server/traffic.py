@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_core.kernel.answers import Grant, Reason
-from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX
+from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX
+from lmcache_core.tiers.latency import Latency
 
 BEHIND = "behind_a_miss"  # the keys behind the one that ends a prefix: nobody asked why they miss
 OTHER = 0  # stands for namespaces beyond the limit: no namespace has this id
@@ -33,7 +34,7 @@ class Traffic:
         self.lookup_keys = 0
         self.lookup_hits = 0  # in the L1 when it was answered …
         self.lookup_loaded = 0  # … of these, brought by tiers for it
-        self.lookup_s = 0.0  # from the question to its end, together
+        self.waited = Latency()  # of lookups that tiers were asked for, from the question to its end
         self.misses: Counter[str] = Counter()  # by reason
         self.retrieves = 0
         self.retrieve_keys = 0
@@ -43,14 +44,15 @@ class Traffic:
         self.namespaces: dict[int, NamespaceTraffic] = {}
 
     def looked_up(
-        self, namespace: int, keys: int, hits: int, loaded: int, reasons: dict[str, int], duration_s: float
+        self, namespace: int, keys: int, hits: int, loaded: int, reasons: dict[str, int], duration_s: float | None
     ) -> None:
-        """A lookup is over. `reasons` sums to what missed."""
+        """A lookup is over. `reasons` sums to what missed; `duration_s` None: it was answered at once."""
         self.lookups += 1
         self.lookup_keys += keys
         self.lookup_hits += hits
         self.lookup_loaded += loaded
-        self.lookup_s += duration_s
+        if duration_s is not None:
+            self.waited.add(duration_s)
         if reasons:
             self.misses.update(reasons)
         of_namespace = self._of(namespace)
@@ -90,7 +92,7 @@ class Traffic:
                 "keys": self.lookup_keys,
                 "hits": self.lookup_hits,
                 "loaded": self.lookup_loaded,
-                "seconds": round(self.lookup_s, 6),
+                "waited": self.waited.status(),
                 "misses": dict(self.misses),
             },
             "retrieves": {
@@ -100,7 +102,19 @@ class Traffic:
                 "bytes": self.retrieve_bytes,
                 "misses": dict(self.retrieve_misses),
             },
+            "namespaces": self._namespaces(),
         }
+
+    def _namespaces(self) -> dict[str, dict[str, int]]:
+        """Those with most traffic, by id, and the rest together."""
+        rows = sorted(self.namespaces.items(), key=lambda row: -(row[1].lookup_keys + row[1].retrieve_keys))
+        shown = [(f"{each:016x}", row) for each, row in rows if each != OTHER][:TRAFFIC_NAMESPACES_SHOWN_MAX]
+        names = {name for name, _ in shown}
+        rest = [asdict(row) for each, row in rows if f"{each:016x}" not in names]
+        found = {name: asdict(row) for name, row in shown}
+        if rest:
+            found["other"] = {field: sum(row[field] for row in rest) for field in rest[0]}
+        return found
 
 
 _NAMES = {int(reason): BEHIND if reason is Reason.NONE else reason.name.lower() for reason in Reason}

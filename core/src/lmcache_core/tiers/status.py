@@ -38,4 +38,5 @@ def tier_status(tier: Tier) -> dict[str, Any]:
             lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in tier.lanes
         },
         "counts": dict(tier.counts),
+        "latencies": {what: latency.status() for what, latency in tier.latencies.items()},
     }

@@ -34,6 +34,7 @@ from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
+from lmcache_core.tiers.latency import Latency
 from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.order import KeyAccess, KeyOrder, Watch
@@ -84,6 +85,7 @@ class Tier:
         self.config = config
         self.chain = CodecChain(serdes)
         self.counts: Counter[str] = Counter()
+        self.latencies = {what: Latency() for what in ("lookup", "load", "store")}  # of calls, their wait included
         self._troubles = Trouble()
         self._quiet_until = 0.0
         self._clock = Clock()  # the server's, from `start` on
@@ -222,6 +224,7 @@ class Tier:
 
         def ended(call: Call) -> None:
             self.order.unwatch(changed, known)
+            self._timed("lookup", call)
             if self._returned_late(call, self.reads):
                 return
             if call.error is not None:
@@ -267,6 +270,7 @@ class Tier:
         changed = Watch()
 
         def ended(call: Call) -> None:
+            self._timed("load", call)
             results: Sequence[Loaded] = call.result or [
                 Loaded(TierReason.TIER_ERROR, error=repr(call.error)) for _ in batch
             ]
@@ -313,6 +317,7 @@ class Tier:
             return self._carrier.store(batch, deadline, reserved, lambda *known: self._post(Note(noted, known)))
 
         def ended(call: Call) -> None:
+            self._timed("store", call)
             hold(0)
             outcomes: Sequence[Outcome] = call.result or [
                 Outcome(Result.FAILED, nbytes, error=repr(call.error)) for nbytes in reserved
@@ -442,6 +447,9 @@ class Tier:
         self.adapter.close()
 
     # --- ends of calls ------------------------------------------------------------------------------------
+    def _timed(self, what: str, call: Call) -> None:
+        self.latencies[what].add(self._clock.now - (call.deadline - call.allowed_s))
+
     def _submit(self, lane: Lane, call: Call) -> TierReason | None:
         call.allowed_s = call.deadline - self._clock.now
         if lane.submit(call):
