@@ -105,7 +105,7 @@ class PoolStore(Store):
         used = Counter[int]()
         for item in taken:
             used[item.namespace] += item.nbytes
-        for waiting in self._rooms._waiting:
+        for waiting in self._rooms.waiting:
             used[waiting.namespace] += waiting.slots * waiting.size_class.slot_bytes
         return used
 

@@ -164,7 +164,7 @@ def test_those_who_gave_up_are_forgotten_while_the_oldest_still_waits(
 
     full.loop.call(begin)
     assert begun.wait(WAIT_S)
-    wait_for(full, lambda: full.kernel.preparing == 1 and len(full.l1._preparing) == 1)
+    wait_for(full, lambda: full.kernel.preparing == 1 and len(full.l1.preparing) == 1)
     go.set()
     wait_for(full, lambda: not full.kernel.working)
 

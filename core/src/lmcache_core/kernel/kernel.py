@@ -215,12 +215,12 @@ class Kernel:
     @property
     def working(self) -> bool:
         """Whether `step` has something left to do."""
-        return bool(self._rooms or self._releases)
+        return bool(self._rooms.waiting or self._releases.work)
 
     @property
     def preparing(self) -> int:
         """Grants that wait for room."""
-        return len(self._rooms)
+        return len(self._rooms.waiting)
 
     def grant_more(
         self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float

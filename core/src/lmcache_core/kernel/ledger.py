@@ -14,8 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 
 from lmcache_core.kernel.objects import Incarnation
+
+_nbytes = attrgetter("nbytes")
 
 
 class Sort(IntEnum):
@@ -42,50 +45,54 @@ class Account:
         own = self.nbytes_max - self.nbytes
         return own if self.whole is None else min(own, self.whole.nbytes_max - self.whole.nbytes)
 
+    def take_first(self, objects: Sequence[Incarnation]) -> int:
+        """It holds as many of these once more, from the first on, as its caps allow; how many."""
+        fits = self._first_that_fit(objects)
+        self.take(objects if fits == len(objects) else objects[:fits])
+        return fits
+
     def take(self, objects: Iterable[Incarnation]) -> None:
-        """It holds each of these once more."""
-        mine = whole = 0
+        """It holds each of these once more, whatever its caps."""
+        mine = shared = 0  # `shared`: of these bytes, what another session of its holder has, too
         for item in objects:
             known = item.kept_by
             if known is None:
                 item.kept_by = self
                 mine += item.nbytes
-                whole += item.nbytes
                 continue
             if known.__class__ is not dict:
                 known = item.kept_by = {known: 1}
             times = known.get(self, 0)
             if not times:
                 mine += item.nbytes
-                if all(each.whole is not self.whole for each in known):
-                    whole += item.nbytes
+                if any(each.whole is self.whole for each in known):
+                    shared += item.nbytes
             known[self] = times + 1
-        self._add(mine, whole)
+        self._add(mine, mine - shared)
 
     def give(self, objects: Iterable[Incarnation]) -> None:
         """It holds each of these once less."""
-        mine = whole = 0
+        mine = shared = 0
         for item in objects:
             known = item.kept_by
             if known is self:
                 item.kept_by = None
                 mine += item.nbytes
-                whole += item.nbytes
                 continue
             known[self] -= 1
             if not known[self]:
                 del known[self]
                 mine += item.nbytes
-                if all(each.whole is not self.whole for each in known):
-                    whole += item.nbytes
+                if any(each.whole is self.whole for each in known):
+                    shared += item.nbytes
                 if not known:
                     item.kept_by = None
-        self._add(-mine, -whole)
+        self._add(-mine, shared - mine)
 
-    def first_that_fit(self, objects: Sequence[Incarnation]) -> int:
+    def _first_that_fit(self, objects: Sequence[Incarnation]) -> int:
         """How many of the objects, from the first on, it may take. What it holds already costs nothing."""
         room = self.room
-        if sum(item.nbytes for item in objects) <= room:
+        if sum(map(_nbytes, objects)) <= room:
             return len(objects)
         for at, item in enumerate(objects):
             known = item.kept_by

@@ -46,17 +46,19 @@ class Reading:
         self._residents.touched += len(keys)
         table = self._residents.table.of(namespace)
         shards, mask = table.shards, table.mask
-        entries: list[Incarnation | None] = []
+        entries: list[Incarnation | None]
         found: list[Incarnation] = []
-        for key in keys:
-            item = shards[(key[0] ^ key[31]) & mask].get(key)
-            if item is not None and item.state is READY:
-                entries.append(item)
+        if prefix:
+            for key in keys:
+                item = shards[(key[0] ^ key[31]) & mask].get(key)
+                if item is None or item.state is not READY:
+                    break
                 found.append(item)
-            elif prefix:
-                break
-            else:
-                entries.append(None)
+            entries = [*found]
+        else:
+            any_of = [shards[(key[0] ^ key[31]) & mask].get(key) for key in keys]
+            entries = [item if item is not None and item.state is READY else None for item in any_of]
+            found = [item for item in entries if item is not None]
         if layout_id and found:
             self._sort_out(layout_id, entries, found, prefix)
         if len(found) == len(keys):
@@ -141,12 +143,11 @@ class Reading:
             offsets = array("Q", [0 if item is None else item.offset for item in entries])
         account = session.accounts[Sort.READ] if lease is None or lease.account is None else lease.account
         if found:
-            fits = account.first_that_fit(found)
+            fits = account.take_first(found)
             if fits < len(found):
                 self._refuse(entries, found, statuses, fits)
                 reasons = reasons or bytearray(len(keys))
                 offsets = array("Q", [0 if item is None else item.offset for item in entries])
-            account.take(found)
             self._residents.hold(found)
             self._residents.policy.access(found[::-1])
         if promise_id:
@@ -302,12 +303,11 @@ class Reading:
         if not hold or not found:
             return KernelLookup(statuses, reasons, incarnations=seen)
         account = session.accounts[Sort.PROMISED]
-        fits = account.first_that_fit(found)
+        fits = account.take_first(found)
         if fits < len(found):  # they are hits all the same
             self._refuse(entries, found, bytearray(len(entries)), fits)
             if not found:
                 return KernelLookup(statuses, reasons, incarnations=seen)
-        account.take(found)
         self._residents.hold(found)
         promise = self._new(LeaseKind.PROMISE, session, namespace, now, self._promise_ttl_s, entries, len(found))
         return KernelLookup(statuses, reasons, promise.id, promise.deadline, seen)
@@ -327,8 +327,7 @@ class Reading:
             if item is not None and promise.answers[at] == Settled.NOT_HELD
         ]
         assert promise.account is not None
-        del new[promise.account.first_that_fit([item for _, item in new]) :]
-        promise.account.take([item for _, item in new])
+        del new[promise.account.take_first([item for _, item in new]) :]
         self._residents.hold([item for _, item in new])
         for at, item in new:
             promise.hold_at(at, item)

@@ -37,39 +37,36 @@ class Releases:
     def __init__(self, residents: Residents, quarantine: Quarantine) -> None:
         self._residents = residents
         self._quarantine = quarantine
-        self._work: deque[_ReleaseWork] = deque()
+        self.work: deque[_ReleaseWork] = deque()
         self.step_objects = STEP_OBJECTS  # fewer where a test wants much to come between two steps
-
-    def __len__(self) -> int:
-        return len(self._work)
 
     def written(self, entries: Entries, lease: KernelLease, reason: Reason) -> None:
         """These positions of a write lease were given up: the owner has answered for them, or is dead."""
-        self._work.append(_Written(self._residents, entries, lease, reason))
+        self.work.append(_Written(self._residents, entries, lease, reason))
 
     def held(self, entries: Entries, account: Account) -> None:
         """These holds of a promise or a read lease have ended, which are charged to that account."""
-        self._work.append(_Held(self._residents, entries, account))
+        self.work.append(_Held(self._residents, entries, account))
 
     def overdue(self, lease: KernelLease) -> None:
         """A write lease has expired: its keys are free, its slots wait for the owner's answer."""
-        self._work.append(_Overdue(self._residents, self._quarantine, lease))
+        self.work.append(_Overdue(self._residents, self._quarantine, lease))
 
     def answered(self, objects: Iterable[Incarnation], state: State, event: Event) -> None:
         """Nobody touches these any more, which are in `state` and nobody's."""
-        self._work.append(_Answered(self._residents, list(objects), state, event))
+        self.work.append(_Answered(self._residents, list(objects), state, event))
 
     def moved(self, lease: KernelLease) -> None:
         """A write lease is another session's now: its slots are to name that one's row."""
-        self._work.append(_Moved(self._residents, lease))
+        self.work.append(_Moved(self._residents, lease))
 
     def row_left(self, row: int) -> None:
         """What moved away from this row is known so far: say so when no slot names it any more."""
-        self._work.append(_RowLeft(self._residents, row))
+        self.work.append(_RowLeft(self._residents, row))
 
     def step(self) -> None:
         """A bounded part of it."""
-        work, objects_max = self._work, self.step_objects
+        work, objects_max = self.work, self.step_objects
         while work and objects_max > 0:
             taken = work[0].step(objects_max)
             if taken < objects_max:

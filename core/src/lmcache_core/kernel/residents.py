@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from operator import length_hint
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import InvariantError
@@ -175,10 +176,11 @@ class Residents:
         """Take one hold from each. `read`: a session has read them, so temporary ones go when nobody holds them."""
         self.touched += len(objects)
         idle, gone, used_up = [], [], []
-        for at, item in enumerate(reversed(objects)):  # last to first: a suffix goes before its prefix
+        backwards = reversed(objects)  # last to first: a suffix goes before its prefix
+        for item in backwards:
             holds = item.holds - 1
             if holds < 0:
-                for released in objects[len(objects) - at :]:
+                for released in objects[length_hint(backwards) + 1 :]:
                     released.holds += 1
                 raise InvariantError(f"{item!r} was released once too often")
             item.holds = holds

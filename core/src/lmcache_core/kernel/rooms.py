@@ -144,21 +144,17 @@ class Rooms:
         self._fence = fence
         self._releases = releases
         self._carry_out = carry_out
-        self._waiting: dict[Preparation, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self.waiting: dict[Preparation, None] = {}
 
     def add(self, preparation: Preparation) -> None:
         """It is to wait, behind those that wait already. What is there of its keys is held, as if it were promised: the
         first of it, where the session is promised so much already."""
         session, existing = preparation.session, preparation.existing
         account = session.accounts[Sort.PROMISED]
-        preparation.existing = existing = existing[: account.first_that_fit(existing)]
-        account.take(existing)
+        preparation.existing = existing = existing[: account.take_first(existing)]
         self._residents.hold(existing)
         self._charge(preparation, +1)
-        self._waiting[preparation] = None
+        self.waiting[preparation] = None
         session.preparations[preparation] = None
 
     def cancel(self, preparation: Preparation) -> None:
@@ -175,19 +171,19 @@ class Rooms:
 
     def hurry(self) -> None:
         """Nothing is granted any more: what waits is answered so, in the next steps."""
-        for preparation in self._waiting:
+        for preparation in self.waiting:
             preparation.until_s = float("-inf")
 
     def clear(self, namespace: int | None) -> None:
         """What was offered for this scope (None: all) before the clear must not appear after it."""
-        for preparation in self._waiting:
+        for preparation in self.waiting:
             if namespace in (None, preparation.namespace):
                 preparation.cleared = True
                 preparation.until_s = float("-inf")
 
     def step(self, now: float) -> None:
         """A bounded step for the first that waits."""
-        first = next(iter(self._waiting), None)
+        first = next(iter(self.waiting), None)
         if first is None or (now < first.until_s and not first.gave_up and self._advance(first)):
             return
         for each in first.emptied:
@@ -280,7 +276,7 @@ class Rooms:
 
     def _take_out(self, preparation: Preparation) -> None:
         """It does not wait any more."""
-        del self._waiting[preparation]
+        del self.waiting[preparation]
         del preparation.session.preparations[preparation]
         self._charge(preparation, -1)
 

@@ -19,7 +19,7 @@ class Clears:
         self._kernel = kernel
         self._l1 = l1
         self._store_waits = store_waits
-        self._waiting: deque[tuple[Clearing, Session, int]] = deque()  # in the order in which they will be done
+        self.waiting: deque[tuple[Clearing, Session, int]] = deque()  # in the order in which they will be done
 
     def clear(self, session: Session, request: m.Clear) -> m.Message | None:
         """The answer to a small clear; None: it follows once all is freed, whether or not the session is still there.
@@ -36,18 +36,18 @@ class Clears:
             self._l1.taps.cleared(request.namespace, request.tiers, session.id)
         if clearing.done:
             return _answer(clearing, request.rid)
-        self._waiting.append((clearing, session, request.rid))
+        self.waiting.append((clearing, session, request.rid))
         return None
 
     def step(self) -> bool:
         """Free a bounded part of what was cleared. Whether there is more: the next turn of the loop should come at
         once, after everybody's next message."""
-        if not self._kernel.clearing and not self._waiting:
+        if not self._kernel.clearing and not self.waiting:
             return False
         self._kernel.free_cleared(self._l1.clock.now)
         self._l1.apply()  # whoever reads the answer finds nothing of it any more
-        while self._waiting and self._waiting[0][0].done:
-            clearing, session, rid = self._waiting.popleft()
+        while self.waiting and self.waiting[0][0].done:
+            clearing, session, rid = self.waiting.popleft()
             session.send(_answer(clearing, rid))
         return self._kernel.clearing
 

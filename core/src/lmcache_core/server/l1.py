@@ -101,7 +101,7 @@ class L1:
         self.counters: Counter[str] = Counter()
         self._notify = notify
         self._untold: deque[Effect] = deque()
-        self._preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # who waits for room
+        self.preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # who waits for room
         self._policy_quiet_until_s = 0.0
 
     def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]], holder: str = "") -> int:
@@ -372,12 +372,12 @@ class L1:
 
     def answer_later(self, preparation: Preparation, answer: Callable[[], None]) -> None:
         """`answer` is called once the preparation is done, unless it was cancelled."""
-        self._preparing.append((preparation, answer))
+        self.preparing.append((preparation, answer))
 
     def make_room(self) -> bool:
         """One bounded step of what the kernel has under way. Whether there is more: the next turn of the loop should
         come at once, after everybody's next message."""
-        kernel, preparing = self.kernel, self._preparing
+        kernel, preparing = self.kernel, self.preparing
         if not kernel.working and not preparing:
             return False
         kernel.step(self.clock.now)
@@ -387,7 +387,7 @@ class L1:
             if not preparation.cancelled:
                 answer()
         if len(preparing) > CANCELLED_KEPT + 2 * kernel.preparing:  # who comes and goes leaves none behind the oldest
-            self._preparing = deque(each for each in preparing if not each[0].cancelled)
+            self.preparing = deque(each for each in preparing if not each[0].cancelled)
         return kernel.working
 
     def commit_load(

@@ -8,7 +8,6 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from time import thread_time
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import FRAME_BYTES_MAX, HOUSEKEEPING_S
@@ -41,7 +40,7 @@ class Loop:
         self._wake_lock = threading.RLock()  # of the descriptor's life; a signal handler may come to it again
         self._stopping = False
         self.faults = 0
-        self.longest_turn_cpu_s = 0.0  # of this thread, its share of the wait included
+        self.longest_turn_s = 0.0  # for so long everybody else's message waited, whatever held the turn up
         self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for whoever receives: one at a time does
         self.add(self._wake_fd, select.EPOLLIN, self._woken)
         forget_in_child(self)
@@ -90,7 +89,6 @@ class Loop:
         clock.turn()
         self._run_calls()  # what was asked for before the first turn goes before anybody's message
         timeout = 0.0
-        cpu_before_s = thread_time()
         while not self._stopping:
             ready = poll(timeout)
             clock.turn()
@@ -114,12 +112,11 @@ class Loop:
             except BaseException:  # noqa: BLE001 - told by `_failed`
                 self._failed()
                 next_tick = clock.now + HOUSEKEEPING_S  # what fails at once would fail again at once
-            cpu_s = thread_time()
-            if cpu_s - cpu_before_s > self.longest_turn_cpu_s:
-                self.longest_turn_cpu_s = cpu_s - cpu_before_s
-            cpu_before_s = cpu_s
             # From this moment, not from the turn's beginning: a wait would be too long by what the turn took.
-            timeout = -1.0 if next_tick is None else max(0.0, next_tick - clock.read())
+            ended_at_s = clock.read()
+            if ended_at_s - clock.now > self.longest_turn_s:
+                self.longest_turn_s = ended_at_s - clock.now
+            timeout = -1.0 if next_tick is None else max(0.0, next_tick - ended_at_s)
 
     def _failed(self) -> None:
         """Something raised, perhaps a plugin in Rust, whose panic is no `Exception`: serving goes on."""

@@ -296,8 +296,11 @@ class Server:
 
     def _tick(self) -> float | None:
         now, kernel, tiering = self.clock.now, self.kernel, self.tiering
-        more = self.clears.step()
-        more |= self.l1.make_room()
+        more = False
+        if kernel.clearing or self.clears.waiting:  # most turns have nothing of this to do, and calls cost
+            more |= self.clears.step()
+        if kernel.working or self.l1.preparing:
+            more |= self.l1.make_room()
         make = None
         if self.adopting is not None:
             make = self.adopting.due
@@ -306,6 +309,7 @@ class Server:
                 make = self.adopting.due
         for carrier in self.carriers:
             more |= carrier.pump()
+        reply = room = tiers = work = None
         if tiering is not None:
             tiering.step()
             self.lookups.after_step()
@@ -320,7 +324,8 @@ class Server:
             check = self.sessions.next_check()
         if now >= self._housekeeping_at_s:
             self._keep_house(now)
-        self.companions.step(now)
+        if self.l1.companions is not None:
+            self.companions.step(now)
         self.l1.apply()
         if self._drain_until_s is not None and self._drained(now):
             self.loop.stop()
@@ -329,9 +334,12 @@ class Server:
             self.longest_turn_objects = touched
         if more:
             return now
+        if tiering is not None:  # without tiers nobody waits for one, nor for room
+            reply, room, tiers = self.lookups.next_reply_s, self.store_waits.next_at_s, tiering.next_deadline()
+        if self.l1.companions is not None:
+            work = self.companions.next_step()
         next_s = self._housekeeping_at_s
-        reply, room, step = self.lookups.next_reply_s, self.store_waits.next_at_s, self.companions.next_step()
-        for each in (due, check, reply, room, make, step, None if tiering is None else tiering.next_deadline()):
+        for each in (due, check, make, reply, room, tiers, work):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s

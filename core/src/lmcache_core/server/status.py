@@ -73,7 +73,7 @@ def describe(server: Server) -> dict[str, Any]:
         "events": None if server.events is None else server.events.status(),
         "longest_turn": {
             "objects": server.longest_turn_objects,
-            "cpu_ms": round(1e3 * server.loop.longest_turn_cpu_s, 3),
+            "ms": round(1e3 * server.loop.longest_turn_s, 3),
         },
         "chunk_tokens": server.settings.chunk_tokens,
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
