@@ -588,6 +588,57 @@ def test_promises_are_redeemed_or_given_back(ways: Ways, watcher: Client, missin
         until(lambda: leases(watcher) == NO_LEASES, "the promise to go")
 
 
+# --- what a session may hold at once ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sparing(tmp_path: Path) -> Iterator[Server]:
+    """A session reads 4 MiB of it at once."""
+    settings = make_settings(
+        name=f"p{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 16 << 20}, holding={"read_fraction_per_session_max": 0.25}, drain_s=0.1,
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        yield server
+
+
+@needs_native
+@pytest.mark.parametrize("by_region", [False, True])
+def test_more_than_a_session_may_hold_is_read_into_pages_a_part_at_a_time(sparing: Server, by_region: bool) -> None:
+    layers, count, page_bytes = 4, 12, 256 << 10
+    storage = np.random.default_rng(1).integers(0, 256, (layers, count + 1, page_bytes), np.uint8)
+    before = storage.copy()
+    regions = [Region(storage[layer], 0, page_bytes, page_bytes, count + 1) for layer in range(layers)]
+    keys = fresh_keys(count + 1)
+    with connect(sparing, use_index=False) as client:
+        pages = client.register_pages([PageGroup(space_of(layers * page_bytes), regions, 1)])
+        assert pages.store([(0, keys[:count], np.arange(count))]).stored == count
+        storage[:, :count] = 0
+        job = pages.retrieve_start([(0, keys, np.arange(count + 1))])
+        if by_region:
+            assert job.wait_region(0, WAIT_S)
+            assert (storage[0] == before[0]).all(), "no page of a region that is done is still to come"
+        assert job.wait(WAIT_S)
+        assert job.result is not None
+        assert list(job.result.statuses[0]) == [Status.HIT] * count + [Status.MISS]
+        assert (storage == before).all()
+        assert leases(client) == NO_LEASES
+
+
+def test_what_others_of_the_session_hold_is_not_waited_for(sparing: Server) -> None:
+    storage = np.full((6, MIB), 7, np.uint8)
+    keys = fresh_keys(6)
+    with connect(sparing, use_index=False) as client:
+        space = space_of(MIB)
+        pages = client.register_pages([PageGroup(space, [Region(storage, 0, MIB, MIB, 6)], 1)])
+        assert pages.store([(0, keys, np.arange(6))]).stored == 6
+        with client.prepare_retrieve(keys[:4], namespace=space) as held:
+            assert len(held.granted) == 4
+            assert list(pages.retrieve([(0, keys[4:], np.arange(2))]).statuses[0]) == [Status.QUOTA] * 2
+        assert pages.retrieve([(0, keys[4:], np.arange(2))]).hits == 2
+
+
 # --- what ends a job --------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from lmcache_core.client.links import Links
 from lmcache_core.client.presence import Presence
 from lmcache_core.client.regions import RegionTables
 from lmcache_core.client.results import Status, settled_statuses
-from lmcache_core.client.retrieving import promise_of
+from lmcache_core.client.retrieving import over_share, promise_of
 from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UnknownNamespaceError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, STORE_PAGE_KEYS
@@ -399,6 +399,15 @@ class _Leased:
         self.work: Any = None
         self.parts: list[tuple[Frame, array[int]]] = []  # with the lease's positions
         self.over = False
+        self.asked_again = False  # for what the session could not hold beside the rest
+
+    def over_share(self) -> list[tuple[int, Sequence[int]]]:
+        """(Entry, positions) of what is to be asked for once what is read here has been let go of."""
+        if self.asked_again:
+            return []
+        any_read = bool(self.parts)
+        over = [(frame, over_share(frame.lease.statuses, any_read=any_read)) for frame in self.frames]
+        return [(frame.entry, [frame.positions[at] for at in some]) for frame, some in over if some]
 
     def blocking(self) -> Frame | None:
         """The first that waits for an answer."""
@@ -462,12 +471,13 @@ class RetrieveJob(PagesJob):
                 rest.append((number, [at for at in range(len(keys)) if at not in had]))
         return parts, rest
 
-    def _ask(self, rest: Sequence[tuple[int, Sequence[int]]]) -> None:
+    def _ask(self, rest: Sequence[tuple[int, Sequence[int]]], *, redeem: bool = True) -> None:
+        """`redeem`: the promises of entries that are asked for as a whole."""
         ground, verify = self._ground, self._verify > 0
         frames: list[Frame] = []
         for number, positions in rest:
             entry = self._entries[number]
-            promises = self._promises[number] if len(positions) == len(entry.keys) else ()
+            promises = self._promises[number] if redeem and len(positions) == len(entry.keys) else ()
 
             def message(
                 blob: bytes, first: int, entry: GroupKeys = entry, promises: Sequence[int] = promises
@@ -504,7 +514,8 @@ class RetrieveJob(PagesJob):
     def _under_way(self) -> list[Any]:
         """What copies, or will; None for what is not begun yet."""
         indexed = [] if self._indexed is None else [self._indexed]
-        return indexed + [leased.work for leased in self._leased if not (leased.over and leased.work is None)]
+        to_come = [None for leased in self._leased if leased.over_share()]
+        return indexed + to_come + [each.work for each in self._leased if not (each.over and each.work is None)]
 
     @staticmethod
     def _has_region(work: Any, region: int) -> bool:
@@ -524,12 +535,17 @@ class RetrieveJob(PagesJob):
         finished = [self._get_leased_on(leased) for leased in self._leased]
         if not all(finished) or (self._indexed is not None and not _over(self._indexed)):
             return False
-        if self._found:
-            again = self._note_found()
-            if again:
-                self._ask(again)
-                return self._get_on()
-        return self._hear_answers()
+        again = self._note_found() if self._found else []
+        over = [each for leased in self._leased for each in leased.over_share()]
+        for leased in self._leased:
+            leased.asked_again = True
+        if self._told or not (again or over):
+            return self._hear_answers()
+        if again:
+            self._ask(again)
+        if over:
+            self._ask(over, redeem=False)
+        return self._get_on()
 
     def _note_found(self) -> list[tuple[int, Sequence[int]]]:
         """What became of what the index had; what the server is to be asked for instead."""

@@ -41,9 +41,9 @@ class Retriever:
         if read is None:
             return self._under_lease(keys, targets, namespace, prefix, promises, verify)
         count = len(keys)
-        statuses, reasons = [Status.HIT] * count, [Reason.NONE] * count
+        found = RetrieveResult([Status.HIT] * count, [Reason.NONE] * count, seen)
         if read.count(READ) == count:
-            return RetrieveResult(statuses, reasons, seen)
+            return found
         if not prefix:
             rest: Sequence[int] = [at for at, byte in enumerate(read) if byte != READ]
         else:
@@ -52,9 +52,7 @@ class Retriever:
         asked = self._under_lease(
             [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
         )
-        for at, status, reason, one in zip(rest, asked.statuses, asked.reasons, asked.incarnations, strict=True):
-            statuses[at], reasons[at], seen[at] = status, reason, one
-        return RetrieveResult(statuses, reasons, seen)
+        return _with(found, rest, asked)
 
     def _under_lease(
         self,
@@ -67,17 +65,14 @@ class Retriever:
     ) -> RetrieveResult:
         """As much at a time as this session may keep from eviction: what is over that is asked for again once the first
         of it has been copied."""
-        asked = self._one_lease(keys, targets, namespace, prefix, promises, verify)
-        statuses, reasons, seen = list(asked.statuses), list(asked.reasons), list(asked.incarnations)
-        while Status.QUOTA in asked.statuses and Status.HIT in asked.statuses:
-            over = [at for at, status in enumerate(statuses) if status is Status.QUOTA]
+        found = asked = self._one_lease(keys, targets, namespace, prefix, promises, verify)
+        while over := over_share(found.statuses, any_read=Status.HIT in asked.statuses):
             rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
             asked = self._one_lease(
                 [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
             )
-            for at, status, reason, one in zip(rest, asked.statuses, asked.reasons, asked.incarnations, strict=True):
-                statuses[at], reasons[at], seen[at] = status, reason, one
-        return RetrieveResult(statuses, reasons, seen)
+            found = _with(found, rest, asked)
+        return found
 
     def _one_lease(
         self,
@@ -112,6 +107,22 @@ class Retriever:
         if damaged or unverifiable:
             _make_misses(damaged, unverifiable, statuses, reasons, prefix)
         return RetrieveResult(statuses, reasons, seen)
+
+
+def over_share(statuses: Sequence[Status], *, any_read: bool) -> list[int]:
+    """Positions of what the server refused since this session held as much as it may, and that are to be asked for again
+    once what was read has been let go of. Where nothing was, somebody else of the session holds it: then none are."""
+    if not any_read or Status.QUOTA not in statuses:
+        return []
+    return [at for at, status in enumerate(statuses) if status is Status.QUOTA]
+
+
+def _with(whole: RetrieveResult, positions: Sequence[int], part: RetrieveResult) -> RetrieveResult:
+    """`whole`, and at these positions what became of them in `part`."""
+    statuses, reasons, seen = list(whole.statuses), list(whole.reasons), array("Q", whole.incarnations)
+    for at, status, reason, one in zip(positions, part.statuses, part.reasons, part.incarnations, strict=True):
+        statuses[at], reasons[at], seen[at] = status, reason, one
+    return RetrieveResult(statuses, reasons, seen)
 
 
 def promise_of(promises: Sequence[int], first: int) -> int:
