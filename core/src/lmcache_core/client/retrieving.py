@@ -110,8 +110,8 @@ class Retriever:
 
 
 def over_share(statuses: Sequence[Status], *, any_read: bool) -> list[int]:
-    """Positions of what the server refused since this session held as much as it may, and that are to be asked for again
-    once what was read has been let go of. Where nothing was, somebody else of the session holds it: then none are."""
+    """Positions of what the server refused since this session held as much as it may, and that are to be asked for
+    again once what was read has been let go of. Where nothing was, somebody else of the session holds it: then none."""
     if not any_read or Status.QUOTA not in statuses:
         return []
     return [at for at, status in enumerate(statuses) if status is Status.QUOTA]
