@@ -437,3 +437,58 @@ def test_the_clients_own_choice_is_the_default(ways: Ways) -> None:
         assert careful.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE).reasons == [Reason.DAMAGED]
     with pytest.raises(UsageError, match="use 'never'"):
         Client(target, verify="sometimes")
+
+
+# --- by the index alone, and the index at once -------------------------------------------------------------------
+
+
+def test_without_asking_the_index_alone_answers(ways: Ways, asked: list[str]) -> None:
+    ways.store(1, 2, 4)
+    asked.clear()
+    found = ways.index.lookup(keys(1, 2, 3, 4), namespace=SPACE, ask=False)
+    assert found.statuses == [Status.GRANTED, Status.GRANTED, Status.MISS, Status.MISS]
+    assert (found.hits, found.done) == (2, True)
+    assert ways.index.lookup(keys(1, 2, 3, 4), namespace=SPACE, ask=False, prefix=False).hits == 3
+    named = ways.index.lookup(keys(1, 3), namespace=SPACE, ask=False, identify=True).incarnations
+    assert [bool(number) for number in named] == [True, False]
+    assert ways.index.lookup(keys(8, 9), namespace=SPACE, ask=False, hold=True).hits == 0
+    assert asked == []
+    assert ways.rpc.lookup(keys(1), namespace=SPACE, ask=False).hits == 0, "a client without the index has nothing"
+
+
+def test_hold_costs_a_call_where_something_is_held(ways: Ways, asked: list[str]) -> None:
+    ways.store(1, 2, 4)
+    asked.clear()
+    held = ways.index.lookup(keys(1, 2, 3, 4), namespace=SPACE, ask=False, hold=True)
+    assert held.statuses == [Status.GRANTED, Status.GRANTED, Status.MISS, Status.MISS]
+    assert held.hits == 2
+    assert asked == ["LookupRequest"]
+    sparse = ways.index.lookup(keys(3, 1, 4), namespace=SPACE, ask=False, hold=True, prefix=False)
+    assert sparse.statuses == [Status.MISS, Status.GRANTED, Status.GRANTED]
+    assert asked == ["LookupRequest"] * 2
+
+
+@pytest.mark.parametrize("options", [{"window": 2}, {"pin_s": 1.0}, {"policy": "retain"}])
+def test_what_only_the_server_does_is_not_done_without_asking(ways: Ways, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(options))):
+        ways.index.lookup(keys(1), namespace=SPACE, ask=False, **options)
+
+
+def test_a_handle_has_at_once_what_the_index_has_and_asks_for_the_rest(ways: Ways, monkeypatch: Any) -> None:
+    ways.store(1, 2, 4)
+    sent: list[m.Message] = []
+    from lmcache_core.client import channel
+
+    encode = channel.encode_request
+    monkeypatch.setattr(channel, "encode_request", lambda message: (sent.append(message), encode(message))[1])
+    handle = ways.index.lookup_nowait(keys(1, 2, 3, 4), namespace=SPACE)
+    assert handle.so_far.hits == 2
+    assert handle.so_far.statuses == [Status.GRANTED, Status.GRANTED, Status.MISS, Status.MISS]
+    assert [each.keys for each in sent if isinstance(each, m.LookupRequest)] == [key(3) + key(4)]
+    result = handle.wait(60.0)
+    assert result is not None
+    assert _plain(result) == _plain(ways.rpc.lookup(keys(1, 2, 3, 4), namespace=SPACE))
+    held = ways.index.lookup_nowait(keys(1, 3), namespace=SPACE, hold=True)
+    assert held.so_far.hits == 1
+    assert (done := held.wait(60.0)) is not None
+    assert done.hits == 1

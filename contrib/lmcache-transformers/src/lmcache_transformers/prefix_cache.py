@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,21 +76,29 @@ class PrefixCache:
         with `tokens[prefix.tokens_reused:]` and `past_key_values=prefix.cache`.
         """
         keys = self.keys(tokens)[: max(0, len(tokens) - 1) // self.chunk_tokens]
-        # Held, so that what was found cannot be evicted before it is read.
-        found = self.client.lookup(keys, namespace=self.namespace, hold=True, wait_s=self.wait_s)
-        if not found.hits:
-            return Prefix(write_chunks([]), 0, 0)
-        with self.client.prepare_retrieve(
-            keys[: found.hits], namespace=self.namespace, promises=found.promises
-        ) as lease:
+        found = self.client.lookup(keys, namespace=self.namespace, wait_s=self.wait_s)
+        # Without a call, and proven afterwards. What left the pool while it was copied is read again under a lease.
+        for optimistic in (True, False) if found.hits else ():
+            prefix = self._read(keys[: found.hits], optimistic)
+            if prefix is not None:
+                return prefix
+        return Prefix(write_chunks([]), 0, 0)
+
+    def _read(self, keys: Sequence[bytes], optimistic: bool) -> Prefix | None:
+        """None: it cannot be shown that what was copied is what these keys stand for."""
+        with self.client.prepare_retrieve(keys, namespace=self.namespace, optimistic=optimistic) as lease:
             reused = lease.hits
+            if optimistic and reused < len(keys):  # the server knows more than the index, or again
+                return None
             cache = write_chunks([lease.tensor(position) for position in range(reused)], self._device)
             try:
-                lease.finish()
+                read = lease.finish()
             except _ENDED_WITHOUT_US:
                 # The server that kept these slots for us is gone, and its successor may have emptied them while
                 # we copied. Computing the prompt is slower; trusting the copy would be wrong.
-                return Prefix(write_chunks([]), 0, 0)
+                return None
+        if read[:reused].count(Status.HIT) < reused:
+            return None
         return Prefix(cache, reused * self.chunk_tokens, reused * self.layout.nbytes)
 
     def store(self, tokens: Tokens, cache: DynamicCache) -> Stored:

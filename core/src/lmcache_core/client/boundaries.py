@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from lmcache_core.client.hits import Hits, checked_keys
+from lmcache_core.client.hits import COUNT_IF_ALL, Hits, checked_keys
 from lmcache_core.client.lookups import ClientLookups, LookupOptions
 from lmcache_core.errors import UsageError
 from lmcache_core.tokens.namespace import Namespace
@@ -179,7 +179,7 @@ class PrefixSearch(GroupSearch):
 
     def _look(self, end: int) -> int:
         keys = self._keys if end == len(self._keys) else self._keys[:end]
-        found = self._hits.find(keys, self._namespace, True)
+        found = self._hits.find(keys, self._namespace, True, False, COUNT_IF_ALL)
         there = 0 if found is None else len(found)
         if there < end and self._asking is not None:
             there, self.done = self._asking.ask(keys, self._namespace, 0)
@@ -227,7 +227,7 @@ class WindowSearch(GroupSearch):
 
     def _look_on(self, end: int, count: int) -> None:
         low = max(0, end - count)
-        found = self._hits.find(self._keys[low:end], self._namespace, False)
+        found = self._hits.find(self._keys[low:end], self._namespace, False, False, COUNT_IF_ALL)
         self._there = (bytes(end - low) if found is None else found) + self._there
         self._low = low
 

@@ -250,6 +250,7 @@ class Client:
         pin_s: float = 0.0,
         policy: str = "",
         identify: bool = False,
+        ask: bool = True,
     ) -> LookupResult:
         """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
 
@@ -260,10 +261,13 @@ class Client:
         `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
         them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
         prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads. `identify`: the result says
-        which incarnations were found, for `drop`; a retrieve's always does.
+        which incarnations were found, for `drop`; a retrieve's always does. `ask=False`: go by the index alone; what it
+        does not have is a miss. Then no call is made, but one where something was found that is to be held.
         """
         keys = checked_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
+        if not ask:
+            return self._lookups.by_index(keys, namespace, options._replace(identify=identify))
         if identify:
             return self._lookups.identified(keys, namespace, options._replace(identify=True))
         return self._lookups.lookup(keys, namespace, options)
@@ -283,8 +287,9 @@ class Client:
         policy: str = "",
         identify: bool = False,
     ) -> LookupHandle:
-        """As `lookup`, for callers that must not block: the handle has `done`, `result`, `wait` and `cancel`. One frame
-        of keys at most. Neither this nor the handle ever waits for the server, but for `wait`."""
+        """As `lookup`, for callers that must not block: the handle has `so_far` at once, which is what the index has,
+        and `done`, `result`, `wait` and `cancel` for the rest, which the server is asked for. One frame of keys at
+        most. Neither this nor the handle ever waits for the server, but for `wait`."""
         keys = checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")

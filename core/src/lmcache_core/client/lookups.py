@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from lmcache_core.client.channel import Pending, expect
-from lmcache_core.client.hits import COUNT_HITS, COUNT_IF_ALL, Hits
+from lmcache_core.client.hits import COUNT_HITS, Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
@@ -266,30 +266,82 @@ class ClientLookups:
             seen[at] = number
         return replace(found, incarnations=seen)
 
+    def by_index(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+        """What the index has, and, if that is to be held, a call that holds it. What is elsewhere is a miss."""
+        for name in ("window", "pin_s", "policy"):
+            if getattr(options, name):
+                raise UsageError(f"{name} is the server's business: leave it out, or ask=False")
+        found = self._find(keys, namespace, options._replace(hold=False), 0 if options.hold else COUNT_HITS)
+        if not found or not (there := found.count(1)):
+            return unserved(len(keys), Status.MISS)
+        if options.hold:
+            if options.prefix:
+                keys_there: Sequence[int] = range(there)
+            else:
+                keys_there = [at for at, byte in enumerate(found) if byte]
+            return self._hold(keys, keys_there, namespace, options)
+        if options.identify:
+            seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
+            seen += [0] * (len(keys) - len(seen))
+            return replace(_found_by_index(bytes(map(bool, seen)), len(keys)), incarnations=seen)
+        return _found_by_index(found, len(keys))
+
+    def _hold(
+        self, keys: Sequence[bytes], there: Sequence[int], namespace: Namespace, options: LookupOptions
+    ) -> LookupResult:
+        """Hold these, if they are still there: no tier is asked."""
+        held = self._ask([keys[at] for at in there], namespace, options._replace(tiers=[], wait_s=0.0))
+        if options.hold == "if_possible" and Status.UNREACHABLE in held.statuses:
+            return self.by_index(keys, namespace, options._replace(hold=False))
+        if len(there) == len(keys):
+            return held
+        whole = unserved(len(keys), Status.MISS)
+        statuses, reasons, seen = list(whole.statuses), list(whole.reasons), [0] * len(keys)
+        for number, at in enumerate(there):
+            statuses[at], reasons[at] = held.statuses[number], held.reasons[number]
+            seen[at] = held.incarnations[number] if held.incarnations else 0
+        return replace(held, statuses=statuses, reasons=reasons, incarnations=seen if held.incarnations else ())
+
     def _ask_rest(
         self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, options: LookupOptions
     ) -> LookupResult:
         """Ask the server for the keys at `rest`; the index has the others."""
-        count = len(keys)
         asked = self._ask([keys[at] for at in rest], namespace, options)
+        return self._with_index(keys, rest, namespace, options.prefix, asked)
+
+    def _with_index(
+        self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, prefix: bool, asked: LookupResult
+    ) -> LookupResult:
+        """The answer for the keys at `rest`, and what the index had."""
+        count = len(keys)
         statuses, reasons = [Status.GRANTED] * count, [Reason.NONE] * count
         for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
             statuses[at], reasons[at] = status, reason
         if asked.job and count <= BATCH_KEYS_MAX:
-            self._remember(asked.job, _Part(keys, rest, namespace, options.prefix))
+            self._remember(asked.job, _Part(keys, rest, namespace, prefix))
         hits = count - len(rest) + asked.hits
         return LookupResult(statuses, reasons, hits, asked.done, asked.promises, asked.job, asked.incarnations)
 
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
         """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
-        blob = join_keys(keys)
-        found = self._find(keys, namespace, options, COUNT_IF_ALL)
-        if found is not None and found.count(1) == len(keys):
-            seen = (self._hits.identify(keys, namespace, options.prefix) or ()) if options.identify else ()
-            if not options.identify or (len(seen) == len(keys) and 0 not in seen):
-                result = replace(_all_there(len(keys)), incarnations=seen)
-                return LookupHandle(self, _Asking(keys, namespace, options, blob), result)
-        handle = LookupHandle(self, _Asking(keys, namespace, options, blob))
+        count = len(keys)
+        rest: Sequence[int] = range(count)
+        asks_for_all = bool(options.hold) or options.identify  # one moment has to say it of all of them
+        found = self._find(keys, namespace, options._replace(hold=False), 0 if asks_for_all else COUNT_HITS)
+        so_far = _found_by_index(found or b"", count)
+        if options.identify and so_far.hits:
+            seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
+            so_far = replace(so_far, incarnations=seen + [0] * (count - len(seen)))
+            if count and not options.hold and all(so_far.incarnations):
+                rest = ()
+        if found is not None and not asks_for_all:
+            there = len(found) if options.prefix else found.count(1)
+            rest = range(there, count) if options.prefix else [at for at, byte in enumerate(found) if not byte]
+        blob = join_keys(keys if len(rest) == count else [keys[at] for at in rest])
+        handle = LookupHandle(self, _Asking(keys, rest, namespace, options, blob), so_far)
+        if not rest and count:
+            handle.found_all()
+            return handle
         handle.get_on()
         if not handle.sent:
             self._links.wait_unsent(handle)
@@ -310,10 +362,16 @@ class ClientLookups:
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
         """What is answered in place of the server."""
         if wanted.options.hold == "if_possible" and isinstance(error, DisconnectedError):
-            return self._by_index(wanted)
-        return unserved(len(wanted.keys), *self._links.refused(error))
+            return self._without_promise(wanted)
+        return self.whole_of(wanted, unserved(len(wanted.rest), *self._links.refused(error)))
 
-    def _by_index(self, wanted: _Asking) -> LookupResult:
+    def whole_of(self, wanted: _Asking, asked: LookupResult) -> LookupResult:
+        """The answer for what was asked for, and what the index had."""
+        if len(wanted.rest) == len(wanted.keys):
+            return asked
+        return self._with_index(wanted.keys, wanted.rest, wanted.namespace, wanted.options.prefix, asked)
+
+    def _without_promise(self, wanted: _Asking) -> LookupResult:
         """The index alone, with no promise."""
         keys, options = wanted.keys, wanted.options._replace(hold=False)
         found = self._find(keys, wanted.namespace, options) or b""
@@ -403,6 +461,14 @@ def _all_there(count: int) -> LookupResult:
     return LookupResult([Status.GRANTED] * count, [Reason.NONE] * count, count)
 
 
+def _found_by_index(found: bytes, count: int) -> LookupResult:
+    """A byte a key, 1 for what is there; what stands behind its end is not."""
+    if found.count(1) == count:
+        return _all_there(count)
+    statuses = [Status.GRANTED if byte else Status.MISS for byte in found.ljust(count, b"\0")]
+    return LookupResult(statuses, [Reason.NONE] * count, found.count(1))
+
+
 def _scatter(found: m.LookupReply, positions: Sequence[int], statuses: bytearray, reasons: bytearray) -> None:
     for at, status in zip(positions, found.statuses, strict=True):
         statuses[at] = status
@@ -411,9 +477,10 @@ def _scatter(found: m.LookupReply, positions: Sequence[int], statuses: bytearray
 
 
 class _Asking(NamedTuple):
-    """A lookup that is to be sent."""
+    """A lookup that is to be sent, for the keys at `rest`: the index had the others."""
 
     keys: Sequence[bytes]
+    rest: Sequence[int]
     namespace: Namespace
     options: LookupOptions
     blob: bytes
@@ -429,16 +496,22 @@ class _Asked:
 
 
 class LookupHandle:
-    """A lookup under way. `done`, `result` and `cancel` never wait; `result` is None until it is done."""
+    """A lookup under way. `done`, `result` and `cancel` never wait; `result` is None until it is done. `so_far`: what
+    the index had when it began; nobody holds that."""
 
-    def __init__(self, lookups: ClientLookups, wanted: _Asking, result: LookupResult | None = None) -> None:
+    def __init__(self, lookups: ClientLookups, wanted: _Asking, so_far: LookupResult) -> None:
         self._lookups = lookups
         self._wanted = wanted
+        self.so_far = so_far
         self._asked: _Asked | None = None
         self._error: CacheError | None = None  # the caller's mistake
         self._again = True  # where the server has forgotten the namespace, or our session, it is asked again, once
-        self._result = result
+        self._result: LookupResult | None = None
         self._cancelled = False
+
+    def found_all(self) -> None:
+        """Nothing is left to be asked for."""
+        self._result = self.so_far
 
     @property
     def done(self) -> bool:
@@ -534,4 +607,4 @@ class LookupHandle:
             asked.binding = None
         reply = channel.poll(asked.pending)
         if reply is not None and self._asked is asked:  # another thread may have cancelled
-            self._result = result_of(reply, len(self._wanted.keys))
+            self._result = self._lookups.whole_of(self._wanted, result_of(reply, len(self._wanted.rest)))
