@@ -101,6 +101,20 @@ def test_a_prefix_that_the_index_has_in_part_is_counted_once(node: Node) -> None
 
 
 @needs_index
+def test_lookups_of_several_groups_are_counted(node: Node) -> None:
+    server = node.serve()
+    client = node.client()
+    keys = [node.key(number) for number in range(10)]
+    client.store(keys[:4], [node.payload(1)] * 4, namespace=node.namespace)
+    group = (node.namespace, keys[:4])
+    assert client.lookup_many([group, group], unit_tokens=16).tokens == 64
+    assert client.lookup_many([(node.namespace, keys)], unit_tokens=16, ask=False).tokens == 64  # no lookup: a look
+    assert client.lookup_many([(node.namespace, keys)], unit_tokens=16).tokens == 64
+    lookups, _, _ = figures(server)
+    assert (lookups["keys"], lookups["hits"]) == (18, 12)
+
+
+@needs_index
 def test_reads_in_place_and_by_pages_are_counted(node: Node) -> None:
     server = node.serve()
     client = node.client()

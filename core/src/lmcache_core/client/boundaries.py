@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from lmcache_core.client.hits import COUNT_IF_ALL, Hits, checked_keys
+from lmcache_core.client.hits import COUNT_IF_ALL, COUNT_NOTHING, Hits, checked_keys
 from lmcache_core.client.lookups import ClientLookups, LookupOptions
 from lmcache_core.errors import UsageError
 from lmcache_core.tokens.namespace import Namespace
@@ -179,7 +179,9 @@ class PrefixSearch(GroupSearch):
 
     def _look(self, end: int) -> int:
         keys = self._keys if end == len(self._keys) else self._keys[:end]
-        found = self._hits.find(keys, self._namespace, True, False, COUNT_IF_ALL)
+        # Without the server, who counts what misses, it is a look, and no lookup.
+        counts = COUNT_NOTHING if self._asking is None else COUNT_IF_ALL
+        found = self._hits.find(keys, self._namespace, True, False, counts)
         there = 0 if found is None else len(found)
         if there < end and self._asking is not None:
             there, self.done = self._asking.ask(keys, self._namespace, 0)

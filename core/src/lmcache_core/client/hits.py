@@ -19,7 +19,8 @@ from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
 
 READ, CHANGED, DAMAGED = 1, 2, 3  # what `Hits.read` says of a key; 0: it is not there
-COUNT_HITS, COUNT_IF_ALL = 1, 2  # a lookup: what was found; the same, where the server is not asked for all of it
+# How it counts as a lookup: not at all; what was found; the same, where the server is not asked for all of it.
+COUNT_NOTHING, COUNT_HITS, COUNT_IF_ALL = 0, 1, 2
 VERIFY = {"never": 0, "first": 1, "always": 2}
 
 
