@@ -20,6 +20,7 @@ _HERE = "lmcache_core.cli"
 COMMANDS: dict[str, tuple[str, str, bool]] = {
     "serve": (f"{_HERE}.serve", "run a server", True),
     "status": (f"{_HERE}.status", "ask a running server how it is", False),
+    "metrics": (f"{_HERE}.metrics", "print a running server's figures in Prometheus' text format", False),
     "explain": (f"{_HERE}.explain", "say where keys are, or why they missed", False),
     "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),
     "init": (f"{_HERE}.init", "write a settings file to begin with", False),

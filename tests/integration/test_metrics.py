@@ -1,0 +1,352 @@
+"""The metrics: each is moved by a known amount, and looked at from outside of the server."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="metrics need prometheus-client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from lmcache_core.client.results import Status
+from lmcache_core.errors import UsageError
+from lmcache_core.native import native
+from lmcache_core.observe.exposition import text_of
+from lmcache_core.observe.metrics import METRICS, PREFIX, Metric, table
+from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.namespace import Namespace
+
+Node = Any  # the fixture of tests/conftest.py
+WAIT_S = 60.0
+NBYTES = 65536
+INDEX = "index" if native is not None else "call"
+Values = dict[tuple[str, tuple[str, ...]], float]
+moved: set[str] = set()
+
+
+def parsed(text: str) -> Values:
+    """Label values stand in the metric's order."""
+    return {
+        (sample.name.removeprefix(PREFIX), tuple(sorted_labels(sample.name, sample.labels))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def sorted_labels(name: str, labels: dict[str, str]) -> list[str]:
+    metric = next(each for each in METRICS if name.startswith(each.full_name) and {*each.labels} <= {*labels})
+    return [labels[label] for label in (*metric.labels, "le") if label in labels]
+
+
+class Scraped:
+    """What a server exposes, and how it moves."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self.before = self.now()
+
+    def now(self) -> Values:
+        with self._server.client(maps_pool=False) as client:
+            return parsed(text_of(client.status()))
+
+    def expect(self, **grown: Any) -> None:
+        """By how much each has grown since the beginning: a figure, or figures by label values joined by `|`."""
+        end = time.monotonic() + WAIT_S
+        wanted: Values = {}
+        for name, by in grown.items():
+            moved.add(name)
+            for labels, value in (by if isinstance(by, dict) else {"": by}).items():
+                wanted[name, tuple(labels.split("|")) if labels else ()] = value
+        while (found := {key: self.grown(key) for key in wanted}) != wanted:
+            assert time.monotonic() < end, f"{found} is not {wanted}"
+            time.sleep(0.01)
+
+    def grown(self, key: tuple[str, tuple[str, ...]]) -> float:
+        now = self.now()
+        return now.get(key, 0.0) - self.before.get(key, 0.0)
+
+
+def test_stores_lookups_and_retrieves(node: Node) -> None:
+    server = node.serve("--chunk_tokens", "16")
+    scraped = Scraped(server)
+    client = node.client()
+    keys = [node.key(number) for number in range(10)]
+    client.lookup(keys, namespace=node.namespace)
+    client.store(keys[:8], [node.payload(1)] * 8, namespace=node.namespace)
+    for _ in range(3):
+        client.lookup(keys[:8], namespace=node.namespace)
+    into = [bytearray(NBYTES) for _ in keys]
+    client.retrieve(keys, into, namespace=node.namespace)
+    other = Namespace("other", node.namespace.layout)
+    client.lookup(keys[:1], namespace=other)
+    source = {"index": 24.0, "l1": 0.0} if native is not None else {"index": 0.0, "l1": 24.0}
+    scraped.expect(
+        lookup_keys_total=35,
+        lookup_hits_total=source,
+        lookup_hit_tokens_total={name: 16 * value for name, value in source.items()},
+        lookup_misses_total={"never_stored": 2, "behind_a_miss": 9},
+        lookups_total={INDEX: 3} if native is None else {"index": 3, "call": 2},
+        retrieve_keys_total=10,
+        retrieve_hits_total={INDEX: 8},
+        retrieve_misses_total={"never_stored": 1, "behind_a_miss": 1},
+        retrieved_bytes_total={INDEX: 8 * NBYTES},
+        retrieves_total={"index": 1, "call": 1} if native is not None else {"call": 1},
+        stored_objects_total=8,
+        stored_bytes_total=8 * NBYTES,
+        pool_used_bytes=8 * NBYTES,
+        slot_bytes={"ready": 8 * NBYTES},
+        objects={"ready": 8},
+        sessions=1,
+        namespace_lookup_keys_total={f"{other.id:016x}": 1},
+        namespace_lookup_hits_total={f"{node.namespace.id:016x}": 0 if native is not None else 24},
+        namespace_retrieved_bytes_total={f"{node.namespace.id:016x}": 0 if native is not None else 8 * NBYTES},
+    )
+    if native is not None:
+        scraped.expect(index_ready_entries=8)
+        assert scraped.grown(("index_lookup_seconds_total", ())) > 0
+        assert scraped.grown(("index_read_seconds_total", ())) > 0
+        moved.update(("index_lookup_seconds_total", "index_read_seconds_total"))
+
+
+def test_what_leaves_the_pool_and_who_holds_it(node: Node) -> None:
+    server = node.serve()
+    scraped = Scraped(server)
+    client = node.client()
+    keys = [node.key(number) for number in range(6)]
+    client.store(keys, [node.payload(1)] * 6, namespace=node.namespace)
+    client.pin(keys[:2], namespace=node.namespace)
+    held = client.lookup(keys[2:3], namespace=node.namespace, hold=True)
+    lease = client.prepare_store([node.key("new")], namespace=node.namespace)
+    uid = next(iter(client.status()["l1"]["holders"]))
+    scraped.expect(
+        pinned_bytes=2 * NBYTES,
+        leases={"promise": 1, "write": 1},
+        holder_bytes={f"{uid}|pinned": 2 * NBYTES, f"{uid}|promised": NBYTES},
+    )
+    lease.abort()
+    client.free_lookup_locks(held.promises)
+    client.unpin(keys[:2], namespace=node.namespace)
+    assert client.clear(node.namespace).objects == 6
+    scraped.expect(pinned_bytes=0, removals_total={"cleared": 6}, pool_used_bytes=0)
+    evicted = client.status()["l1"]["counters"]["evictions"]
+    for first in range(0, 400, 100):
+        many = [node.key(f"many {number}") for number in range(first, first + 100)]
+        client.store(many, [node.payload(1)] * 100, namespace=node.namespace)
+    evicted = client.status()["l1"]["counters"]["evictions"] - evicted
+    assert evicted > 0
+    assert scraped.grown(("evictions_total", ("lru",))) >= evicted
+    moved.add("evictions_total")
+
+
+def test_clients_that_come_die_and_err(node: Node) -> None:
+    server = node.serve()
+    scraped = Scraped(server)
+    worker = node.worker("client.noop()\nsay('there')\nwait()")
+    worker.expect("there")
+    scraped.expect(sessions=1)
+    worker.kill()
+    scraped.expect(session_deaths_total=1, sessions=0)
+    client = node.client()
+    with pytest.raises(UsageError):
+        client.tiers_drain("nowhere")
+    client.store([node.key(1)], [node.payload(1)], namespace=node.namespace)
+    lease = client.prepare_retrieve([node.key(1)], namespace=node.namespace)
+    scraped.expect(errors_total={"usage": 1}, leases={"read": 1})
+    lease.finish()
+    sock = node.socket()
+    sock.send(b"garbage")
+    scraped.expect(garbage_frames_total=1)
+
+
+def test_leases_that_are_not_answered(node: Node) -> None:
+    server = node.serve("--lease.write_ttl_s", "0.05")
+    scraped = Scraped(server)
+    client = node.client()
+    lease = client.prepare_store([node.key(1)], namespace=node.namespace)
+    scraped.expect(lease_expiries_total=1, slot_bytes={"quarantined": NBYTES})
+    with pytest.raises(Exception, match="expired"):
+        lease.commit()
+    assert scraped.grown(("stale_leases_total", ())) >= 1
+    moved.add("stale_leases_total")
+
+
+def test_tiers(node: Node, tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_fs", reason="needs the disk tier")
+    path = str(tmp_path / "disk")
+    server = node.serve("--l2.disk.type", "fs", "--l2.disk.path", path, "--l2.disk.capacity_bytes", "64MiB")
+    scraped = Scraped(server)
+    assert scraped.before["tier_capacity_bytes", ("disk",)] == 64 << 20
+    moved.add("tier_capacity_bytes")
+    client = node.client()
+    keys = [node.key(number) for number in range(6)]
+    client.store(keys, [node.payload(1)] * 6, namespace=node.namespace)
+    scraped.expect(tier_objects={"disk": 6}, tier_results_total={"disk|store_done": 6}, tier_dirty_objects={"disk": 0})
+    stored = scraped.grown(("tier_stored_bytes_total", ("disk",)))
+    assert stored >= 6 * NBYTES
+    assert scraped.grown(("tier_used_bytes", ("disk",))) == stored
+    moved.update(("tier_stored_bytes_total", "tier_used_bytes"))
+    client.clear(node.namespace)
+    assert client.lookup(keys, namespace=node.namespace, wait_s=30.0).hits == 6
+    scraped.expect(
+        lookup_hits_total={"tier": 6},
+        lookup_wait_seconds_count=1,
+        lookups_waiting=0,
+    )
+    calls = scraped.grown(("tier_call_seconds_count", ("disk", "load")))
+    assert calls >= 1
+    assert scraped.grown(("tier_call_seconds_bucket", ("disk", "load", "+Inf"))) == calls
+    moved.update(("lookup_wait_seconds", "tier_call_seconds"))
+    client.tiers_drain("disk")
+    scraped.expect(tier_draining={"disk": 1})
+
+
+def test_a_tier_that_fails_and_what_is_lost(node: Node) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs the mock tier")
+    server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store error")
+    scraped = Scraped(server)
+    client = node.client()
+    for number in range(40):
+        client.store([node.key(number)], [node.payload(1)], namespace=node.namespace)
+    scraped.expect(tier_breaker_open={"cold|writes": 1})
+    assert scraped.grown(("tier_breaker_opened_total", ("cold", "writes"))) >= 1
+    assert scraped.grown(("lost_objects_total", ())) >= 1
+    assert scraped.grown(("lost_bytes_total", ())) >= NBYTES
+    moved.update(("tier_breaker_opened_total", "lost_objects_total", "lost_bytes_total"))
+
+
+def test_events_and_the_server_itself(node: Node, tmp_path: Path) -> None:
+    server = node.serve("--subscribers.jsonl.path", str(tmp_path / "events.jsonl"), "--event-bus-queue-size", "77")
+    scraped = Scraped(server)
+    before = scraped.now()
+    client = node.client()
+    client.store([node.key(1)], [node.payload(1)], namespace=node.namespace)
+    # The session of each look is two events, and the client's beginning and its store are two more.
+    assert scraped.grown(("events_total", ())) >= 4
+    assert before["subscriber_aside", ("jsonl",)] == 0
+    assert before["pool_populated_bytes", ()] == before["pool_bytes", ()] == 16 << 20
+    name, version, policy = next(labels for metric, labels in before if metric == "info")
+    assert (name, policy) == (node.name, "lru")
+    assert version
+    assert scraped.grown(("uptime_seconds", ())) > 0
+    assert scraped.now()["loop_longest_turn_seconds", ()] > 0
+    moved.update(("events_total", "pool_populated_bytes", "pool_bytes", "info", "uptime_seconds"))
+    moved.add("loop_longest_turn_seconds")
+
+
+# What takes a fault, a flood or a hang, and has tests where it is counted: here only that its figure is its own.
+FAULTS: dict[str, tuple[str, ...]] = {
+    "doubted_tallies_total": ("traffic", "doubted_tallies"),
+    "fragmentation_ratio": ("l1", "fragmentation"),
+    "policy_faults_total": ("l1", "counters", "policy_faults"),
+    "index_entries": ("index", "entries"),
+    "unindexed_objects": ("index", "unindexed"),
+    "repaired_words_total": ("pool", "repaired_words"),
+    "sessions_dropped_total": ("sessions_dropped",),
+    "lookups_throttled_total": ("lookups_throttled",),
+    "stores_waiting": ("stores_waiting",),
+    "stores_waited_in_vain_total": ("stores_waited_in_vain",),
+    "refused_peers_total": ("counters", "refused_peers"),
+    "reported_damaged_total": ("counters", "reported_damaged"),
+    "tier_lane_queued": ("tiers", "tiers", "0", "lanes", "0", "queued"),
+    "tier_lane_running": ("tiers", "tiers", "0", "lanes", "0", "running"),
+    "tier_lane_hung": ("tiers", "tiers", "0", "lanes", "0", "hung"),
+    "tier_evictions_total": ("tiers", "tiers", "0", "deletes", "evicted"),
+    "tier_store_in_flight_bytes": ("tiers", "stores", "in_flight_bytes"),
+    "prefetches_in_flight": ("tiers", "lookups", "in_flight"),
+    "loop_faults_total": ("counters", "loop_faults"),
+    "internal_errors_total": ("counters", "internal_errors"),
+    "apply_faults_total": ("counters", "apply_faults"),
+    "draining": ("server", "draining"),
+    "events_dropped_total": ("events", "dropped"),
+    "events_queued": ("events", "queue"),
+    "subscriber_aside": ("events", "subscribers", "jsonl", "aside"),
+}
+
+
+def test_faults_are_read_from_their_own_figures(node: Node, tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs the mock tier")
+    server = node.serve("--l2.cold.type", "mock", "--subscribers.jsonl.path", str(tmp_path / "events.jsonl"))
+    with server.client(maps_pool=False) as client:
+        status = client.status()
+    if status["index"] is None:
+        status["index"] = {"entries": 0, "unindexed": 0, "ready": 0}
+    before = parsed(text_of(status))
+    for name, path in FAULTS.items():
+        changed = copy.deepcopy(status)
+        at: Any = changed
+        for part in path[:-1]:
+            at = at[part] if part != "0" else next(iter(at.values() if isinstance(at, dict) else at))
+        at[path[-1]] = 1 if name in ("draining", "subscriber_aside") else at.get(path[-1], 0) + 3
+        after = parsed(text_of(changed))
+        grown = {key[0] for key in after if after[key] != before.get(key)}
+        assert grown == {name}
+        moved.add(name)
+
+
+def test_the_command_prints_what_a_scraper_reads(node: Node) -> None:
+    server = node.serve()
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "metrics", "--name", node.name]
+    command += ["--runtime-dir", str(server.run)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("pool_bytes", ()) in parsed(text)
+    promtool = shutil.which("promtool")
+    if promtool:
+        done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_namespaces_are_bounded_and_nothing_is_left_out(node: Node) -> None:
+    server = node.serve()
+    scraped = Scraped(server)
+    client = node.client()
+    for number in range(60):
+        client.lookup([node.key(1)] * 1, namespace=Namespace(f"model {number}", Layout("uint8", (NBYTES,))))
+    rows = {key: value for key, value in scraped.now().items() if key[0] == "namespace_lookup_keys_total"}
+    assert len(rows) == 51
+    assert rows["namespace_lookup_keys_total", ("other",)] == 10
+    assert sum(rows.values()) == 60
+
+
+def test_every_metric_was_moved() -> None:
+    """By the tests of this module, which stand before it."""
+    if len(moved) < 30:
+        pytest.skip("the tests of this module did not all run")
+    named = {name.removesuffix("_count") for name in moved}
+    assert {metric.name for metric in METRICS} - named == set()
+    assert named - {metric.name for metric in METRICS} == set()
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_names_follow_the_conventions(metric: Metric) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+    assert metric.name.endswith("_total") == (metric.kind == "counter")
+    assert not re.search(r"(_ms|_us|_ns|_kb|_mib|_percent)(_|$)", metric.name)
+    assert metric.help
+    assert not metric.help.endswith(".")
+
+
+def test_the_table_in_the_docs_is_the_codes() -> None:
+    page = (Path(__file__).parents[2] / "docs/operating/metrics.md").read_text()
+    assert table() in page, "run: lmcache-core metrics --table"
+
+
+def test_a_status_names_no_content(node: Node) -> None:
+    server = node.serve()
+    client = node.client()
+    secret = Namespace("model", node.namespace.layout, tenant_salt="correct-horse-battery")
+    client.store([b"k" * 32], [node.payload(1)], namespace=secret)
+    assert client.lookup([b"k" * 32], namespace=secret).statuses == [Status.GRANTED]
+    with server.client(maps_pool=False) as looker:
+        text = text_of(looker.status())
+    assert "correct-horse" not in text
+    assert "k" * 32 not in text
+    assert (b"k" * 32).hex() not in text
