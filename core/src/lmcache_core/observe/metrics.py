@@ -423,9 +423,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "loop_longest_turn_seconds",
         "gauge",
-        "the longest turn of the loop so far, of its own CPU time",
+        "the longest turn of the loop so far",
         (),
-        _value("longest_turn.cpu_ms", scale=1e-3),
+        _value("longest_turn.ms", scale=1e-3),
     ),
     Metric("loop_faults_total", "counter", "faults on the loop that it survived", (), _value("counters.loop_faults")),
     Metric(
