@@ -73,7 +73,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 self._settings,
                 self._groups,
                 self._connect("scheduler"),
-                lambda: facts.hashing_facts(vllm_config, kv_cache_config),
+                lambda: facts.hashing_of(vllm_config),
                 loads=self._kv_transfer_config.is_kv_consumer,
                 saves=self._kv_transfer_config.is_kv_producer,
                 waits=loads_wait(self._settings, self._groups, vllm_config.parallel_config.world_size),
@@ -89,6 +89,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             client_name=f"vllm-{part}",
             copy_threads=settings.copy_threads,
             call_timeout_s=settings.lookup_timeout_s,
+            connect_timeout_s=settings.lookup_timeout_s,
             verify=settings.verify,
         )
 

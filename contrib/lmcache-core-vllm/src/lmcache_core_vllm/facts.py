@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpecKind, get_kv_ca
 from lmcache_core.errors import SettingsError
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
+from lmcache_core_vllm.namespaces import Hashing
 
 KINDS = {
     KVCacheSpecKind.FULL_ATTENTION: Kind.FULL,
@@ -73,14 +74,10 @@ def check_supported(vllm_config: VllmConfig) -> None:
         raise SettingsError("calculate_kv_scales makes scales of the first prompt: KV of two engines would not agree")
 
 
-def hashing_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
+def hashing_of(vllm_config: VllmConfig) -> Hashing:
     """How block hashes are made, once vLLM has chosen its seed: in the process of the scheduler, at the first
     request."""
-    return {
-        "hash_algorithm": vllm_config.cache_config.prefix_caching_hash_algo,
-        "hash_seed": get_none_hash_seed(),
-        "hash_block_tokens": str(kv_cache_config.hash_block_size),
-    }
+    return Hashing(vllm_config.cache_config.prefix_caching_hash_algo, get_none_hash_seed())
 
 
 def model_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
@@ -104,6 +101,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dic
         "max_model_len": str(model.max_model_len) if _stretches(model.hf_config) else "",
         "cache_dtype": str(cache.cache_dtype),
         "layout": str(kv_cache_config.kv_cache_layout),
+        "hash_block_tokens": str(kv_cache_config.hash_block_size),
         "tensor_parallel": str(parallel.tensor_parallel_size),
         "pipeline_parallel": str(parallel.pipeline_parallel_size),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),

@@ -10,7 +10,6 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.lookups import LookupHandle
 from lmcache_core.client.results import Status
 from lmcache_core.limits import BATCH_KEYS_MAX
-from lmcache_core.tokens.keys import keys_from_block_hashes
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.groups import Group, Kind, longest_boundary
 
@@ -36,6 +35,7 @@ class Lookup:
         client: Client,
         groups: Sequence[Group],
         ranks: Sequence[Sequence[Namespace]],
+        keys_of: Callable[[Sequence[bytes], Namespace], list[bytes]],
         hashes: Sequence[bytes],
         bounds: tuple[int, int, int],
         wait_s: float,
@@ -52,7 +52,7 @@ class Lookup:
             chosen = group.block_hashes(hashes, first, end)
             of_group = []
             for namespaces in ranks:
-                keys = keys_from_block_hashes(chosen, namespaces[group.number])
+                keys = keys_of(chosen, namespaces[group.number])
                 of_group.append(_ask(client, keys, namespaces[group.number], group.kind is Kind.FULL, wait_s))
             self._handles.append(of_group)
 

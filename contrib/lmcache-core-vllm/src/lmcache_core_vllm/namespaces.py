@@ -8,11 +8,17 @@ once, as facts, which travel to the scheduler in vLLM's handshake. Both make the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lmcache_core.client.client import Client
+from lmcache_core.errors import CacheError
 from lmcache_core.pool.layout import Layout
+from lmcache_core.tokens.keys import keys_from_block_hashes
 from lmcache_core.tokens.namespace import Namespace
+
+log = logging.getLogger("lmcache_core_vllm")
 
 
 @dataclass(frozen=True)
@@ -35,24 +41,48 @@ class RankFacts:
     groups: tuple[GroupFacts, ...]
 
 
-def namespaces_of(rank: RankFacts, hashing: Mapping[str, str], salt: str) -> list[Namespace]:
-    """One for each group. `hashing`: how block hashes are made, which the scheduler alone knows."""
+@dataclass(frozen=True)
+class Hashing:
+    """How the engine hashes its blocks. The scheduler alone knows its seed, and tells the workers with each step."""
+
+    algorithm: str
+    seed: str
+
+    def keys(self, hashes: Sequence[bytes], namespace: Namespace) -> list[bytes]:
+        """The keys of blocks with these hashes."""
+        return keys_from_block_hashes(hashes, namespace, algorithm=self.algorithm, seed=self.seed)
+
+
+def namespaces_of(rank: RankFacts, salt: str) -> list[Namespace]:
+    """One for each group."""
     return [
         Namespace(
             rank.model,
             Layout("uint8", (group.block_bytes,)),
-            f"{rank.weights_version};vllm-block 1;{_digest(group, hashing)}",
+            rank.weights_version,
             rank.shard,
             salt,
+            f"vllm-block 1 {_digest(group.facts)}",
         )
         for group in rank.groups
     ]
 
 
-def _digest(group: GroupFacts, hashing: Mapping[str, str]) -> str:
+def introduce(client: Client, namespaces: Iterable[Namespace]) -> None:
+    """Have the server know them before the first step, which then finds a link. Waits for it as a first call does."""
+    for namespace in namespaces:
+        try:
+            if not client.register_layout(namespace):
+                log.warning("everything is computed until a server is there: %s", client.why_unreachable)
+                return
+        except CacheError as error:
+            log.error("nothing of %s can be cached: %s", namespace.model, error)
+
+
+def _digest(facts: Sequence[tuple[str, str]]) -> str:
     """Of all facts, each with its length, so that no two lists of them have the same text."""
     state = hashlib.sha256()
-    for name, value in sorted([*group.facts, *hashing.items()]):
+    for name, value in sorted(facts):
         for part in (name.encode(), value.encode()):
             state.update(len(part).to_bytes(8, "little"))
             state.update(part)

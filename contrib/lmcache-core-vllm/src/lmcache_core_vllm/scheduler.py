@@ -17,7 +17,7 @@ from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.groups import Group, Kind, boundary_step
 from lmcache_core_vllm.lookups import Found, Lookup
-from lmcache_core_vllm.namespaces import RankFacts, namespaces_of
+from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.steps import Blocks, Load, Step
 
@@ -58,7 +58,7 @@ class SchedulerSide:
         config: ConnectorConfig,
         groups: Sequence[Group],
         client: Client,
-        hashing: Callable[[], dict[str, str]],
+        hashing: Callable[[], Hashing],
         *,
         loads: bool = True,
         saves: bool = True,
@@ -74,8 +74,7 @@ class SchedulerSide:
         self._saves = saves
         self._waits = waits
         self._clock = clock
-        self._ranks: list[RankFacts] = []
-        self._namespaces: list[list[Namespace]] = []
+        self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
         self._epoch = 0
@@ -87,15 +86,8 @@ class SchedulerSide:
     def know_ranks(self, ranks: Iterable[RankFacts]) -> None:
         """What the workers have said of themselves; before that nothing is looked up."""
         shards = {rank.shard: rank for rank in ranks}
-        self._ranks = [shards[shard] for shard in sorted(shards)]
-        self._namespaces = []
-
-    def namespaces(self) -> list[list[Namespace]]:
-        """For each rank those of its groups."""
-        if not self._namespaces and self._ranks:
-            hashing = self._hashing()
-            self._namespaces = [namespaces_of(rank, hashing, self._config.salt) for rank in self._ranks]
-        return self._namespaces
+        self._namespaces = [namespaces_of(shards[shard], self._config.salt) for shard in sorted(shards)]
+        introduce(self._client, (each for namespaces in self._namespaces for each in namespaces))
 
     # --- before a request is scheduled ----------------------------------------------------------------------
 
@@ -103,7 +95,7 @@ class SchedulerSide:
         """How many tokens beyond the `computed` ones can be loaded, and whether between steps. None: ask again."""
         tracked = self._tracked(request)
         tracked.computed = computed
-        if not self._loads or tracked.vetoed or not self._ranks or request.skip_reading_prefix_cache:
+        if not self._loads or tracked.vetoed or not self._namespaces or request.skip_reading_prefix_cache:
             self.counters.add("lookup_vetoed", tracked.vetoed)
             return 0, False
         found = tracked.found
@@ -131,7 +123,8 @@ class SchedulerSide:
                 return nothing
             bounds = (computed, limit, request.num_tokens)
             wait_s = config.lookup_timeout_s / 2
-            lookup = Lookup(self._client, self._groups, self.namespaces(), request.block_hashes, bounds, wait_s)
+            keys = self._hashing().keys
+            lookup = Lookup(self._client, self._groups, self._namespaces, keys, request.block_hashes, bounds, wait_s)
             tracked.lookup = lookup
         found = lookup.found
         if found is None and (left := config.step_wait_s - self._waited_s) > 0:
@@ -189,7 +182,7 @@ class SchedulerSide:
         self._waited_s = 0.0
         made = Step(self._hashing(), self._epoch, idle=not output.total_num_scheduled_tokens)
         made.loads, self._pending = self._pending, []
-        if self._saves and self._ranks:
+        if self._saves and self._namespaces:
             state = output.kv_connector_block_state
             for request_id, computed in _computed_after(output).items():
                 tracked = self._requests.get(request_id)
@@ -293,7 +286,7 @@ class SchedulerSide:
     def clear(self) -> bool:
         """Forget all that engines of these namespaces have stored, on the tiers too; whether a server has done so."""
         try:
-            for namespace in {each.id: each for rank in self.namespaces() for each in rank}.values():
+            for namespace in {each.id: each for rank in self._namespaces for each in rank}.values():
                 self._client.clear(namespace, tiers=True)
         except CacheError as error:
             log.warning("the cache could not be cleared: %s", error)

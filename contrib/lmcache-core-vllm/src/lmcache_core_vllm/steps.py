@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lmcache_core_vllm.namespaces import Hashing
+
 
 @dataclass
 class Blocks:
@@ -28,7 +30,7 @@ class Step:
     """One step. `epoch`: grows when the scheduler has heard of a load that failed within a step. `idle`: no tokens are
     computed in it."""
 
-    hashing: dict[str, str]
+    hashing: Hashing
     epoch: int = 0
     idle: bool = False
     loads: list[Load] = field(default_factory=list)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
-from lmcache_core.client.pages import Pages
 from lmcache_core.client.regions import PageGroup
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.answers import Reason
-from lmcache_core.tokens.keys import keys_from_block_hashes
-from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
-from lmcache_core_vllm.namespaces import RankFacts, namespaces_of
+from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.steps import Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
@@ -76,9 +73,15 @@ class WorkerSide:
         self._rank = rank
         self._memory = memory
         self._clock = clock
-        self._pages: Pages | None = None
-        self._namespaces: list[Namespace] = []
-        self._regions: dict[str, range] = {}
+        self._namespaces = namespaces_of(rank, config.salt)
+        introduce(client, self._namespaces)
+        self._pages = client.register_pages(
+            [
+                PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
+                for namespace, layers in zip(self._namespaces, memory, strict=True)
+            ]
+        )
+        self._regions = _regions_by_layer(self._pages.first_regions, memory)
         self._step_load: _Loading | None = None  # of all requests whose loads this step waits for
         self._loading: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
@@ -91,21 +94,19 @@ class WorkerSide:
 
     def start_loads(self, step: Step) -> None:
         """Begin what the step asks for, without waiting."""
-        pages = self._registered(step.hashing) if step.loads or step.saves else None
         waited = [load for load in step.loads if load.waits]
         if waited:
             merged = Load("", True, [blocks for load in waited for blocks in load.blocks])
-            self._step_load = self._begin(pages, merged, "region")
+            self._step_load = self._begin(merged, step.hashing, "region")
         for load in step.loads:
             if not load.waits:
-                self._loading[load.request_id] = self._begin(pages, load, "object")
+                self._loading[load.request_id] = self._begin(load, step.hashing, "object")
 
-    def _begin(self, pages: Pages | None, load: Load, order: Any) -> _Loading:
+    def _begin(self, load: Load, hashing: Hashing, order: Any) -> _Loading:
         began_s, job = self._clock(), None
         try:
-            assert pages is not None
-            job = pages.retrieve_start(
-                self._entries(load.blocks),
+            job = self._pages.retrieve_start(
+                self._entries(load.blocks, hashing),
                 order=order,
                 deadline_s=self._config.load_timeout_s,
                 verify=self._config.verify,
@@ -203,8 +204,8 @@ class WorkerSide:
             self.counters.add("save_dropped_blocks", count)
             return
         try:
-            pages = self._registered(step.hashing)
-            job = pages.store_start(self._entries(step.saves), deadline_s=self._config.step_wait_s)
+            entries = self._entries(step.saves, step.hashing)
+            job = self._pages.store_start(entries, deadline_s=self._config.step_wait_s)
         except CacheError as error:
             log.warning("%d blocks are not stored: %s", count, error)
             self.counters.add("save_dropped_blocks", count)
@@ -244,26 +245,9 @@ class WorkerSide:
 
     # --- both -------------------------------------------------------------------------------------------------
 
-    def _registered(self, hashing: Mapping[str, str]) -> Pages:
-        """The engine's memory as lmcache-core knows it; when the first step needs it, the scheduler has chosen how it
-        hashes."""
-        if self._pages is None:
-            self._namespaces = namespaces_of(self._rank, hashing, self._config.salt)
-            self._pages = self._client.register_pages(
-                [
-                    PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
-                    for namespace, layers in zip(self._namespaces, self._memory, strict=True)
-                ]
-            )
-            for first, layers in zip(self._pages.first_regions, self._memory, strict=True):
-                for layer in layers:
-                    self._regions[layer.layer] = range(first, first + len(layer.regions))
-                    first += len(layer.regions)
-        return self._pages
-
-    def _entries(self, chosen: Sequence[Blocks]) -> list[tuple[int, list[bytes], list[int]]]:
+    def _entries(self, chosen: Sequence[Blocks], hashing: Hashing) -> list[tuple[int, list[bytes], list[int]]]:
         return [
-            (blocks.group, keys_from_block_hashes(blocks.hashes, self._namespaces[blocks.group]), blocks.block_ids)
+            (blocks.group, hashing.keys(blocks.hashes, self._namespaces[blocks.group]), blocks.block_ids)
             for blocks in chosen
         ]
 
@@ -276,6 +260,16 @@ class WorkerSide:
         for saving in self._saving:
             saving.job.wait(max(0.0, until - self._clock()))
         self._client.close()
+
+
+def _regions_by_layer(first_regions: Sequence[int], memory: Sequence[Sequence[LayerRegions]]) -> dict[str, range]:
+    """The numbers of each layer's regions, as jobs count them."""
+    found = {}
+    for first, layers in zip(first_regions, memory, strict=True):
+        for layer in layers:
+            found[layer.layer] = range(first, first + len(layer.regions))
+            first += len(layer.regions)
+    return found
 
 
 def _why(result: PagesResult | None, blocks: int) -> str:

@@ -43,7 +43,11 @@ class Engine:
                 env=env,
                 start_new_session=True,
             )
-        assert self._line() == "ready"
+        try:
+            assert self._line() == "ready"
+        except BaseException:
+            self.end()
+            raise
 
     def _line(self) -> Any:
         assert self.popen.stdout is not None
@@ -128,7 +132,7 @@ def save_model(folder: Path, kind: str, **changes: Any) -> Path:
         **changes,
     }
     torch.manual_seed(1)
-    made = getattr(transformers, f"{kind}Config")(**config)
+    made = getattr(transformers, f"{config.pop('config', kind)}Config")(**config)
     getattr(transformers, f"{kind}ForCausalLM")(made).save_pretrained(folder)
     return folder
 

@@ -1,0 +1,156 @@
+"""Servers that end, hang or are not there, loads that fail, requests that end early: answers stay what they were."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm_engines import Engine, Server, prompt, until
+
+BLOCK = 128
+
+# The blocks of the next load are gone from the pool by the time it begins; `forgotten` says how many.
+GONE = """
+begin = scheduler.allocated
+def allocated(request, block_ids, external):
+    begin(request, block_ids, external)
+    if external:
+        scheduler._client.clear()
+        scheduler.allocated = begin
+scheduler.allocated = allocated
+"""
+
+
+@pytest.fixture(scope="module")
+def plain(start: Callable[..., Engine], llama: Path) -> Engine:
+    return start(llama, enable_prefix_caching=False)
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server]) -> Server:
+    return serve()
+
+
+@pytest.fixture(scope="module", params=["async", "sync"])
+def cached(request: pytest.FixtureRequest, start: Callable[..., Engine], llama: Path, server: Server) -> Engine:
+    return start(llama, server.settings(load=request.param, salt=request.param), max_num_batched_tokens=512)
+
+
+def asked(plain: Engine, cached: Engine, tokens: list[int]) -> int:
+    (expected,), (found,) = plain.generate(tokens), cached.generate(tokens)
+    assert found["tokens"] == expected["tokens"]
+    return int(found["cached"])
+
+
+def stored(plain: Engine, cached: Engine, tokens: list[int]) -> None:
+    """In the pool, and not in the engine."""
+    asked(plain, cached, tokens)
+    cached.saved()
+    cached.forget()
+    cached.figures()
+
+
+def test_blocks_that_are_gone_when_they_are_read_are_computed(plain: Engine, cached: Engine) -> None:
+    tokens = prompt(1, 1100)
+    stored(plain, cached, tokens)
+    cached.run(GONE)
+    asked(plain, cached, tokens)
+    assert cached.figures()["load_failed_blocks"] == 8
+
+
+def test_nothing_that_was_computed_over_blocks_that_failed_is_stored(plain: Engine, cached: Engine) -> None:
+    """The step in which a load fails goes on over what is in the blocks; its KV may not answer for the prompt."""
+    tokens = prompt(2, 1500)
+    stored(plain, cached, tokens[:1100])
+    cached.run(GONE)
+    asked(plain, cached, tokens)
+    cached.saved()
+    cached.forget()
+    asked(plain, cached, tokens)
+    cached.forget()
+    assert asked(plain, cached, tokens) >= 8 * BLOCK  # and what was computed again is there now
+
+
+def test_a_request_that_is_aborted_while_it_loads_leaves_the_engine_well(plain: Engine, cached: Engine) -> None:
+    tokens = prompt(3, 1100)
+    stored(plain, cached, tokens)
+    cached.run(
+        "engine = llm.llm_engine\n"
+        "sampling = SamplingParams(temperature=0, max_tokens=9, detokenize=False, ignore_eos=True)\n"
+        f"name = engine.add_request('aborted', {{'prompt_token_ids': {tokens!r}}}, sampling) or 'aborted'\n"
+        "engine.step()\n"
+        "engine.abort_request(['aborted'])\n"
+        "while engine.has_unfinished_requests(): engine.step()\n"
+        "for _ in range(3): engine.step()\n"
+        "said = [scheduler.requests, len(worker._loading)]"
+    )
+    assert asked(plain, cached, tokens) in (0, 8 * BLOCK)
+    assert cached.run("said = [scheduler.requests, len(worker._loading)]") == [0, 0]
+
+
+def test_a_server_that_was_killed_costs_hits_and_its_successor_serves_them(
+    plain: Engine, cached: Engine, server: Server
+) -> None:
+    tokens, others = prompt(4, 1100), prompt(5, 700)
+    stored(plain, cached, tokens)
+    server.signal(signal.SIGKILL)
+    server.end()
+    asked(plain, cached, tokens)
+    asked(plain, cached, others)
+    cached.forget()
+    server.start()
+    until(lambda: served_again(plain, cached, tokens, 8 * BLOCK))
+
+
+def test_a_server_that_hangs_costs_hits(
+    plain: Engine, start: Callable[..., Engine], llama: Path, server: Server
+) -> None:
+    """With its own limits: a step waits some milliseconds for it, and a request a part of a second."""
+    settings = server.settings(salt="hangs", step_wait_s=0.004, lookup_timeout_s=0.2, load_timeout_s=0.2)
+    cached = start(llama, settings)
+    asked(plain, cached, prompt(6, 600))
+    server.signal(signal.SIGSTOP)
+    try:
+        for number in range(4):
+            asked(plain, cached, prompt(7 + number, 600))
+    finally:
+        server.signal(signal.SIGCONT)
+    figures = cached.figures()
+    assert figures["lookup_timeouts"] + figures.get("lookup_unreachable", 0) >= 1
+    assert figures["save_dropped_blocks"] >= 4
+    tokens = prompt(20, 600)
+    until(lambda: served_again(plain, cached, tokens))
+
+
+def served_again(plain: Engine, cached: Engine, tokens: list[int], hit: int = 4 * BLOCK) -> bool:
+    cached.forget()
+    return asked(plain, cached, tokens) == hit
+
+
+def test_an_engine_starts_without_a_server_and_finds_it_later(
+    plain: Engine, start: Callable[..., Engine], llama: Path, serve: Callable[..., Server]
+) -> None:
+    server = serve()
+    server.remove()
+    cached = start(llama, server.settings())
+    tokens = prompt(30, 600)
+    assert asked(plain, cached, tokens) == 0
+    cached.forget()
+    server.start()
+    until(lambda: served_again(plain, cached, tokens))
+
+
+def test_preemption_while_blocks_are_saved_and_loaded(
+    plain: Engine, start: Callable[..., Engine], llama: Path, server: Server
+) -> None:
+    """Seven blocks for three requests that need four each."""
+    small = {"kv_bytes": 8 * 512 * 1024 + 1, "max_model_len": 512, "enable_prefix_caching": False}
+    cached = start(llama, server.settings(salt="small"), **small)
+    prompts = [prompt(40 + number, 250) for number in range(3)]
+    expected = [plain.generate(each, count=200)[0]["tokens"] for each in prompts]
+    for _ in range(2):
+        assert [each["tokens"] for each in cached.generate(*prompts, count=200)] == expected
+        cached.saved()
+    assert cached.run("said = core.scheduler.kv_cache_config.num_blocks") == 8
