@@ -330,7 +330,7 @@ def test_a_lookup_beyond_what_may_wait_is_answered_from_the_pool_alone(tmp_path:
     with Server(settings, load_plugins()) as server, server.connect() as client:
         until(lambda: client.store(keys[:1], [node.payload(1)], namespace=node.namespace).stored, "the pool")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lmcache_core.server.lookups.LOOKUPS_WAITING_MAX", 0)
+            patch.setattr(server.shares.lookups, "total", 0)
             found = client.lookup(keys, namespace=node.namespace, wait_s=WAIT_S)
         assert found.statuses == [Status.GRANTED, Status.MISS]
         assert (found.hits, found.done, found.reasons[1]) == (1, True, Reason.LATE)
