@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from sim_world import Broken, Killed, World
 
 from lmcache_core.client.connection import Connection
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import DisconnectedError
-from lmcache_core.pool.atfork import Descriptor
 from lmcache_core.server.lifeline import LifelinePeer
 
 if TYPE_CHECKING:

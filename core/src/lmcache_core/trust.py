@@ -18,9 +18,10 @@ import stat
 import struct
 from collections import deque
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import DisconnectedError, UntrustedError, UsageError
 
 SERVER_UID_VARIABLE = "LMCACHE_CORE_SERVER_UID"
@@ -71,58 +72,57 @@ class Trust:
 
     # --- paths --------------------------------------------------------------------------------------------
 
-    def open_directory(self, path: Path, *, make_mode: int = 0) -> int:
-        """A descriptor (O_PATH) of the directory, whose every step is trusted. The caller closes it.
+    def open_directory(self, path: Path, *, make_mode: int = 0) -> Descriptor:
+        """A descriptor (O_PATH) of the directory, whose every step is trusted.
 
         `make_mode`: make what is missing, with these permissions. Raises `UntrustedError` with the step and the cure,
         `OSError` where there is no such directory.
         """
         steps = deque(path.absolute().parts[1:])
-        fd, at, links = os.open("/", _STEP | os.O_DIRECTORY), Path("/"), 0
-        try:
-            self._check_directory(os.fstat(fd), at)
+        (held, at), inner, links = _open_root(), Descriptor(), 0
+        try:  # whatever is raised may be kept, and with it what these variables name
+            self._check_directory(os.fstat(held.fileno()), at)
             while steps:
                 name = steps.popleft()
                 if make_mode and name != "..":
-                    _make(name, make_mode, fd)
-                inner = os.open(name, _STEP, dir_fd=fd)
-                found = os.fstat(inner)
+                    _make(name, make_mode, held.fileno())
+                inner = Descriptor(partial(os.open, dir_fd=held.fileno()), name, _STEP)
+                found = os.fstat(inner.fileno())
                 if stat.S_ISLNK(found.st_mode):
-                    try:
-                        self._check_owner(found, f"the symbolic link {at / name}")
-                        target = Path(os.readlink("", dir_fd=inner))
-                    finally:
-                        os.close(inner)
+                    self._check_owner(found, f"the symbolic link {at / name}")
+                    target = Path(os.readlink("", dir_fd=inner.fileno()))
+                    inner.close()
                     links += 1
                     if links > _LINKS_MAX:
                         raise UntrustedError(f"{path} leads through more than {_LINKS_MAX} symbolic links")
                     if target.is_absolute():
-                        os.close(fd)
-                        fd, at = os.open("/", _STEP | os.O_DIRECTORY), Path("/")
+                        held.close()
+                        held, at = _open_root()
                     steps.extendleft(reversed(target.parts[1:] if target.is_absolute() else target.parts))
                     continue
-                os.close(fd)
-                fd, at = inner, at / name
+                held.close()
+                held, at = inner, at / name
                 self._check_directory(found, at)
         except BaseException:
-            os.close(fd)
+            held.close()
+            inner.close()
             raise
-        return fd
+        return held
 
-    def open_socket_directory(self, path: Path) -> int:
+    def open_socket_directory(self, path: Path) -> Descriptor:
         """The same for the directory of the socket `path`, whose owner and mode are checked, too."""
-        fd = self.open_directory(path.parent)
+        directory = self.open_directory(path.parent)
         try:
-            found = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
+            found = os.stat(path.name, dir_fd=directory.fileno(), follow_symlinks=False)
             self._check_owner(found, str(path))
             if not stat.S_ISSOCK(found.st_mode):
                 raise UntrustedError(f"{path} is no socket, and no server of ours is there: remove it")
             if found.st_mode & 0o002:
                 raise UntrustedError(f"the socket {path} is open to everybody, and no server of ours makes it so")
         except BaseException:
-            os.close(fd)
+            directory.close()
             raise
-        return fd
+        return directory
 
     def check_ipc(self, address: str) -> None:
         """The directory and the socket of a ZMQ address `ipc://PATH`; of other addresses their keys answer for them.
@@ -134,7 +134,7 @@ class Trust:
         if not path.startswith("/"):
             raise UntrustedError(f"{address} has no owner that could be checked: give the whole path of a socket")
         try:
-            os.close(self.open_socket_directory(Path(path)))
+            self.open_socket_directory(Path(path)).close()
         except OSError as error:
             raise DisconnectedError(
                 f"the server at {address} does not answer; is it running? ({error.strerror})"
@@ -208,6 +208,10 @@ def _uid_in(text: str) -> set[int]:
     if text and not text.isdigit():
         raise UsageError(f"{SERVER_UID_VARIABLE} is {text!r}: write the number of a uid")
     return {int(text)} if text else set()
+
+
+def _open_root() -> tuple[Descriptor, Path]:
+    return Descriptor(os.open, "/", _STEP | os.O_DIRECTORY), Path("/")
 
 
 def _make(name: str, mode: int, parent_fd: int) -> None:

@@ -23,8 +23,10 @@ import pytest
 from lmcache_core.client.channel import Channel
 from lmcache_core.client.client import Client
 from lmcache_core.client.connection import Connection, LifelineConnection, ZmqConnection
+from lmcache_core.limits import HUGE_PAGE_BYTES
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.mapping import Mapping
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_request
 from lmcache_core.server.server import Server
@@ -69,7 +71,7 @@ class AtChecks:
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         self._before = ""
         # What is raised in a finalizer goes nowhere, and `__exit__` is entered without a look in between.
-        if not frame.f_code.co_filename.endswith(self._files) or frame.f_code.co_name == "__del__":
+        if not frame.f_code.co_filename.endswith(self._files) or frame.f_code.co_name in ("__del__", "_unmap"):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._opcode
@@ -196,6 +198,52 @@ def test_wherever_an_interrupt_comes_a_query_of_loads_tells_of_its_promise_or_le
             told.clear()
             jobs.append(loaded())
         assert interrupted
+
+
+# --- what is checked, and what is mapped ------------------------------------------------------------------------
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_wherever_an_interrupt_comes_the_walk_to_a_directory_leaves_no_descriptor(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    (tmp_path / "a" / "near").symlink_to("b")
+    (tmp_path / "far").symlink_to(tmp_path / "a")
+    trust = Trust.of_client()
+
+    def walk(checks: AtChecks) -> None:
+        trust.open_directory(tmp_path / "far" / "near" / "c").close()
+
+    walk(AtChecks(0))
+    before = descriptors()
+    for checks in at_every_check(walk, "trust", "descriptors"):
+        assert descriptors() == before, f"a descriptor is left of a walk interrupted at {checks.where}"
+
+
+def address_space() -> int:
+    """Bytes that this process has asked for."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_wherever_an_interrupt_comes_the_mapping_of_a_pool_leaves_no_addresses() -> None:
+    nbytes = 256 << 20
+    fd = os.memfd_create("mapped")
+    os.ftruncate(fd, nbytes)
+
+    def map_it(checks: AtChecks) -> None:
+        mapping = Mapping(fd, nbytes)
+        assert mapping.address % HUGE_PAGE_BYTES == 0
+        mapping.array[nbytes - 1] = 1
+
+    map_it(AtChecks(0))
+    before = address_space()
+    for checks in at_every_check(map_it, "pool/mapping"):
+        assert "mapped" not in Path("/proc/self/maps").read_text(), f"mapped still: interrupted at {checks.where}"
+        assert address_space() < before + nbytes // 2, f"reserved still: interrupted at {checks.where}"
+    os.close(fd)
 
 
 # --- descriptors ------------------------------------------------------------------------------------------------

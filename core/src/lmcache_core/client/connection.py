@@ -21,9 +21,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import DisconnectedError, UsageError
 from lmcache_core.limits import FRAME_BYTES_MAX, ZMQ_DESCRIPTORS
-from lmcache_core.pool.atfork import Descriptor
 
 if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
@@ -129,10 +129,9 @@ class LifelineConnection(Connection):
         if not self._connected:
             assert self._path is not None
             assert self._trust is not None
-            directory_fd = -1
             try:
-                directory_fd = self._trust.open_socket_directory(self._path)
-                self._sock.connect(f"/proc/self/fd/{directory_fd}/{self._path.name}")
+                with contextlib.closing(self._trust.open_socket_directory(self._path)) as directory:
+                    self._sock.connect(f"/proc/self/fd/{directory.fileno()}/{self._path.name}")
                 self._trust.check_peer(self._sock, str(self._path))
             except BlockingIOError:  # a server that is stopped has a backlog that fills up
                 return False
@@ -140,9 +139,6 @@ class LifelineConnection(Connection):
                 raise DisconnectedError(
                     f"no server answers at {self._path}: {error.strerror}; {_cure(error)}"
                 ) from error
-            finally:
-                if directory_fd >= 0:
-                    os.close(directory_fd)
             self._now_connected()
         return True
 

@@ -33,7 +33,7 @@ from lmcache_core.trust import Trust
 if TYPE_CHECKING:
     from lmcache_core._native import Index
     from lmcache_core.client.channel import Pending
-    from lmcache_core.pool.atfork import Descriptor
+    from lmcache_core.descriptors import Descriptor
 
 _V = TypeVar("_V")
 SOCKET_NAME = "lifeline"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.limits import HUGE_PAGE_BYTES, POOL_NAME_BYTES_MAX
-from lmcache_core.pool.atfork import Descriptor
 
 SHM_DIR = Path("/dev/shm")
 FILE_PREFIX = "lmcache-core."

@@ -62,7 +62,7 @@ def clean(
         if not _selected(path.stem, wanted):
             continue
         try:
-            os.close(trust.open_directory(path.parent))
+            trust.open_directory(path.parent).close()
         except (UntrustedError, OSError) as error:
             refused[path.parent] = str(error)
         else:

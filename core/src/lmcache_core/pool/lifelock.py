@@ -13,8 +13,9 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import PoolError, RowTakenError
-from lmcache_core.pool.atfork import Descriptor, PrivateDescriptor, forget_in_child
+from lmcache_core.pool.atfork import PrivateDescriptor, forget_in_child
 from lmcache_core.pool.backing import reopen
 from lmcache_core.pool.tables import NO_ROW
 

@@ -15,8 +15,11 @@ import errno
 import mmap
 import os
 import weakref
-from collections.abc import Callable
-from functools import lru_cache
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from itertools import starmap
+from operator import call
 from typing import Any
 
 from lmcache_core.errors import NotEnoughMemoryError, PoolError
@@ -55,15 +58,17 @@ class Mapping:
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         self.nbytes = nbytes
-        self.address = _map_aligned(fd, nbytes, writable)
+        held = _Range(nbytes + HUGE_PAGE_BYTES)
+        self.address = held.map_aligned(fd, nbytes, writable)
         self.pinned = False  # by pool/cuda.py
         # A class of its own, since plain ctypes arrays take no weak reference and so no finalizer.
         kind: Any = type("MappedArray", (ctypes.c_ubyte * nbytes,), {})
         self.array: Any = kind.from_address(self.address)
         self._mapped_by = [os.getpid()]
-        finalizer = weakref.finalize(self.array, _unmap, self.address, nbytes, self._mapped_by)
+        finalizer = weakref.finalize(self.array, _unmap, held.spans, self._mapped_by)
         # The end of the process unmaps: a daemon thread may still copy while the interpreter winds down.
         finalizer.atexit = False
+        held.spans = deque()  # from here on it is the array's
         # A child that forks off has no lease and no life lock, so it gets no memory to write to either;
         # and what users' prompts left here does not belong in a core file.
         for advice in (MADV_DONTFORK, MADV_DONTDUMP):
@@ -109,36 +114,60 @@ def _part_type(nbytes: int) -> Any:
     return type("MappedPart", (ctypes.c_ubyte * nbytes,), {})
 
 
-def _map_aligned(fd: int, nbytes: int, writable: bool) -> int:
-    reserved = nbytes + HUGE_PAGE_BYTES
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    start: int = _libc.mmap(None, reserved, _PROT_NONE, flags, -1, 0)
-    if start == _MAP_FAILED:
-        raise PoolError(
-            f"no address space for a pool of {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}; "
-            "look at ulimit -v of this process"
+class _Range:
+    """What owns a range of addresses, from the system call on: it is unmapped with its last reference, and once.
+
+    An address that only a local variable knows is lost with an interrupt. So what maps, or unmaps, and notes it here is
+    one call into C: an interrupt comes before or after.
+    """
+
+    spans: deque[tuple[int, int]] = deque()  # noqa: RUF012 - of one that an interrupt kept from being made; never filled
+
+    def __init__(self, nbytes: int) -> None:
+        """Address space, and no memory. Raises `PoolError` where there is none left."""
+        self.spans = deque()  # none, or one: start and length
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.spans.extend(
+            zip(map(_libc.mmap, (None,), (nbytes,), (_PROT_NONE,), (flags,), (-1,), (0,)), (nbytes,), strict=True)
         )
-    address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    mapped = _libc.mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
-    if mapped == _MAP_FAILED:
-        error = ctypes.get_errno()
-        _libc.munmap(start, reserved)
-        kind = NotEnoughMemoryError if error == errno.ENOMEM else PoolError
-        raise kind(f"a pool segment of {nbytes:,} bytes cannot be mapped: {os.strerror(error)}")
-    # Give back what the alignment left over. Segments are whole pages of their backing, so the ends are too.
-    if address > start:
-        _libc.munmap(start, address - start)
-    end = address + nbytes
-    if start + reserved > end:
-        _libc.munmap(end, start + reserved - end)
-    return address
+        if self.spans[0][0] == _MAP_FAILED:
+            self.spans.clear()
+            raise PoolError(
+                f"no address space for a pool of {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}; "
+                "look at ulimit -v of this process"
+            )
+
+    def map_aligned(self, fd: int, nbytes: int, writable: bool) -> int:
+        """Map the file into it, aligned to huge pages, and give back what that leaves over; the address."""
+        ((start, reserved),) = self.spans
+        address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        if _libc.mmap(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+            error = ctypes.get_errno()
+            kind = NotEnoughMemoryError if error == errno.ENOMEM else PoolError
+            raise kind(f"a pool segment of {nbytes:,} bytes cannot be mapped: {os.strerror(error)}")
+        # Segments are whole pages of their backing, so both ends are, too.
+        ends = (start, address - start), (address + nbytes, start + reserved - address - nbytes)
+        over = [partial(_libc.munmap, *end) for end in ends if end[1]]
+        _call_each([*over, self.spans.clear, partial(self.spans.append, (address, nbytes))])
+        return address
+
+    def __del__(self) -> None:
+        _unmap(self.spans, [os.getpid()])
 
 
-def _unmap(address: int, nbytes: int, mapped_by: list[int]) -> None:
+def _call_each(calls: Iterable[Any]) -> None:
+    """In one call into C, where each of them is one."""
+    _exhaust(map(call, calls))
+
+
+_exhaust = deque[None](maxlen=0).extend
+
+
+def _unmap(spans: deque[tuple[int, int]], mapped_by: list[int]) -> None:
     # A forked child never had the mapping (MADV_DONTFORK): the addresses may be something else by now.
-    if os.getpid() == mapped_by[0]:
-        _libc.munmap(address, nbytes)
+    if os.getpid() == mapped_by[0] and spans:
+        _exhaust(starmap(_libc.munmap, map(deque.pop, (spans,))))
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:

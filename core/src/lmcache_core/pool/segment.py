@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lmcache_core.descriptors import Descriptor
 from lmcache_core.errors import (
     LimitError,
     NotAttachedError,
@@ -29,7 +30,7 @@ from lmcache_core.errors import (
 from lmcache_core.limits import REPAIR_STEP_BYTES
 from lmcache_core.pool import backing as backings
 from lmcache_core.pool import header as headers
-from lmcache_core.pool.atfork import Descriptor, forget_in_child
+from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.backing import SHM_DIR, Access, Backing
 from lmcache_core.pool.header import MAGIC, TALLY_BYTES, Header, PoolInfo
 from lmcache_core.pool.lifelock import lock_is_free
@@ -106,7 +107,7 @@ class Segment:
         """
         backing, access, on_stale = Backing(backing), Access(access), OnStale(on_stale)
         header = headers.plan(name, data_bytes, backing, boot_id=secrets.randbits(63) or 1, index_entries=index_entries)
-        os.close(Trust.of_server().open_directory(runtime_dir, make_mode=0o700))
+        Trust.of_server().open_directory(runtime_dir, make_mode=0o700).close()
         with contextlib.ExitStack() as undo:
             locks = [own(runtime_dir / f"{name}.lock", name, undo)]
             locks[0].write_pid()

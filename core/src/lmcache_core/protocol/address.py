@@ -56,8 +56,8 @@ def make_server_directory(
     path = server_directory(name, root)
     trust = Trust.of_server()
     try:
-        os.close(trust.open_directory(path.parent, make_mode=0o700 if access is Access.OWNER else 0o755))
-        os.close(trust.open_directory(path, make_mode=0o700))
+        trust.open_directory(path.parent, make_mode=0o700 if access is Access.OWNER else 0o755).close()
+        trust.open_directory(path, make_mode=0o700).close()
         closed = [part for part in path.parents if not part.stat().st_mode & 0o011]
         owner = path.stat().st_uid
     except UntrustedError as error:

@@ -95,7 +95,7 @@ class ZmqCarrier:
         try:
             if self.is_ipc:
                 self._admit(access, gids)
-                os.close(Trust.of_server().open_directory(Path(address.removeprefix("ipc://")).parent))
+                Trust.of_server().open_directory(Path(address.removeprefix("ipc://")).parent).close()
             self._socket.bind(address)
             if self.is_ipc:
                 grant_access(Path(address.removeprefix("ipc://")), access, gids)
