@@ -22,6 +22,7 @@ CONTRACTS = {
     "SerdeContract": Kind.SERDE,
     "CompanionContract": Kind.COMPANION,
     "EventSubscriberContract": Kind.EVENT_SUBSCRIBER,
+    "HelperContract": Kind.HELPER,
     "PluginPackageContract": None,
 }
 

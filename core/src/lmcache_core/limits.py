@@ -141,6 +141,12 @@ TALLY_SLACK_S = 1.0  # a look may come at once after another
 SUBSCRIBER_HANG_S = 5.0  # who does not come back from a batch for so long is told nothing more
 EVENTS_CLOSE_S = 2.0  # at the end subscribers are waited for no longer than this
 
+HELPERS_MAX = 16  # each is a process and a thread that waits for it
+HELPER_PAUSE_S = 0.5  # before a helper that has ended is started again; doubles up to …
+HELPER_PAUSE_S_MAX = 30.0
+HELPER_STEADY_S = 60.0  # one that ran for so long begins with the first pause
+HELPER_STOP_S = 5.0  # at the server's end; then it is killed
+
 # --- time -------------------------------------------------------------------------------------------------
 SWITCH_INTERVAL_S = 1e-4  # measured: a round trip beside a busy lane thread falls from 5.2 ms to 0.24 ms
 LOOP_SLICE_S = 5e-4  # less than the usual 1.4 ms, more than a turn: who uses it up may wait for a tick of 4 ms

@@ -33,12 +33,11 @@ def composed(arguments: Namespace) -> Composed:
 
 def print_settings_help(arguments: Namespace) -> None:
     """The command's help, then every setting of what is configured, with its type and default."""
-    from lmcache_core.plugins.components import Kind
     from lmcache_core.settings.compose import prepare
     from lmcache_core.settings.names import take_unknown_variables
 
     sources = _sources(arguments)
-    take_unknown_variables(sources, arguments.registry.nameable(Kind.COMPANION))
+    take_unknown_variables(sources, arguments.registry.tables)
     schema, _, choices = prepare(arguments.registry, sources)
     print(arguments.format_help())
     print("settings (flags; in the file as tables, in the environment as LMCACHE_CORE_L1__SIZE_BYTES):")

@@ -123,6 +123,9 @@ def _troubles(status: Mapping[str, Any]) -> Iterator[str]:
             f"{status['traffic']['doubted_tallies']:,} times a worker's own counts made no sense and were left out: "
             "look for one that writes outside of its slots"
         )
+    for name, helper in status["helpers"].items():
+        if helper["pid"] is None:
+            yield f"helper {name} is not running: {helper['last_end']}"
     for name, told in ((status["events"] or {}).get("subscribers", {})).items():
         if told["aside"]:
             yield f"event subscriber {name}: {told['aside']}"

@@ -17,6 +17,7 @@ class Kind(StrEnum):
     PREFETCH_POLICY = "prefetch_policy"
     SERDE = "serde"
     EVENT_SUBSCRIBER = "event_subscriber"  # hears what happens; its settings are the table `[subscribers.NAME]`
+    HELPER = "helper"  # a process beside the server; its settings are the table `[NAME]`
     COMPANION = "companion"  # beside the L1; its settings are the table `[NAME]`
 
 
@@ -24,9 +25,9 @@ class Kind(StrEnum):
 class ComponentSpec:
     """One component. `factory` and `settings` are `module:attribute` paths, imported when first used.
 
-    `factory` is called as `factory(settings, context)` for an adapter, an event subscriber and a companion, and as
-    `factory(settings)` for everything else; `settings` names a frozen pydantic model that forbids extra fields (None:
-    the component has none and is called with None).
+    `factory` is called as `factory(settings, context)` for an adapter, an event subscriber, a helper and a companion,
+    and as `factory(settings)` for everything else; `settings` names a frozen pydantic model that forbids extra fields
+    (None: the component has none and is called with None).
     """
 
     kind: Kind

@@ -39,7 +39,7 @@ TIER_FIELDS = frozenset(
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
-_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER)
+_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER)
 
 # Where components of the same family are found, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
@@ -56,6 +56,7 @@ KNOWN_HOMES: dict[tuple[Kind, str], str] = {
         for name in ("fifo", "lfu", "mru", "arc", "s3fifo", "lruk", "isolated")
     },
     (Kind.COMPANION, "l0"): "lmcache-l0",
+    (Kind.HELPER, "http"): "lmcache-http",
     **{(Kind.STORE_POLICY, name): "lmcache-policies" for name in ("first_reuse", "size_aware")},
 }
 
@@ -127,6 +128,11 @@ class Registry:
         refused = {claim.name for refusal in self.refused for claim in refusal.claims if claim.kind is kind}
         return frozenset(there | refused | {name for each, name in KNOWN_HOMES if each is kind})
 
+    @property
+    def tables(self) -> frozenset[str]:
+        """Names of tables in the settings that bring a component to life: companions' and helpers'."""
+        return self.nameable(Kind.COMPANION) | self.nameable(Kind.HELPER)
+
     def offers(self, kind: Kind, name: str) -> bool:
         """Whether there is such a component."""
         return (kind, name) in self._components
@@ -173,9 +179,10 @@ class Registry:
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
         """One new component. `settings` is an instance of its model, or the values to make one from; `context` is the
-        AdapterContext of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber,
-        and None for everything else. Raises PluginError naming the plugin where it cannot be built; errors of ours pass
-        as they are, and so does the ValidationError for values that the model refuses."""
+        AdapterContext of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber
+        or the HelperContext of a helper, and None for everything else. Raises PluginError naming the plugin where it
+        cannot be built; errors of ours pass as they are, and so does the ValidationError for values that the model
+        refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
         factory = self.factory(kind, name)

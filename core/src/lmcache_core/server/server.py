@@ -41,6 +41,8 @@ from lmcache_core.server.clears import Clears
 from lmcache_core.server.companions import Companions
 from lmcache_core.server.dispatch import Dispatch
 from lmcache_core.server.explains import Explains
+from lmcache_core.server.helper import HelperContext
+from lmcache_core.server.helpers import Helpers, check_helper_names, configured
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
@@ -150,6 +152,7 @@ class Server:
             )
             self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
             undo.callback(self._listener.close)
+            self.helpers = self._helpers_made()
             self.carriers = self._bind_carriers()
             for carrier in self.carriers:
                 undo.callback(carrier.close)
@@ -161,6 +164,16 @@ class Server:
                 self.segment.serve(self.kernel.epoch)
             undo.pop_all()
             self.segment.keeping = False  # what becomes of it is decided anew at the end
+
+    def _helpers_made(self) -> Helpers:
+        """Processes beside the server. Raises what a plugin raises whose helper cannot be described."""
+        settings, registry = self.settings, self.registry
+        processes = configured(settings.helpers)
+        check_helper_names(list(processes), settings.helper_names)
+        context = HelperContext(settings.name, self.address, self._directory.parent)
+        for name, own in settings.plugin_helpers().items():
+            processes[name] = registry.build(Kind.HELPER, name, own, context)
+        return Helpers(processes, context)
 
     def _events_made(self) -> EventBus | None:
         """The bus of events, where the settings name somebody who hears them."""
@@ -414,6 +427,7 @@ class Server:
             f"tiers {', '.join(tiers)}" if tiers else "no tier",
             ", ".join([self.address, *(carrier.address for carrier in self.carriers)]),
         )
+        self.helpers.start()
         self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
 
     def _accept(self, sock: socket.socket) -> None:
@@ -477,6 +491,7 @@ class Server:
         self._end_by(
             ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
             ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
+            ("ending the helpers", self.helpers.close),
             ("closing the lifeline", self._listener.close),
             *(("closing a carrier", carrier.close) for carrier in self.carriers),
             ("ending the sessions", self.sessions.close),

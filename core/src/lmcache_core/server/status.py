@@ -70,6 +70,7 @@ def describe(server: Server) -> dict[str, Any]:
         "stores_waited_in_vain": server.store_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "companions": server.companions.status(),
+        "helpers": server.helpers.status(),
         "events": None if server.events is None else server.events.status(),
         "longest_turn": {
             "objects": server.longest_turn_objects,

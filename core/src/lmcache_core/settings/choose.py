@@ -18,8 +18,8 @@ PREFETCH_POLICY: SettingPath = ("prefetch_policy",)
 NONE = "none"
 
 
-def choose(sources: Sequence[Source], companions: Collection[str] = ()) -> Choices:
-    """`sources`: the strongest first. `companions`: the names that one may have; a table of that name chooses it.
+def choose(sources: Sequence[Source], tables: Collection[str] = ()) -> Choices:
+    """`sources`: the strongest first. `tables`: names of companions and helpers; a table of that name chooses it.
     Raises SettingsError for tiers without a type or without an order."""
     tiers = {}
     for name in _ordered_tiers(sources):
@@ -34,12 +34,12 @@ def choose(sources: Sequence[Source], companions: Collection[str] = ()) -> Choic
         store_policy=_strongest(sources, STORE_POLICY) or "default",
         prefetch_policy=_strongest(sources, PREFETCH_POLICY) or "default",
         tiers=tiers,
-        companions=_companions(sources, companions),
+        tables=_tables(sources, tables),
         subscribers=_subscribers(sources),
     )
 
 
-def _companions(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...]:
+def _tables(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...]:
     named = set()
     for source in sources:
         for path, leaf in source.leaves.items():

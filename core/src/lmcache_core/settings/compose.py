@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lmcache_core.errors import SettingsError
-from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.settings.choose import choose, component_paths, stated_type
@@ -83,14 +82,14 @@ def make_settings(registry: Registry | None = None, **values: Any) -> Settings:
 
 def prepare(registry: Registry, sources: Sequence[Source]) -> tuple[Schema, type[Settings], Choices]:
     """The first pass and the concrete model, without any value: what a help page needs."""
-    choices = choose(sources, registry.nameable(Kind.COMPANION))
+    choices = choose(sources, registry.tables)
     concrete = concrete_model(registry, choices)
     return schema_of(concrete), concrete.model, choices
 
 
 def compose_sources(registry: Registry, sources: Sequence[Source]) -> Composed:
     """`sources`: the strongest first."""
-    unknown = take_unknown_variables(sources, registry.nameable(Kind.COMPANION))
+    unknown = take_unknown_variables(sources, registry.tables)
     schema, model, choices = prepare(registry, sources)
     sources = _without_replaced(sources, choices)
     check_names(schema, sources)

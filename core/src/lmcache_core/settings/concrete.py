@@ -32,7 +32,7 @@ class Choices:
     store_policy: str
     prefetch_policy: str
     tiers: Mapping[str, TierChoice]
-    companions: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()  # of companions and helpers
     subscribers: tuple[str, ...] = ()
 
 
@@ -66,10 +66,13 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
         _table_of(subscribers),
         Field(default={}, description=_description(Settings, "subscribers")),
     )
-    for name in choices.companions:
-        fields[name] = (registry.settings_model(Kind.COMPANION, name) or Section, Field(default={}))
+    helpers = tuple(name for name in choices.tables if name in registry.nameable(Kind.HELPER))
+    for name in choices.tables:
+        of_kind = Kind.HELPER if name in helpers else Kind.COMPANION
+        fields[name] = (registry.settings_model(of_kind, name) or Section, Field(default={}))
     model = create_model("Settings", __base__=Settings, **fields)
-    model.companion_names = choices.companions
+    model.companion_names = tuple(name for name in choices.tables if name not in helpers)
+    model.helper_names = helpers
     return Concrete(model, tiers, subscribers)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -247,6 +248,25 @@ class TierSettings(Section):
         return None if isinstance(value, str) and value == "none" else value
 
 
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _listed(value: Any) -> Any:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+class HelperSettings(Section):
+    """A process beside the server."""
+
+    command: Annotated[tuple[str, ...], BeforeValidator(_words), Field(min_length=1)] = Field(
+        description="program and arguments; it is run without a shell"
+    )
+    environment: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
+        default=(), description="names of variables of the server's environment that it gets, too"
+    )
+
+
 class Settings(BaseSettings):
     """Everything a server is told. Frozen; unknown names are refused."""
 
@@ -255,6 +275,7 @@ class Settings(BaseSettings):
     )
     sources: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # of a concrete model: trees, the strongest first
     companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: those of its tables that are companions'
+    helper_names: ClassVar[tuple[str, ...]] = ()  # and helpers'
 
     name: str = Field(default="default", description="name of the server and of its pool")
     l1: L1Settings = L1Settings()
@@ -291,9 +312,20 @@ class Settings(BaseSettings):
     )
     zmq: ZmqSettings = ZmqSettings()
     subscribers: Mapping[str, Any] = Field(default={}, description="who hears events: a table of each one's settings")
+    helpers: Mapping[str, HelperSettings] = Field(
+        default={}, description="processes beside the server: a table of each one's settings"
+    )
     event_bus_queue_size: int = Field(
         default=limits.EVENT_BUS_QUEUE_SIZE, ge=1, le=1 << 20, description="events that may wait for subscribers"
     )
+
+    @field_validator("helpers")
+    @classmethod
+    def _helper_names(cls, value: Mapping[str, HelperSettings]) -> Mapping[str, HelperSettings]:
+        for name in value:
+            if not _TIER_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a helper: use lower-case words joined by single underscores")
+        return value
 
     @field_validator("name")
     @classmethod
@@ -318,10 +350,16 @@ class Settings(BaseSettings):
         """The settings of each companion, by its name: an instance of its own model."""
         return {name: getattr(self, name) for name in self.companion_names}
 
+    def plugin_helpers(self) -> dict[str, Any]:
+        """The settings of each helper that a plugin brings, by its name: an instance of its own model."""
+        return {name: getattr(self, name) for name in self.helper_names}
+
     def components(self) -> Iterator[tuple[Kind, str]]:
         """Every component that these settings name."""
         for name in self.companion_names:
             yield Kind.COMPANION, name
+        for name in self.helper_names:
+            yield Kind.HELPER, name
         for name in self.subscribers:
             yield Kind.EVENT_SUBSCRIBER, name
         yield Kind.EVICTION_POLICY, self.l1.eviction.type

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.companion import CompanionContract
     from lmcache_core.testing.eviction import EvictionPolicyContract
     from lmcache_core.testing.faults import Fault, FaultRule, FaultScript, FaultyAdapter
+    from lmcache_core.testing.helper import HelperContract
     from lmcache_core.testing.latency import LatencyAdapter
     from lmcache_core.testing.machine import AdapterMachine
     from lmcache_core.testing.memory import MemoryAdapter
@@ -34,6 +35,7 @@ __all__ = [
     "FaultRule",
     "FaultScript",
     "FaultyAdapter",
+    "HelperContract",
     "L2AdapterContract",
     "LatencyAdapter",
     "MemoryAdapter",
@@ -56,6 +58,7 @@ _HOMES = {
     "FaultRule": "faults",
     "FaultScript": "faults",
     "FaultyAdapter": "faults",
+    "HelperContract": "helper",
     "L2AdapterContract": "adapter",
     "LatencyAdapter": "latency",
     "MemoryAdapter": "memory",

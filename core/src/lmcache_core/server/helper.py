@@ -1,0 +1,31 @@
+"""The contract of helpers: processes beside the server, which start with it, are started again, and end with it.
+
+Any command can be one, `[helpers.NAME] command = […]`. A plugin offers one by a component of `Kind.HELPER`: a table of
+its name in the settings, `[NAME]`, brings it to life, and its factory says which process that is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class HelperContext:
+    """What a helper's factory may know of the server."""
+
+    server: str  # its name
+    address: str  # its lifeline, where a client on this node connects
+    runtime_dir: Path
+    python: str = sys.executable  # of the server: a helper that is a module of the same installation runs by it
+
+
+@dataclass(frozen=True)
+class HelperProcess:
+    """What is run. `environment` comes on top of what every helper gets; both can be seen by others, so no secret
+    stands in them: name a file that only the user may read."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
