@@ -148,6 +148,14 @@ def test_without_subscribers_there_is_no_bus_and_no_thread(tmp_path: Path) -> No
         watched.server.stop()
 
 
+def test_a_lease_that_is_not_answered_in_time_is_told(watch: Callable[..., Watched]) -> None:
+    watched = watch(lease={"write_ttl_s": 0.05, "read_ttl_s": 0.05})
+    with watched.server.connect("slow") as client:
+        lease = client.prepare_store(KEYS[:1], namespace=SPACE)
+        (told,) = watched.until("lease_expired")
+        assert (told["kind"], told["lease"]) == ("write", lease.id)
+
+
 def test_every_event_has_a_name_of_its_own() -> None:
     names = [str(kind.__struct_config__.tag) for kind in EVENTS]
     assert len(set(names)) == len(names)

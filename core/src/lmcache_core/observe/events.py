@@ -79,7 +79,7 @@ class TierListChanged(CacheEvent, tag="tier_changed", frozen=True):
 class LookupAnswered(CacheEvent, tag="lookup", frozen=True):
     """A lookup that the server was asked for: hits by the index are not among these. `hits`: of its keys, those that
     are in the L1 now; `loaded`: of these, those that tiers brought for it; `reasons`: why the others missed, and
-    `behind` for those behind the end of a prefix; `tiers`: whether any was asked."""
+    `behind_a_miss` for those behind the end of a prefix; `tiers`: whether any was asked."""
 
     namespace: int
     keys: int
@@ -186,7 +186,9 @@ class _Object(Protocol):
     def nbytes(self) -> int: ...
 
 
-def of_objects(at_s: float, kind: type[ObjectsEvent], objects: Sequence[_Object], **more: str) -> Iterator[CacheEvent]:
+def of_objects(
+    at_s: float, kind: type[ObjectsEvent], objects: Sequence[_Object], /, **more: str
+) -> Iterator[CacheEvent]:
     """An event for each namespace among them, in their order."""
     for namespace, run in groupby(objects, key=_NAMESPACE):
         items = list(run)
@@ -194,6 +196,6 @@ def of_objects(at_s: float, kind: type[ObjectsEvent], objects: Sequence[_Object]
         yield kind(at_s=at_s, namespace=namespace, keys=keys, nbytes=nbytes, **more)
 
 
-def one(at_s: float, kind: type[CacheEvent], **fields: object) -> Iterator[CacheEvent]:
-    """One event."""
+def one(at_s: float, kind: type[CacheEvent], /, **fields: object) -> Iterator[CacheEvent]:
+    """One event. An event may have a field of any name, `kind` too."""
     yield kind(at_s=at_s, **fields)
