@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, keys, names, offer, store
+from kernel_words import LAYOUT, MIB, NS, OTHER, WORKER, keys, names, offer, read, store
 
 from lmcache_core.kernel import Grant, Kernel
 from lmcache_core.kernel.answers import KernelLookup
@@ -144,3 +144,21 @@ def test_what_dies_with_a_session_is_counted_no_more(kernel: Kernel) -> None:
     kernel.prepare_retrieve(WORKER, NS, keys(1, 2), 0.0)
     kernel.session_dead(WORKER, 0.0)
     assert f"uid {1000 + WORKER}" not in kernel.usage().holders
+
+
+def test_what_one_session_of_a_holder_reads_costs_another_of_it_nothing_of_their_common_share(
+    make_kernel: Callable[..., Kernel],
+) -> None:
+    kernel = make_kernel(read_fraction_max=0.5, read_fraction_per_session_max=0.5)
+    store(kernel, *range(8))
+    join(kernel, THIRD, 1000 + WORKER)
+    assert names(read(kernel, 0, 1, 2).statuses) == ["GRANTED"] * 3
+    again = read(kernel, 0, 1, 2, 3, 4, session=THIRD)
+    assert names(again.statuses) == ["GRANTED"] * 4 + ["QUOTA"]
+    assert kernel.usage().holders[f"uid {1000 + WORKER}"].read_bytes == 4 * MIB
+
+
+def test_a_key_that_stands_twice_in_a_batch_costs_a_session_once(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = make_kernel(read_fraction_per_session_max=0.25)
+    store(kernel, *range(8))
+    assert names(read(kernel, 0, 0, 1, 2).statuses) == ["GRANTED"] * 3 + ["QUOTA"]

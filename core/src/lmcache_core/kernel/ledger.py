@@ -90,16 +90,25 @@ class Account:
         self._add(-mine, shared - mine)
 
     def _first_that_fit(self, objects: Sequence[Incarnation]) -> int:
-        """How many of the objects, from the first on, it may take. What it holds already costs nothing."""
-        room = self.room
-        if sum(map(_nbytes, objects)) <= room:
+        """How many of the objects, from the first on, it may take. What it holds already costs nothing, and what
+        another session of its holder holds costs the holder nothing."""
+        if sum(map(_nbytes, objects)) <= self.room:
             return len(objects)
+        whole = self.whole
+        own_room = self.nbytes_max - self.nbytes
+        whole_room = own_room if whole is None else whole.nbytes_max - whole.nbytes
+        counted: set[Incarnation] = set()
         for at, item in enumerate(objects):
             known = item.kept_by
-            if known is not self and not (known.__class__ is dict and self in known):
-                room -= item.nbytes
-                if room < 0:
-                    return at
+            holding = known if known.__class__ is dict else () if known is None else (known,)
+            if self in holding or item in counted:
+                continue
+            counted.add(item)
+            own_room -= item.nbytes
+            if not any(each.whole is whole for each in holding):
+                whole_room -= item.nbytes
+            if own_room < 0 or whole_room < 0:
+                return at
         return len(objects)
 
     def _add(self, mine: int, whole: int) -> None:
