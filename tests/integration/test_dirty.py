@@ -19,6 +19,7 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Grant
+from lmcache_core.limits import LAYOUTS_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
@@ -181,6 +182,28 @@ def test_a_store_waits_for_the_room_that_its_tiers_make_and_holds_up_nobody(star
     assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
     assert at.client.status()["stores_waited"] == 1
     assert at.client.status()["stores_waited_in_vain"] == 0
+
+
+def test_the_layout_of_a_store_that_waits_for_tiers_is_forgotten_by_nobody(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS)
+    own = Namespace("of its own", Layout("uint8", (NBYTES - 1,)))
+    keys, payloads = [key(n) for n in range(20)], [payload(n)[1:] for n in range(20)]
+    answers: list[list[Status]] = []
+    with at.server.connect() as other:
+        writer = threading.Thread(target=lambda: answers.append(other.store(keys, payloads, namespace=own).statuses))
+        writer.start()
+        until(lambda: waiting(at) == 1, "the store to wait")
+        for nbytes in range(1, LAYOUTS_MAX):  # so many that the session forgets its older ones
+            other.lookup(keys[:1], namespace=Namespace("another", Layout("uint8", (nbytes,))))
+        assert at.server.l1.counters["layouts_forgotten"] > 0
+        at.goes_on()
+        writer.join(60)
+        assert answers == [[Status.STORED] * 20]
+        into = [bytearray(NBYTES - 1) for _ in keys]
+        assert other.retrieve(keys, into, namespace=own).hits == 20
+        assert into == payloads
 
 
 def test_a_store_that_waited_in_vain_is_answered_full_and_has_what_there_was(start: Callable[..., World]) -> None:

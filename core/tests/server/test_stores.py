@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.limits import LAYOUTS_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tiers.l1 import LoadGrant, Loading
@@ -77,6 +78,27 @@ def test_a_store_that_waits_for_room_is_answered_with_all_of_it_and_others_go_fi
         assert outcome == [1]
     status = client.status()
     assert (status["stores_preparing"], status["stores_prepared"]) == (0, 1)
+
+
+def test_the_layout_of_a_store_that_waits_for_room_is_forgotten_by_nobody(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    wanted, outcome = keys(1, 1 << 20), list[int]()
+    with full.connect("other") as other:
+        thread = threading.Thread(
+            target=lambda: outcome.append(other.store(wanted, [b"x" * (8 << 20)], namespace=LARGE).stored)
+        )
+        thread.start()
+        wait_for(full, lambda: full.stores.under_way == 1)
+        for nbytes in range(5000, 5000 + LAYOUTS_MAX):  # so many that the session forgets its older ones
+            other.lookup(keys(1), namespace=Namespace("another", Layout("uint8", (nbytes,))))
+        assert full.l1.counters["layouts_forgotten"] > 0
+        go.set()
+        thread.join(WAIT_S)
+        assert outcome == [1]
+        into = bytearray(8 << 20)
+        assert other.retrieve(wanted, [into], namespace=LARGE).hits == 1
+        assert into == b"x" * (8 << 20)
 
 
 def test_a_client_that_goes_while_its_grant_is_prepared_leaves_nothing(

@@ -20,7 +20,8 @@ class Namespaces:
     """Which layout a namespace has, for as long as a session uses it or the pool has an object of it.
 
     A session's are forgotten by age: an engine may give each request a salt, and so a namespace, of its own. One whose
-    user has so many in all its sessions that it is over its share forgets sooner.
+    user has so many in all its sessions that it is over its share forgets sooner. None is forgotten while a store into
+    it waits.
 
     Objects of one namespace are told apart by their keys alone, in the pool and on every tier: with a second layout
     one of the two would be given bytes of the other.
@@ -52,12 +53,18 @@ class Namespaces:
             if not sessions:
                 self._by_layout[layout_id] += 1
             if len(session.namespaces) > (NAMESPACES_PER_SESSION_KEPT if full else NAMESPACES_PER_SESSION_MAX):
-                self._forget(session, next(iter(session.namespaces)))
+                self._forget_oldest(session, 1)
         return layout_id
 
     def session_ended(self, session: Session) -> None:
         """It uses none of them any more."""
         for namespace in list(session.namespaces):
+            self._forget(session, namespace)
+
+    def _forget_oldest(self, session: Session, count: int) -> None:
+        """So many of the session's. One into which a store waits has no object yet that would keep its layout."""
+        idle = [namespace for namespace in session.namespaces if namespace not in session.storing]
+        for namespace in idle[:count]:
             self._forget(session, namespace)
 
     def _forget(self, session: Session, namespace: int) -> None:
@@ -80,8 +87,7 @@ class Namespaces:
         except LimitError:
             if not session.namespaces:
                 raise
-            for namespace in list(session.namespaces)[: len(session.namespaces) // 2 + 1]:
-                self._forget(session, namespace)
+            self._forget_oldest(session, len(session.namespaces) // 2 + 1)
             return self._l1.layout_id(layout, self._by_layout.keys, session.origin)
 
     def _described(self, layout_id: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass, field
 
 from lmcache_core.pool.tables import NO_ROW
@@ -49,6 +50,7 @@ class Session:
     maps_pool: bool = False  # it has shown so; stays true when it is lost
     ended_by: str = ""  # once it has ended: goodbye, die, …
     namespaces: dict[int, int] = field(default_factory=dict)  # namespace id → layout id
+    storing: Counter[int] = field(default_factory=Counter)  # of these, into which a store waits: not to be forgotten
     pidfd: int = -1
     heard_at_s: float = 0.0
     check_at_s: float = 0.0  # when its life lock is looked at next, and how long after the last time

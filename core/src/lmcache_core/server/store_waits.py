@@ -65,6 +65,7 @@ class StoreWaits:
             self._unshielded, self._retry_at_s = self._kernel.unshielded, now + HOUSEKEEPING_S
         self._waits[_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s)] = None
         self._by_session[session] += 1
+        session.storing[namespace] += 1
         self._share.take(session.origin)
         self.waited += 1
         return True
@@ -135,6 +136,7 @@ class StoreWaits:
     def _forget(self, wait: _Wait) -> None:
         del self._waits[wait]
         self._by_session[wait.session] -= 1
+        wait.session.storing -= Counter([wait.namespace])
         self._share.give(wait.session.origin)
         if not self._by_session[wait.session]:  # sessions come and go
             del self._by_session[wait.session]

@@ -44,6 +44,7 @@ class Stores:
         if isinstance(answer, Grants):
             return self._answer(session, request, layout_id, keys, answer)
         self._by_session[session] += 1
+        session.storing[request.namespace] += 1
         self._share.take(session.origin)
         self.waited += 1
         self._l1.answer_later(answer, lambda: self._answer_late(session, request, layout_id, keys, answer))
@@ -62,6 +63,7 @@ class Stores:
         """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
         self._share.give(session.origin, self._by_session.pop(session, 0))
         self._store_waits.session_gone(session)
+        session.storing.clear()
 
     def _answer(
         self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
@@ -77,6 +79,7 @@ class Stores:
         if session.peer is None:  # it went in the very step that made room
             return
         self._by_session[session] -= 1
+        session.storing -= Counter([request.namespace])
         self._share.give(session.origin)
         if not self._by_session[session]:  # sessions come and go
             del self._by_session[session]
