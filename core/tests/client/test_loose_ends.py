@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import client as client_module
+from lmcache_core.client import retrieving
 from lmcache_core.client.channel import Channel
 from lmcache_core.client.client import Client
-from lmcache_core.client.leases import ReadLease, WriteLease
+from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link_states import LinkState
 from lmcache_core.client.links import Links
 from lmcache_core.client.occupancy import Holding, Occupancy
@@ -559,6 +562,44 @@ def test_a_client_whose_close_is_interrupted_can_be_closed(server: Server, watch
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("next_call", ["store", "retrieve", "lookup"])
+@pytest.mark.parametrize("kind", ["store", "retrieve"])
+def test_a_copying_call_that_was_interrupted_as_it_ended_leaves_nothing_whatever_call_is_next(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, kind: str, next_call: str
+) -> None:
+    class Buffer(bytearray):
+        pass
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    client = asking(server)
+    there, others = fill(client), keys_of(2, first=10)
+    buffer = Buffer(NBYTES)
+    gone = weakref.ref(buffer)
+    with monkeypatch.context() as patch:
+        module, copy = (client_module, "copy_in") if kind == "store" else (retrieving, "copy_out")
+        patch.setattr(module, copy, interrupted)
+        with interrupted_at(Lease.close, "if not self._holding.over"):
+            if kind == "store":
+                client.store(others[:1], [buffer], namespace=SPACE)
+            else:
+                client.retrieve(there[:1], [buffer], namespace=SPACE)
+    del buffer
+    match next_call:
+        case "store":
+            client.store(others[1:], [bytes(NBYTES)], namespace=SPACE)
+        case "retrieve":
+            client.retrieve(there[1:], [bytearray(NBYTES) for _ in there[1:]], namespace=SPACE)
+        case "lookup":
+            client.lookup(there, namespace=SPACE)
+    assert comes_to(watcher, NONE, client)
+    assert not client._links.occupancy._holdings
+    gc.collect()
+    assert gone() is None
+    client.close()
 
 
 def test_registrations_of_lookups_that_nobody_waited_for_are_forgotten_by_age(server: Server) -> None:

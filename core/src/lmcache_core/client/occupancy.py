@@ -214,7 +214,7 @@ class Occupancy:
         self._lock = threading.Lock()
         self._holdings: dict[int, Holding] = {}  # by their address
         self._ties: dict[int, _Tie] = {}  # to their leases
-        self.copying: dict[int, Holding] = {}  # by the thread that copies
+        self.copying: dict[int, Holding] = {}  # those with a call that copies, by their address
         self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
         self._works: dict[int, Work] = {}  # that were begun, by their address
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
@@ -232,7 +232,7 @@ class Occupancy:
         tie.of = id(holding)
         self._ties[id(holding)] = tie
         if holding.copying is not None:
-            self.copying[holding.copying.thread] = holding
+            self.copying[id(holding)] = holding
         self._holdings[id(holding)] = holding
         if self._closed:
             raise UsageError(self._closed)
@@ -313,10 +313,8 @@ class Occupancy:
 
     def ended(self, holding: Holding) -> None:
         """Everything of it is settled, or its owner says that nobody touches it."""
-        copying = holding.copying
         holding.forget()
-        if copying is not None and self.copying.get(copying.thread) is holding:
-            del self.copying[copying.thread]
+        self.copying.pop(id(holding), None)
         self._holdings.pop(id(holding), None)
         self._ties.pop(id(holding), None)
         for ender in list(self._enders):
@@ -340,9 +338,9 @@ class Occupancy:
                     self.let_go(holding)
             with contextlib.suppress(ValueError):  # another thread was here, too
                 self.gone.remove(tie)
-        mine = self.copying.get(threading.get_ident())
-        if mine is not None and not mine.occupied:
-            self.let_go(mine)
+        for holding in list(self.copying.values()):
+            if not holding.occupied:  # its call is over, and was interrupted where it should have ended it
+                self.let_go(holding)
 
     def let_go(self, holding: Holding) -> None:
         """Tell the server that nobody touches any of it, without waiting for its answer."""
