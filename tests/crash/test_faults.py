@@ -176,7 +176,7 @@ copy_out = room.copy_out
 def late(*arguments, **options):
     say('copying')
     wait()
-    copy_out(*arguments, **options)
+    return copy_out(*arguments, **options)
 room.copy_out = late
 into = [bytearray(65536)]
 result = client.retrieve([key('a')], into, namespace=ns)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -492,17 +493,18 @@ def watch_copies(shadow: Callable[[], Shadow]) -> None:
                     shadow().end_write(task, place, complete=complete)
         return checksums
 
-    def slow_out(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> None:
+    def slow_out(base: int, slots: Any, found: Any, layout: Any, **options: Any) -> array[int]:
         task, chosen = _task(), list(slots)
         places = [shadow().begin_read(task, base + offset) for _, offset in chosen]
         try:
             task.work()
             _dawdle(task)
-            copy_out(base, chosen, found, layout, **options)
+            checksums = copy_out(base, chosen, found, layout, **options)
             task.breathe()
         finally:
             for place in places:
                 shadow().end_read(task, place)
+        return checksums
 
     client_module.copy_in, retrieving_module.copy_out = slow_in, slow_out
 

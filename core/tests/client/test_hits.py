@@ -5,6 +5,7 @@ Two clients of one embedded server do the same, one of them with the index; ever
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import UserList
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.client import leases
+from lmcache_core.client import leases, retrieving
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status
 from lmcache_core.errors import UsageError
@@ -396,6 +397,26 @@ def test_first_looks_at_each_incarnation_once(ways: Ways) -> None:
     ways.store(1)
     _damage(ways, 1)
     assert ways.index.retrieve(keys(1), into, namespace=SPACE, verify="first").reasons == [Reason.DAMAGED]
+
+
+def test_what_a_lease_is_read_under_is_checked_as_it_was_copied_and_not_before(
+    ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_out = retrieving.copy_out
+
+    def scribbled(base: int, slots: list[tuple[int, int]], *arguments: Any, **options: Any) -> Any:
+        ctypes.memset(base + slots[0][1] + NBYTES // 2, 0x5A, 8)  # as a worker writes there that has lost its way
+        return copy_out(base, slots, *arguments, **options)
+
+    ways.store(1, 2)
+    monkeypatch.setattr(retrieving, "copy_out", scribbled)
+    into = [bytearray(NBYTES) for _ in range(2)]
+    found = ways.rpc.retrieve(keys(1, 2), into, namespace=SPACE, prefix=False, verify="always")
+    assert found.statuses == [Status.MISS, Status.HIT]
+    assert found.reasons == [Reason.DAMAGED, Reason.NONE]
+    assert into[1] == payload(2)
+    monkeypatch.undo()
+    assert ways.rpc.lookup(keys(1), namespace=SPACE).reasons == [Reason.DAMAGED]
 
 
 def test_what_was_stored_without_a_checksum_is_no_hit_for_who_checks_always(ways: Ways) -> None:

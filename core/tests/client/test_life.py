@@ -284,15 +284,15 @@ def test_a_verified_retrieve_whose_session_another_thread_ends_answers_with_valu
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     into = [bytearray(NBYTES)]
-    damaged = ReadLease.damaged
+    slots = ReadLease.slots
 
-    def barred(self: ReadLease, first: int = 0) -> list[int]:
+    def barred(self: ReadLease, first: int = 0) -> Any:
         self._holding.bar("its session was ended")  # as another thread does while this one is at work
-        return damaged(self, first)
+        return slots(self, first)
 
     with server.connect(use_index=False) as client:
         assert client.store(KEYS[:1], [bytes(NBYTES)], namespace=SPACE).stored == 1
-        monkeypatch.setattr(ReadLease, "damaged", barred)
+        monkeypatch.setattr(ReadLease, "slots", barred)
         assert client.retrieve(KEYS[:1], into, namespace=SPACE, verify="always").hits == 1
 
 

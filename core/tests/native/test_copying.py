@@ -93,7 +93,12 @@ def test_what_goes_in_comes_out_with_its_checksums_and_nothing_else_moves(way: s
     assert slots.outside_is_untouched()
     assert again.outside_is_untouched()
     into = [bytearray(nbytes) for _ in objects]
-    copy_out(slots.base, slots.places, spans(into, count, layout, writable=True), layout, threads=threads)
+    targets = spans(into, count, layout, writable=True)
+    assert not copy_out(slots.base, slots.places, targets, layout, threads=threads)
+    assert into == objects
+    into[:] = [bytearray(nbytes) for _ in objects]
+    targets = spans(into, count, layout, writable=True)
+    assert copy_out(slots.base, slots.places, targets, layout, threads=threads, checksums=True).tobytes() == blob
     assert into == objects
     assert slots.outside_is_untouched()
 
@@ -122,7 +127,11 @@ def test_tensors_on_a_device_go_by_torch_beside_those_of_the_host(way: str, monk
     assert checksums_of(blob) == [xxhash.xxh3_64_intdigest(each) for each in data]
     into = [torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(5)]
     targets = [(0 if position % 2 == 0 else tensor.data_ptr(), tensor) for position, tensor in enumerate(into)]
-    copy_out(slots.base, slots.places, targets, layout)
+    assert not copy_out(slots.base, slots.places, targets, layout)
+    assert all(torch.equal(got, sent) for got, sent in zip(into, tensors, strict=True))
+    for tensor in into:
+        tensor.zero_()
+    assert copy_out(slots.base, slots.places, targets, layout, checksums=True).tobytes() == blob
     assert all(torch.equal(got, sent) for got, sent in zip(into, tensors, strict=True))
     assert slots.outside_is_untouched()
 

@@ -153,25 +153,43 @@ def copy_in(
 
 
 def copy_out(
-    base: int, slots: Iterable[tuple[int, int]], found: Sequence[Span], layout: Layout, *, threads: int = 1
-) -> None:
-    """The slots, (position, offset from `base`) of each, into the caller's objects."""
+    base: int,
+    slots: Iterable[tuple[int, int]],
+    found: Sequence[Span],
+    layout: Layout,
+    *,
+    threads: int = 1,
+    checksums: bool = False,
+) -> array[int]:
+    """The slots, (position, offset from `base`) of each, into the caller's objects.
+
+    With `checksums` returns the xxh3_64 of what was copied, for each of `slots` in their order: of the copy, for a slot
+    may be written to at any time. Else nothing.
+    """
     chosen = list(slots)
     sources = array("Q", [base + offset for _, offset in chosen])
     targets = array("Q", [found[position][0] for position, _ in chosen])
-    if 0 in targets:
-        for at, (position, offset) in enumerate(chosen):
-            if not targets[at]:
-                owner = found[position][1]
-                owner.copy_(_slot_tensor(base + offset, layout).reshape(owner.shape))
-        sources, targets = _of_hosts(sources, targets)
-    _copy(targets, sources, layout.nbytes, threads, False)
+    if 0 not in targets:
+        return array("Q", _copy(targets, sources, layout.nbytes, threads, checksums))
+    on_host = [at for at, target in enumerate(targets) if target]
+    sums = array("Q", bytes(8 * len(chosen) if checksums else 0))
+    for at, (position, offset) in enumerate(chosen):
+        if not targets[at]:
+            slot, owner = _slot_tensor(base + offset, layout), found[position][1]
+            if checksums:  # a device's memory is not read back for it
+                slot = slot.clone()
+                sums[at] = array("Q", checksums_of(array("Q", [slot.data_ptr()]), layout.nbytes, threads))[0]
+            owner.copy_(slot.reshape(owner.shape))
+    hosts = _copy(*_of_hosts(targets, sources), layout.nbytes, threads, checksums)
+    for at, checksum in zip(on_host, array("Q", hosts), strict=False):
+        sums[at] = checksum
+    return sums
 
 
-def _of_hosts(slots: array[int], objects: array[int]) -> tuple[array[int], array[int]]:
-    """The pairs whose object is in host memory."""
-    pairs = [(slot, address) for slot, address in zip(slots, objects, strict=True) if address]
-    return array("Q", [slot for slot, _ in pairs]), array("Q", [address for _, address in pairs])
+def _of_hosts(targets: array[int], sources: array[int]) -> tuple[array[int], array[int]]:
+    """The pairs of which neither is on a device."""
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target and source]
+    return array("Q", [target for target, _ in pairs]), array("Q", [source for _, source in pairs])
 
 
 def _copy(targets: array[int], sources: array[int], nbytes: int, threads: int, checksums: bool) -> bytes:

@@ -13,6 +13,7 @@ from lmcache_core.client.presence import Presence
 from lmcache_core.client.results import RetrieveResult, Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX
+from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.tokens.namespace import Namespace
 
@@ -89,17 +90,13 @@ class Retriever:
             for first in range(0, len(keys), BATCH_KEYS_MAX):
                 lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix, verify > 0)
                 if lease.granted:
-                    found = lease.damaged(first)
                     unknown = lease.unverifiable(first) if verify == VERIFY["always"] else []
-                    mapping, slots = lease.slots(first)
-                    if found or unknown:
-                        slots = [slot for slot in slots if slot[0] not in found and slot[0] not in unknown]
-                        damaged += found
-                        unverifiable += unknown
-                    copy_out(mapping.address, slots, targets, namespace.layout, threads=self._threads)
+                    found = self._copy_out(lease, first, unknown, targets, namespace.layout)
                     if found:
                         lease.report_damaged(found)
                     lease.settle_quietly(m.FinishRead, first)
+                    damaged += found
+                    unverifiable += unknown
                 if prefix and (damaged or unverifiable or lease.hits < len(lease.statuses)):
                     break
             lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
@@ -107,6 +104,21 @@ class Retriever:
         if damaged or unverifiable:
             _make_misses(damaged, unverifiable, statuses, reasons, prefix)
         return RetrieveResult(statuses, reasons, seen)
+
+    def _copy_out(
+        self, lease: ReadLease, first: int, without: Sequence[int], targets: Sequence[Span], layout: Layout
+    ) -> list[int]:
+        """Copy what was granted from `first` on, but for positions `without`. Those of which the copy does not have the
+        checksum that it should."""
+        mapping, slots = lease.slots(first)
+        if without:
+            slots = [slot for slot in slots if slot[0] not in without]
+        wanted = lease.checksums_at(position for position, _ in slots)
+        check = any(wanted)
+        seen = copy_out(mapping.address, slots, targets, layout, threads=self._threads, checksums=check)
+        if not check or seen == wanted:
+            return []
+        return [slot[0] for slot, want, sum_ in zip(slots, wanted, seen, strict=True) if want and sum_ != want]
 
 
 def over_share(statuses: Sequence[Status], *, any_read: bool) -> list[int]:
