@@ -19,7 +19,6 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Grant
-from lmcache_core.limits import LAYOUTS_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
@@ -195,7 +194,8 @@ def test_the_layout_of_a_store_that_waits_for_tiers_is_forgotten_by_nobody(start
         writer = threading.Thread(target=lambda: answers.append(other.store(keys, payloads, namespace=own).statuses))
         writer.start()
         until(lambda: waiting(at) == 1, "the store to wait")
-        for nbytes in range(1, LAYOUTS_MAX):  # so many that the session forgets its older ones
+        at.server.shares.layouts.total = 16
+        for nbytes in range(1, 32):  # so many that the session forgets its older ones
             other.lookup(keys[:1], namespace=Namespace("another", Layout("uint8", (nbytes,))))
         assert at.server.l1.counters["layouts_forgotten"] > 0
         at.goes_on()

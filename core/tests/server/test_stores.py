@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.client import Client
-from lmcache_core.limits import LAYOUTS_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.tiers.l1 import LoadGrant, Loading
@@ -90,7 +89,8 @@ def test_the_layout_of_a_store_that_waits_for_room_is_forgotten_by_nobody(
         )
         thread.start()
         wait_for(full, lambda: full.stores.under_way == 1)
-        for nbytes in range(5000, 5000 + LAYOUTS_MAX):  # so many that the session forgets its older ones
+        full.shares.layouts.total = 16
+        for nbytes in range(5000, 5032):  # so many that the session forgets its older ones
             other.lookup(keys(1), namespace=Namespace("another", Layout("uint8", (nbytes,))))
         assert full.l1.counters["layouts_forgotten"] > 0
         go.set()
