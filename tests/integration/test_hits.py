@@ -183,6 +183,27 @@ def test_what_the_next_server_has_cleared_is_no_hit_in_a_pool_without_a_name(nod
     assert read(node, client, keys) == [1, 2, 3, 4]
 
 
+def test_until_it_notices_a_client_reads_what_the_dead_server_had_and_nothing_in_between(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of incarnations that have ended, whole: no successor writes to a pool that it cannot find."""
+    monkeypatch.setattr("lmcache_core.client.links.LINK_LOOK_S", 3600.0)  # it does not look at its connection
+    server = node.serve("--l1.backing", "memfd")
+    client = node.client()
+    keys = fill(node, client)
+    assert read(node, client, keys) == [1, 2, 3, 4]
+    server.kill()
+    node.serve("--l1.backing", "memfd")
+    payloads = [node.payload(number) for number in (4, 5, 6, 7)]
+    until(lambda: node.client().store(keys, payloads, namespace=node.namespace).stored == 4, "the new pool")
+    assert read(node, client, keys) == [1, 2, 3, 4]
+    client._links._look_at_s = 0.0  # now it looks
+    into = [bytearray(node.namespace.layout.nbytes) for _ in keys]
+    seen = lambda: [buffer[0] for buffer in into]  # noqa: E731
+    until(lambda: client.retrieve(keys, into, namespace=node.namespace).hits == 4 and seen()[0] == 5, "the new server")
+    assert seen() == [5, 6, 7, 8]
+
+
 def test_after_an_orderly_end_nothing_is_vouched_for(node: Node) -> None:
     server = node.serve()
     client = node.client()
