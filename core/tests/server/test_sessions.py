@@ -266,6 +266,30 @@ def test_a_promise_outlives_the_connection_of_its_scheduler(server: Server, name
         scheduler.close()
 
 
+def test_a_peer_that_has_said_nothing_may_hang_up(server: Server) -> None:
+    on_loop(server, lambda: server.sessions.lost(Caller(), server.clock.now))
+    assert server.loop.faults == 0
+
+
+def test_a_forked_child_of_an_embedded_server_watches_over_nobody(server: Server) -> None:
+    with lifeline(server) as greeted:
+        assert isinstance(say_hello(greeted), m.Welcome)
+        session = on_loop(server, lambda: next(iter(server.sessions)))
+        watched = session.pidfd
+        assert watched > 0
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.fstat(watched)
+            except OSError:
+                status = int(session.pidfd != -1)
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert session.pidfd == watched
+        os.fstat(watched)
+
+
 def test_the_goodbye_of_a_client_that_reads_no_answers_ends_its_session(server: Server) -> None:
     with lifeline(server) as deaf:
         assert isinstance(say_hello(deaf), m.Welcome)

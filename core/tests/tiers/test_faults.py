@@ -109,6 +109,21 @@ def test_a_load_that_comes_back_while_its_deadline_is_noticed_ends_once(
     assert stocked.tiering.status()["faults"] == 0
 
 
+def test_after_a_clear_who_asks_next_has_a_load_of_its_own(doubles: Any, stocked: Any) -> None:
+    """One that joined a load of before the clear would be told CLEARED when that returns."""
+    stocked.near.hang("load")
+    stocked.far.objects.clear()
+    before = stocked.ask([doubles.key(0)])
+    stocked.until(lambda: stocked.near.calls["load"])
+    stocked.tiering.clear(doubles.namespace)
+    stocked.l1.loading.clear()
+    assert before.ended
+    after = stocked.ask([doubles.key(0)])
+    stocked.near.release("load")
+    stocked.until(lambda: after.ended)
+    assert (after.loaded, after.reasons) == ({0}, {})
+
+
 def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Any, stocked: Any) -> None:
     stocked.near.hang("load")
     stocked.far.objects.clear()

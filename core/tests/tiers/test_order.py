@@ -459,3 +459,17 @@ def test_a_call_whose_lane_is_full_by_its_turn_is_late_and_so_is_who_waits_for_i
     assert [second.state, third.state] == [CallState.EXPIRED] * 2
     assert not order.busy(b"key")
     assert order.held(lane) == 0  # type: ignore[arg-type]
+
+
+def test_a_key_that_only_a_call_had_that_expired_before_its_turn_is_free_again(paper: None) -> None:
+    order, lane, told = KeyOrder(), a_lane(), list[str]()
+    first, second, third = (a_call(told, name) for name in ("first", "second", "third"))
+    order.submit(lane, first, [b"a"], KeyAccess.STORE)  # type: ignore[arg-type]
+    order.submit(lane, second, [b"a", b"b"], KeyAccess.STORE)  # type: ignore[arg-type]
+    (late,) = order.expire(second.deadline)
+    late.on_late(late)
+    assert told == ["second late"]
+    assert order.busy(b"a")
+    assert not order.busy(b"b")
+    order.submit(lane, third, [b"b"], KeyAccess.STORE)  # type: ignore[arg-type]
+    assert lane.queue == [first, third], "there is nothing left that it would wait for"
