@@ -37,9 +37,12 @@ TARGETS: dict[str, Sequence[str]] = {
     "kernel/residents.py": ["kernel/test_leases.py", "kernel/test_eviction.py", "kernel/test_faults.py",
                             "kernel/test_clearing.py"],
     "kernel/leases.py": ["kernel/test_leases.py"],
-    "client/occupancy.py": ["client/test_life.py", "client/test_fence.py"],
-    "client/leases.py": ["client/test_life.py", "client/test_fence.py", "client/test_promises.py"],
-    "server/sessions.py": ["server/test_sessions.py", "server/test_session_states.py", "server/test_carriers.py"],
+    "client/occupancy.py": ["client/test_life.py", "client/test_fence.py", "client/test_loose_ends.py"],
+    "client/leases.py": ["client/test_life.py", "client/test_fence.py", "client/test_promises.py",
+                         "client/test_hits.py", "client/test_loose_ends.py"],
+    "server/sessions.py": ["server/test_sessions.py", "server/test_session_states.py", "server/test_carriers.py",
+                           "server/test_shares.py"],
+    "server/shares.py": ["server/test_shares.py"],
 }  # fmt: skip
 _MOVED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
           ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
