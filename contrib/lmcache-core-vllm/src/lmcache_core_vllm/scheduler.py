@@ -16,7 +16,7 @@ from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.groups import Group, Kind, boundary_step
-from lmcache_core_vllm.lookups import Found, Lookup
+from lmcache_core_vllm.lookups import Bounds, Found, Lookup, Question
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.steps import Blocks, Load, Step
@@ -113,36 +113,39 @@ class SchedulerSide:
         return young and found.tokens == request.num_tokens and computed >= found.start
 
     def _ask(self, tracked: Tracked, computed: int) -> Found | None:
-        """The answer, once it is there, or there is none to wait for."""
-        request, config = tracked.request, self._config
-        lookup = tracked.lookup
+        """The answer: the index's, if it has all, or nobody else can be asked; else the server's. None: not yet."""
+        request, lookup = tracked.request, tracked.lookup
         if lookup is None:
-            limit = self._limit(request)
-            nothing = Found(computed, computed, request.num_tokens, self._clock(), True)
-            if limit <= computed or self._patience.over:
-                return nothing
-            bounds = (computed, limit, request.num_tokens)
-            wait_s = config.lookup_timeout_s / 2
-            keys = self._hashing().keys
-            lookup = Lookup(self._client, self._groups, self._namespaces, keys, request.block_hashes, bounds, wait_s)
-            tracked.lookup = lookup
-        found = lookup.found
-        if found is None and (left := config.step_wait_s - self._waited_s) > 0:
+            bounds = Bounds(computed, self._limit(request), request.num_tokens)
+            if bounds.limit <= computed:
+                return Found(computed, computed, request.num_tokens, self._clock())
+            question = Question(self._groups, self._namespaces, self._hashing(), request.block_hashes, bounds)
+            had = question.by_index(self._client, self._clock())
+            if had.boundary == bounds.limit or self._patience.over:
+                self._count(had, bounds)
+                return had
+            lookup = tracked.lookup = Lookup(self._client, question, had, self._config.lookup_timeout_s / 2)
+        found = self._answer_of(lookup)
+        if found is not None:
+            tracked.lookup = None
+            self._count(found, lookup.bounds)
+        return found
+
+    def _answer_of(self, lookup: Lookup) -> Found | None:
+        """What the server says, waited for as long as this step may; what the index has where it says nothing."""
+        if not lookup.done and (left := self._config.step_wait_s - self._waited_s) > 0:
             began = self._clock()
             lookup.wait(left)
             self._waited_s += self._clock() - began
-            found = lookup.found
-        if found is not None:
+        if lookup.done:
             self._patience.answered()
-        elif self._clock() - lookup.began_s > config.lookup_timeout_s:
-            lookup.cancel()
-            self._patience.waited_in_vain()
-            self.counters.add("lookup_timeouts")
-            found = Found(computed, computed, request.num_tokens, self._clock(), True)
-        if found is not None:
-            tracked.lookup = None
-            self._count(found, request)
-        return found
+            return lookup.found
+        if self._clock() - lookup.began_s <= self._config.lookup_timeout_s:
+            return None
+        lookup.cancel()
+        self._patience.waited_in_vain()
+        self.counters.add("lookup_timeouts")
+        return lookup.by_index
 
     def _limit(self, request: Request) -> int:
         """The last boundary that leaves a token to compute, and whose blocks have hashes."""
@@ -150,11 +153,11 @@ class SchedulerSide:
         limit = min(hashed, request.num_tokens - 1)
         return limit - limit % self._step_tokens
 
-    def _count(self, found: Found, request: Request) -> None:
+    def _count(self, found: Found, bounds: Bounds) -> None:
         add = self.counters.add
         add("lookup_requests")
         add("lookup_hit_tokens", found.boundary - found.start)
-        add("lookup_missed_tokens", max(0, self._limit(request) - found.boundary))
+        add("lookup_missed_tokens", bounds.limit - found.boundary)
         add("lookup_unreachable", not found.reachable)
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:

@@ -14,6 +14,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # vLLM 0.32 computes latent attention on the CPU without prefixes of its own: behind one its answers are others, also
 # where the blocks come from a dict.
 UNEQUAL = {"deepseek"}
+QUICK = {"gemma3", "granite"}
 SLIDES = {"sliding_window": 256, "rope_parameters": ROPE}
 # Name: the model, what is not as in `save_model`, options of the engine, and tokens of a prompt.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -106,7 +107,9 @@ worker.save, worker._note_end = saving, ending
 """
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(MODELS)]
+)
 def test_every_group_reads_what_it_stored(
     name: str, start: Callable[..., Engine], server: Server, tmp_path: Path
 ) -> None:
