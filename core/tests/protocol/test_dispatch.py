@@ -149,6 +149,7 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.Hello, rid, wire_int, wire_int, st.binary(max_size=20), text, wire_int),
         st.builds(m.Ping, rid, st.binary(max_size=100)),
         st.builds(m.StatusRequest, rid),
+        st.builds(m.ConfigRequest, rid),
         st.builds(m.GetChunkSize, rid),
     )
 

@@ -404,6 +404,10 @@ class Client:
         make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
         return expect(self._links.asked(make, patient=True), m.ClearedReply)
 
+    def clear_by_id(self, namespace_id: int | None, *, tiers: bool = False) -> m.ClearedReply:
+        """The same for the server's own user, who may name a namespace by its id alone."""
+        return expect(self._ask(lambda rid: m.Clear(rid, namespace_id, tiers)), m.ClearedReply)
+
     def drop(
         self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int], tiers: bool = True
     ) -> int:
@@ -467,6 +471,22 @@ class Client:
     def pin(self, keys: Sequence[bytes], *, namespace: Namespace, ttl_s: float = PIN_TTL_S) -> list[Status]:
         """Keep objects from being evicted for `ttl_s`. Pins belong to the server and outlive this client."""
         return self._pages(keys, namespace, lambda blob, rid: m.Pin(rid, namespace.id, blob, ttl_s))
+
+    def pin_by_id(
+        self, namespace_id: int, layout: Layout, keys: Sequence[bytes], *, ttl_s: float = PIN_TTL_S
+    ) -> list[Status]:
+        """The same for tools that know an id and a layout and no more; one frame of keys."""
+        blob = join_keys(checked_keys(keys))
+
+        def pin(link: Link) -> m.Reply:
+            link.bind_id(namespace_id, layout)
+            return link.channel.call(lambda rid: m.Pin(rid, namespace_id, blob, ttl_s))
+
+        return grant_statuses(expect(self._links.asked(pin, patient=True), m.PinnedReply).statuses)
+
+    def config(self) -> dict[str, Any]:
+        """The server's settings, secrets hidden. For the server's own user; raises `UsageError` for others."""
+        return expect(self._ask(m.ConfigRequest), m.StatusReply).status
 
     def unpin(self, keys: Sequence[bytes], *, namespace: Namespace) -> list[Status]:
         """End pins before their time."""

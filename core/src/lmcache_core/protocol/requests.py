@@ -244,6 +244,12 @@ class StatusRequest(Message, tag="status"):
     rid: int
 
 
+class ConfigRequest(Message, tag="config"):
+    """The server's settings, secrets hidden; for its own user."""
+
+    rid: int
+
+
 class Ping(Message, tag="ping"):
     rid: int
     payload: bytes = b""
@@ -281,6 +287,7 @@ Request = (
     | Operate
     | GetChunkSize
     | StatusRequest
+    | ConfigRequest
     | Ping
     | Noop
 )

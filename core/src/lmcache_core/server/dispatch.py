@@ -36,6 +36,7 @@ from lmcache_core.protocol.codec import (
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.store_waits import granted
+from lmcache_core.settings.present import plain
 
 if TYPE_CHECKING:
     from lmcache_core.server.clears import Clears
@@ -108,6 +109,7 @@ class Dispatch:
             m.Operate: companions.operate,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
             m.StatusRequest: lambda s, r: m.StatusReply(r.rid, status()),
+            m.ConfigRequest: self._config,
             m.Ping: lambda s, r: m.Pong(r.rid, r.payload),
             m.Noop: lambda s, r: m.Done(r.rid),
         }
@@ -310,6 +312,11 @@ class Dispatch:
         )
 
     # --- the rest -----------------------------------------------------------------------------------------
+
+    def _config(self, session: Session, request: m.ConfigRequest) -> m.Message:
+        if session.uid not in (0, os.geteuid()):
+            raise UsageError("settings are shown to the server's own user: ask as that one")
+        return m.StatusReply(request.rid, plain(self._settings))
 
     def _pin(self, session: Session, request: m.Pin) -> m.Message:
         self._layout_of(session, request.namespace)

@@ -1,0 +1,88 @@
+"""Who may ask what: tokens, and what keeps a browser from being used by pages of others.
+
+A page of somebody else's cannot read or change anything here: its requests carry its own `Origin`, and one that has
+made its own name point to this address (DNS rebinding) asks for a `Host` that is not ours. Changing something takes a
+token always: on loopback every user of the machine can connect, and the server itself serves its own user alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lmcache_http.settings import HttpSettings
+
+
+class Right(Enum):
+    """What a request needs."""
+
+    NONE = "none"  # probes: whether it lives, and is ready
+    READ = "read"
+    CHANGE = "change"
+
+
+class RefusedError(Exception):
+    """A request is turned away: the status, and what to do."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+
+
+class Guard:
+    """Reads the tokens once, at the start: OSError and ValueError where a file has none."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._change = _token(settings.token_file)
+        self._read = _token(settings.read_token_file)
+        loopback = {"localhost", "127.0.0.1", "::1"}
+        self._hosts = {host.lower() for host in (*loopback, settings.host, *settings.allowed_hosts)}
+        self._any_host = settings.unix_socket is not None
+
+    def check(self, headers: Mapping[str, str], right: Right) -> None:
+        """Raise `RefusedError` unless the request may go on."""
+        host = headers.get("host", "")
+        if not self._any_host and _name_of(f"//{host}") not in self._hosts:
+            raise RefusedError(421, "this Host is not served: name it in http.allowed_hosts")
+        origin = headers.get("origin")
+        if origin is not None and (self._any_host or _name_of(origin) not in self._hosts):
+            raise RefusedError(403, "requests from pages of another origin are not served")
+        if right is not Right.NONE:
+            self._check_token(headers.get("authorization", ""), right)
+
+    def _check_token(self, authorization: str, right: Right) -> None:
+        scheme, _, given = authorization.partition(" ")
+        token = given.strip() if scheme.lower() == "bearer" else ""
+        if right is Right.CHANGE and self._change is None:
+            raise RefusedError(403, "nothing can be changed here: set http.token_file, and send its token")
+        if self._change is None and self._read is None:
+            return
+        if _same(token, self._change) or (right is Right.READ and _same(token, self._read)):
+            return
+        if right is Right.CHANGE and _same(token, self._read):
+            raise RefusedError(403, "this token may only read")
+        raise RefusedError(401, "send a token: Authorization: Bearer …")
+
+
+def _token(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    token = path.read_text().strip()
+    if not token:
+        raise ValueError(f"{path} holds no token")
+    return token
+
+
+def _same(given: str, token: str | None) -> bool:
+    return token is not None and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _name_of(url: str) -> str:
+    try:
+        return (urlsplit(url).hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,50 @@
+"""The server, as this process asks it: over the lifeline, with little patience, and not more often than needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.client.client import Client
+
+LIVE_S = 1.0  # a loop that does not turn for so long is not alive
+CALL_S = 10.0
+STATUS_S = 1.0  # figures are asked for no more often than this, however often they are scraped
+
+
+class Node:
+    """Thread-safe. Raises `DisconnectedError` where no server answers in time."""
+
+    def __init__(self, name: str, runtime_dir: Path | None, server_uid: int | None = None) -> None:
+        common: dict[str, Any] = {"runtime_dir": runtime_dir, "maps_pool": False, "server_uid": server_uid}
+        self.name = name
+        # A client of its own: a slow call of another one must not make a living server look dead.
+        self._probe = Client.connect(
+            name, client_name="lmcache-http probe", call_timeout_s=LIVE_S, connect_timeout_s=LIVE_S, **common
+        )
+        self.client = Client.connect(name, client_name="lmcache-http", call_timeout_s=CALL_S, **common)
+        self._lock = threading.Lock()
+        self._status: Mapping[str, Any] = {}
+        self._asked_at_s = float("-inf")
+
+    def alive(self) -> float:
+        """Seconds of a round trip through the loop."""
+        began = time.monotonic()
+        self._probe.noop()
+        return time.monotonic() - began
+
+    def status(self) -> Mapping[str, Any]:
+        """What the server says of itself, a second old at most."""
+        with self._lock:
+            if time.monotonic() - self._asked_at_s >= STATUS_S:
+                self._status = self.client.status()
+                self._asked_at_s = time.monotonic()
+            return self._status
+
+    def close(self) -> None:
+        """Say goodbye."""
+        self._probe.close()
+        self.client.close()

@@ -1,0 +1,25 @@
+"""Whether the server is ready for traffic, from its own figures, in words where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def why_not_ready(status: Mapping[str, Any], require_tiers: str) -> list[str]:
+    """Empty: it is ready."""
+    return list(_reasons(status, require_tiers))
+
+
+def _reasons(status: Mapping[str, Any], require_tiers: str) -> Iterator[str]:
+    pool, l1 = status["pool"], status["l1"]
+    if status["server"]["draining"]:
+        yield "the server drains"
+    if pool["population_error"]:
+        yield f"the pool's memory did not come: {pool['population_error']}"
+    elif pool["populated_bytes"] < l1["pool_bytes"]:
+        yield f"{pool['populated_bytes']:,} of {l1['pool_bytes']:,} bytes of the pool are populated"
+    tiers = (status["tiers"] or {}).get("tiers", [])
+    away = [tier["name"] for tier in tiers if "open" in (tier["reads"]["breaker"], tier["writes"]["breaker"])]
+    if (require_tiers == "all" and away) or (require_tiers == "any" and tiers and len(away) == len(tiers)):
+        yield f"tiers are left alone for now: {', '.join(away)}"

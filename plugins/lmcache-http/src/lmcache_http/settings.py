@@ -1,0 +1,49 @@
+"""Where it listens, who may ask, and who may change something."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class HttpSettings(BaseModel):
+    """The table `[http]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
+
+    host: str = Field(default="127.0.0.1", description="address to listen at; any but loopback needs token_file")
+    port: int = Field(default=8080, ge=0, le=65535, description="port to listen at")
+    unix_socket: Path | None = Field(default=None, description="listen at this Unix socket instead")
+    token_file: Path | None = Field(
+        default=None, description="file with the bearer token of who may read and change; without it nothing is changed"
+    )
+    read_token_file: Path | None = Field(default=None, description="file with the bearer token of who may only read")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="host names by which it is asked, besides host and loopback's"
+    )
+    require_tiers: Literal["none", "any", "all"] = Field(
+        default="none", description="how many tiers must be usable for /readyz to say ready"
+    )
+    tls_cert_file: Path | None = Field(default=None, description="certificate chain, PEM; with it TLS is spoken")
+    tls_key_file: Path | None = Field(default=None, description="its private key, PEM")
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.unix_socket is None and not is_loopback(self.host) and self.token_file is None:
+            raise ValueError(f"host {self.host!r} is no loopback address: set http.token_file, or listen at 127.0.0.1")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("TLS needs both: set http.tls_cert_file and http.tls_key_file")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody from another machine can connect there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,305 @@
+"""The routes over a real server in a process of its own, and who may use them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pydantic import ValidationError
+
+from lmcache_core.client.client import Client
+from lmcache_core.pool.layout import Layout
+from lmcache_core.testing import HelperContract, PluginPackageContract
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_http.guard import Guard, RefusedError, Right
+from lmcache_http.readiness import why_not_ready
+from lmcache_http.settings import HttpSettings
+
+WAIT_S = 60.0
+SPACE = Namespace("model", Layout("uint8", (4096,)))
+KEYS = [bytes([number + 1]) * 32 for number in range(4)]
+
+
+class TestPackage(PluginPackageContract):
+    distribution = "lmcache-http"
+    heavy = ("fastapi", "uvicorn", "starlette", "prometheus_client")
+
+
+class TestHttp(HelperContract):
+    component = "http"
+
+    @pytest.fixture
+    def helper_settings(self, tmp_path: Path) -> dict[str, Any]:
+        return {"unix_socket": str(tmp_path / "http")}
+
+
+class OverSocket(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=30)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(30)
+        self.sock.connect(str(self._path))
+
+
+class Served:
+    """A server with its HTTP interface, and how to ask both."""
+
+    def __init__(self, tmp_path: Path, *options: str) -> None:
+        self.name, self.run = f"h{uuid4().hex[:10]}", tmp_path / "run"
+        self.socket = tmp_path / "http"
+        argv = [
+            sys.executable,
+            "-m",
+            "lmcache_core.cli.main",
+            "serve",
+            "--name",
+            self.name,
+            "--runtime_dir",
+            str(self.run),
+        ]
+        argv += ["--state_dir", str(tmp_path / "state"), "--l1.size_bytes", "16MiB", "--l1.backing", "memfd"]
+        argv += ["--http.unix_socket", str(self.socket), *options]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()
+        until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return self.get("/livez")[0] == 200
+        except OSError:
+            return False
+
+    def client(self) -> Client:
+        return Client.connect(self.name, runtime_dir=self.run)
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        connection = OverSocket(self.socket)
+        try:
+            sent = None if body is None else json.dumps(body)
+            given = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, sent, {"content-type": "application/json", **given})
+            reply = connection.getresponse()
+            text = reply.read().decode()
+            is_json = (reply.getheader("content-type") or "").startswith("application/json")
+            return reply.status, json.loads(text) if is_json else text
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        return self.ask("GET", path, **headers)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return value
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    made: list[Served] = []
+
+    def start(*options: str) -> Served:
+        made.append(Served(tmp_path, *options))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("correct-horse\n")
+    return path
+
+
+CHANGER = "Bearer correct-horse"
+
+
+def test_it_says_what_the_commands_say(serve: Callable[..., Served]) -> None:
+    served = serve()
+    until(lambda: served.get("/readyz")[0] == 200)
+    status, told = served.get("/status")
+    assert (status, told["server"]["name"]) == (200, served.name)
+    assert told["helpers"]["http"]["restarts"] == 0
+    status, text = served.get("/metrics")
+    assert status == 200
+    assert "lmcache_core_info{" in text
+    assert f'="{served.name}"' in text
+    assert served.get("/config")[1]["name"] == served.name
+    assert served.get("/tiers") == (200, [])
+    assert "GET /livez" in served.get("/docs")[1]
+    assert "http" not in served.get("/")[1].replace("lmcache_http", "")  # no address of anybody
+
+
+def test_health_is_the_loops_own_and_not_this_process_s(serve: Callable[..., Served]) -> None:
+    """The loop stands still, and this process lives: that is no health."""
+    served = serve()
+    served.process.send_signal(signal.SIGSTOP)
+    for path in ("/livez", "/healthcheck", "/readyz"):
+        status, told = served.get(path)
+        assert status == 503, path
+        assert told["detail"]
+    served.process.send_signal(signal.SIGCONT)
+    until(lambda: served.get("/livez")[0] == 200)
+    until(lambda: served.get("/readyz")[0] == 200)
+
+
+def test_objects_are_explained_pinned_and_cleared(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+    with served.client() as client:
+        until(lambda: client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE).stored == 4)
+        space = f"{SPACE.id:016x}"
+        about = {"namespace": space, "keys": [KEYS[0].hex(), "ff" * 32], "dtype": "uint8", "shape": [4096]}
+        status, told = served.ask("POST", "/explain", about, authorization=CHANGER)
+        assert status == 200
+        assert [each["hit"] for each in told] == [True, False]
+        assert served.ask("POST", "/pin", about, authorization=CHANGER) == (200, ["GRANTED", "MISS"])
+        assert client.status()["l1"]["pinned_objects"] == 1
+        status, told = served.ask("POST", "/clear-cache", {"namespace": space}, authorization=CHANGER)
+        assert (status, told["objects"]) == (200, 4)
+        assert client.lookup(KEYS, namespace=SPACE).hits == 0
+        client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE)
+        assert served.ask("POST", "/clear", authorization=CHANGER)[1]["objects"] >= 3
+    wrong = served.ask("POST", "/clear", {"namespace": "no id"}, authorization=CHANGER)
+    assert (wrong[0], "16 hexadecimal" in wrong[1]["detail"]) == (400, True)
+    assert served.ask("POST", "/clear", {"names": "x"}, authorization=CHANGER)[0] == 422
+    assert served.ask("POST", "/tiers/cold", {"action": "drain"}, authorization=CHANGER)[0] == 400
+
+
+def test_reading_and_changing_are_two_rights(serve: Callable[..., Served], token: Path, tmp_path: Path) -> None:
+    reader = tmp_path / "reader"
+    reader.write_text("battery-staple")
+    served = serve("--http.token_file", str(token), "--http.read_token_file", str(reader))
+    assert served.get("/status")[0] == 401
+    assert served.get("/status", authorization="Bearer battery")[0] == 401
+    assert served.get("/status", authorization="Bearer battery-staple")[0] == 200
+    assert served.get("/status", authorization=CHANGER)[0] == 200
+    assert served.ask("POST", "/clear", authorization="Bearer battery-staple")[0] == 403
+    assert served.ask("POST", "/clear")[0] == 401
+    assert served.ask("POST", "/clear", authorization=CHANGER)[0] == 200
+    assert served.get("/livez")[0] == 200
+    with served.client() as client:
+        told = client.status()["helpers"]["http"]
+    command = Path(f"/proc/{told['pid']}/cmdline").read_text() + Path(f"/proc/{told['pid']}/environ").read_text()
+    assert "correct-horse" not in command
+    assert "battery-staple" not in command
+
+
+def test_without_a_token_nothing_is_changed(serve: Callable[..., Served]) -> None:
+    served = serve()
+    status, told = served.ask("POST", "/clear")
+    assert (status, "http.token_file" in told["detail"]) == (403, True)
+    assert served.get("/status")[0] == 200
+
+
+def test_it_is_back_after_it_was_killed(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with served.client() as client:
+        os.kill(client.status()["helpers"]["http"]["pid"], signal.SIGKILL)
+
+        def back() -> bool:
+            try:
+                return served.get("/livez")[0] == 200
+            except OSError:
+                return False
+
+        until(back)
+        assert client.status()["helpers"]["http"]["restarts"] == 1
+
+
+# --- the guard ------------------------------------------------------------------------------------------------
+
+
+def guard(**settings: Any) -> Guard:
+    return Guard(HttpSettings(**settings))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8080", "localhost", "[::1]:8080", "kv.example"])
+def test_our_own_names_are_served(host: str) -> None:
+    guard(allowed_hosts=("kv.example",)).check({"host": host}, Right.READ)
+
+
+@pytest.mark.parametrize("host", ["", "evil.example", "127.0.0.1.evil.example:8080", "localhost.evil", "[", "10.0.0.1"])
+def test_other_names_are_not_as_dns_rebinding_has_them(host: str) -> None:
+    for right in Right:
+        with pytest.raises(RefusedError) as caught:
+            guard().check({"host": host}, right)
+        assert caught.value.status == 421
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1.evil.example", "["])
+def test_pages_of_others_are_turned_away(origin: str, token: Path) -> None:
+    for right in Right:
+        with pytest.raises(RefusedError) as caught:
+            guard(token_file=token).check({"host": "localhost", "origin": origin, "authorization": CHANGER}, right)
+        assert caught.value.status == 403
+    guard().check({"host": "localhost:8080", "origin": "http://localhost:8080"}, Right.READ)
+
+
+def test_other_addresses_need_a_token(token: Path, tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.1", "kv.example"):
+        with pytest.raises(ValidationError, match="token_file"):
+            HttpSettings(host=host)
+        HttpSettings(host=host, token_file=token)
+    for host in ("127.0.0.1", "127.0.0.9", "::1", "localhost"):
+        HttpSettings(host=host)
+    HttpSettings(host="0.0.0.0", unix_socket=tmp_path / "socket")
+    with pytest.raises(ValidationError, match="TLS needs both"):
+        HttpSettings(tls_cert_file=token)
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match="no token"):
+        guard(token_file=empty)
+
+
+# --- readiness ------------------------------------------------------------------------------------------------
+
+
+def told(populated: int = 10, draining: bool = False, **breakers: str) -> dict[str, Any]:
+    tiers = [
+        {"name": name, "reads": {"breaker": state}, "writes": {"breaker": "closed"}} for name, state in breakers.items()
+    ]
+    return {
+        "server": {"draining": draining},
+        "pool": {"population_error": "", "populated_bytes": populated},
+        "l1": {"pool_bytes": 10},
+        "tiers": {"tiers": tiers},
+    }
+
+
+def test_ready_is_populated_not_draining_and_with_the_tiers_that_are_asked_for() -> None:
+    assert why_not_ready(told(), "all") == []
+    assert why_not_ready(told(populated=9), "none") == ["9 of 10 bytes of the pool are populated"]
+    assert why_not_ready(told(draining=True), "none") == ["the server drains"]
+    mixed, away = told(a="open", b="closed"), told(a="open", b="open")
+    assert [bool(why_not_ready(mixed, which)) for which in ("none", "any", "all")] == [False, False, True]
+    assert [bool(why_not_ready(away, which)) for which in ("none", "any", "all")] == [False, True, True]
