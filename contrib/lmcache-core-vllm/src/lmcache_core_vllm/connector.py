@@ -34,7 +34,7 @@ from lmcache_core_vllm.worker import WorkerSide
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-log = logging.getLogger("lmcache_core_vllm")
+log = logging.getLogger("vllm.lmcache_core")
 
 
 @dataclass

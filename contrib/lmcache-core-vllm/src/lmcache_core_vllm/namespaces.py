@@ -18,7 +18,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.keys import keys_from_block_hashes
 from lmcache_core.tokens.namespace import Namespace
 
-log = logging.getLogger("lmcache_core_vllm")
+log = logging.getLogger("vllm.lmcache_core")  # below "vllm", so that its log shows it
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespac
 from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.steps import Blocks, Load, Step
 
-log = logging.getLogger("lmcache_core_vllm")
+log = logging.getLogger("vllm.lmcache_core")
 
 ANSWER_KEPT_S = 5.0  # a request that found no room in the engine is looked up again after that
 

@@ -25,7 +25,7 @@ from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.steps import Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
 
-log = logging.getLogger("lmcache_core_vllm")
+log = logging.getLogger("vllm.lmcache_core")
 
 NULL_BLOCK = 0
 CLOSE_S = 2.0  # for answers to the last saves
@@ -74,6 +74,8 @@ class WorkerSide:
         self._memory = memory
         self._clock = clock
         self._namespaces = namespaces_of(rank, config.salt)
+        for number, each in enumerate(self._namespaces):
+            log.info("KV group %d is namespace %016x, with %d bytes a block", number, each.id, each.layout.nbytes)
         introduce(client, self._namespaces)
         self._pages = client.register_pages(
             [
