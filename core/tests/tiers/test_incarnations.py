@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.format import payload_checksum, tier_key
+from lmcache_core.tiers.l1 import TierReason
 
 
 @pytest.mark.parametrize("dirty", ["drop", "keep"])
@@ -51,3 +53,33 @@ def test_what_is_dropped_once_the_tier_has_it_is_never_its_successor(doubles: An
     loop.idle()
     assert loop.l1.get(key) == doubles.content(2), "nobody has stored this one yet"
     assert tier_key(key, doubles.namespace, 0) in adapter.objects
+
+
+def test_a_load_that_was_under_way_brings_nothing_back_of_what_was_dropped(doubles: Any) -> None:
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter))
+    key, other = doubles.key(1), doubles.key(2)
+    loop.store(doubles.contents(2, first=1))
+    loop.idle()
+    loop.l1.evict(key)
+    loop.l1.evict(other)
+    load, read, go = adapter.load, threading.Semaphore(0), threading.Event()
+
+    def hangs_once_it_has_read(items: Any, deadline: float) -> Any:
+        outcomes = load(items, deadline)
+        read.release()
+        assert go.wait(60.0)
+        return outcomes
+
+    adapter.load = hangs_once_it_has_read
+    jobs = [loop.ask([key]), loop.ask([other])]
+    loop.until(lambda: read.acquire(blocking=False))
+    loop.until(lambda: read.acquire(blocking=False))
+    assert loop.tiering.forget(doubles.namespace, [key]) == [key]
+    go.set()
+    loop.until(lambda: jobs[1] in loop.done and loop.l1.held == 0)
+    loop.idle()
+    assert loop.l1.get(key) is None
+    assert (jobs[0].hits, jobs[0].reasons) == (0, {0: TierReason.CLEARED})
+    assert loop.l1.get(other) == doubles.content(2)
+    assert loop.fetch([key]).hits == 0

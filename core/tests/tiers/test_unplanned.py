@@ -198,3 +198,22 @@ def test_what_was_planned_for_another_tier_too_and_has_gone_is_forgotten_while_t
     slow.release("store")
     loop.idle()
     assert len(slow.objects) == 400 - waiting + 1
+
+
+@pytest.mark.parametrize(
+    "plan", [StorePlan({"slow": [0, 9]}), StorePlan({"slow": [0, -1]}), StorePlan({"slow": [0]}, drop=[9]), None]
+)
+def test_a_plan_that_names_what_is_not_in_its_batch_shields_nothing_for_ever(doubles: Any, plan: Any) -> None:
+    class Wrong(DefaultStore):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            return plan  # type: ignore[no-any-return]
+
+    adapter = doubles.adapter()
+    loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter), store_policy=Wrong(), config={"dirty": "keep"})
+    loop.idle()
+    loop.store(doubles.contents(3))
+    loop.idle()
+    assert loop.l1.shielded == {}
+    assert stores(loop)["counts"]["policy_failed"] == 3
+    assert stores(loop)["reached_no_tier"]["objects"] == 3
+    assert adapter.objects == {}

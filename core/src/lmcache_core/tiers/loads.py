@@ -335,14 +335,22 @@ class LoadTable:
 
     def clear(self, namespace: int | None) -> None:
         """Loads of this scope are over for everyone; what a lane still writes is freed when it returns."""
-        for key, load in list(self._table.items()):
-            if namespace is None or load.namespace == namespace:
-                waiters, load.waiters = load.waiters, []
-                self._table.pop(key, None)
-                if load.page is not None:
-                    self._give_up_if_idle(load.page)
-                for job, position in waiters:
-                    self._settle(job, position, TierReason.CLEARED, 0)
+        self._doom([name for name in self._table if namespace in (None, name[0])])
+
+    def forget(self, namespace: int, keys: Sequence[bytes]) -> None:
+        """As `clear`, for these keys: what tiers have there is not wanted any more."""
+        self._doom([(namespace, key) for key in keys])
+
+    def _doom(self, names: Sequence[tuple[int, bytes]]) -> None:
+        for name in names:
+            load = self._table.pop(name, None)
+            if load is None:
+                continue
+            waiters, load.waiters = load.waiters, []
+            if load.page is not None:
+                self._give_up_if_idle(load.page)
+            for job, position in waiters:
+                self._settle(job, position, TierReason.CLEARED, 0)
 
 
 def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, islice, takewhile
 from typing import Any
 
+from lmcache_core.errors import UsageError
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
-from lmcache_core.policies.contracts import StoreCandidate, StorePolicy
+from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Shields
 from lmcache_core.tiers.breaker import BreakerState
@@ -220,6 +221,7 @@ class StoreController:
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
         try:
             plan = self.policy.plan(candidates, views)
+            _check_plan(plan, len(batch))
         except KeyboardInterrupt:
             raise
         except BaseException:  # a policy may be someone else's code
@@ -427,3 +429,11 @@ class StoreController:
             wanted = [item.named for item in group]
             self.counts["dropped"] += len(wanted)
             self._l1.drop(namespace, wanted)
+
+
+def _check_plan(plan: StorePlan, count: int) -> None:
+    """Raise what is wrong with it, before anything is done of it: a policy may be someone else's code."""
+    for what, positions in [*plan.targets.items(), ("drop", plan.drop)]:
+        wrong = [at for at in positions if not 0 <= at < count]
+        if wrong:
+            raise UsageError(f"the plan names position {wrong[0]} for {what}, and the batch has {count} objects")

@@ -197,12 +197,14 @@ class Tiering:
 
     def forget(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
         """Delete what the tiers have under these keys, in the background, behind what is stored there now and before
-        what is stored from now on. Which of the keys some tier was thought to have."""
+        what is stored from now on; loads of it that are under way bring nothing. Which of the keys some tier was
+        thought to have."""
         self._settled = True
         names = tier_keys(keys, namespace, self._epochs.of(namespace))
         had: set[bytes] = set()
         for tier in self._tiers.values():
             had |= tier.forget(names)
+        self._lookups.loads.forget(namespace, keys)
         return [key for key, name in zip(keys, names, strict=True) if name in had]
 
     def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
