@@ -942,3 +942,38 @@ def test_pages_are_stored_again_at_the_next_server(tmp_path: Path) -> None:
                 result = small.pages.retrieve([small.entry])
                 assert result.hits == small.count
                 small.check(result)
+
+
+def test_who_waits_for_a_job_past_its_deadline_hears_of_it_from_the_call_that_ends_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, over, looked = threading.Event(), threading.Event(), threading.Event()
+    end, wait_a_while = RetrieveJob._end, RetrieveJob._wait_a_while
+
+    def ending(self: RetrieveJob, status: Status, reason: Reason) -> None:
+        ends.set()
+        assert over.wait(WAIT_S)
+        end(self, status, reason)
+
+    def waited(self: RetrieveJob, timeout_s: float, region: int) -> None:
+        wait_a_while(self, timeout_s, region)
+        looked.set()
+
+    monkeypatch.setattr(RetrieveJob, "_end", ending)
+    monkeypatch.setattr(RetrieveJob, "_wait_a_while", waited)
+    with server.connect("late", use_index=False) as client:
+        small = Small(client.register_pages)
+        job = small.pages.retrieve_start([small.entry], deadline_s=0.0)
+        found: list[bool] = []
+        ender = threading.Thread(target=job.done)
+        waiter = threading.Thread(target=lambda: found.append(job.wait(WAIT_S)))
+        ender.start()
+        assert ends.wait(WAIT_S)
+        waiter.start()
+        until(lambda: looked.is_set() or not waiter.is_alive(), "a look at the job")
+        over.set()
+        ender.join(WAIT_S)
+        waiter.join(WAIT_S)
+        assert found == [True]
+        assert job.result is not None
+        assert set(job.result.reasons[0]) == {Reason.LATE}

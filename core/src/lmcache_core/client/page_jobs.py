@@ -301,8 +301,10 @@ class PagesJob(ABC):
             now = time.monotonic()
             if until is not None and now >= until:
                 return False
-            ends = [each - now for each in (until, self._until) if each is not None]
-            self._wait_a_while(min([_SLICE_S, *ends]), region)
+            left = _SLICE_S if until is None else min(_SLICE_S, until - now)
+            if self._until is not None:  # past its deadline it is over as soon as the call that ends it comes back
+                left = min(left, max(_LOOK_S, self._until - now))
+            self._wait_a_while(left, region)
         return True
 
     def cancel(self) -> None:
