@@ -90,7 +90,7 @@ class Lookups:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
-            self._count(request.namespace, found, missing, loaded=0, reasons=None, duration_s=None)
+            self._count(request.namespace, found, len(missing))
             return self._found(request, request.rid, found)
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
@@ -227,35 +227,25 @@ class Lookups:
         if wait.request.pin_s > 0 and wait.session.peer is not None:
             self._look_again(wait.session, wait, 0, hold=False, pin=True)
 
+    def _count(self, namespace: int, found: KernelLookup, absent: int) -> None:
+        """A lookup that was answered by what the L1 has; `absent` of its keys are not there."""
+        keys, taps = len(found.statuses), self._l1.taps
+        reasons = missed(found.statuses, found.reasons) if absent else {}
+        self._l1.traffic.looked_up(namespace, keys, keys - absent, reasons)
+        if taps is not None:
+            taps.lookup(namespace, keys, keys - absent, 0, reasons, False, 0.0)
+
     def _count_ended(self, wait: Wait, job: Job) -> None:
         """What was missing at first was loaded, or missed for the reason that the tiers gave."""
-        found, missing = wait.first, job.request.missing
-        reasons = {at: REASONS[reason] for at, reason in job.reasons.items()}
-        left = [at for at in missing if at not in job.loaded]
-        statuses = [Grant.MISS] * len(left)
+        found, taps, namespace = wait.first, self._l1.taps, wait.request.namespace
         first = found.reasons or bytes(len(found.statuses))
-        missed_there = missed(statuses, [reasons.get(at) or first[at] for at in left])
-        duration_s = self._l1.clock.now - wait.asked_at_s
-        self._count(wait.request.namespace, found, missing, len(job.loaded), missed_there, duration_s)
-
-    def _count(
-        self,
-        namespace: int,
-        found: KernelLookup,
-        missing: Sequence[int],
-        loaded: int,
-        reasons: dict[str, int] | None,
-        duration_s: float | None,
-    ) -> None:
-        """Once for each lookup. `reasons` None: no tier was asked, so the kernel's own hold."""
-        keys, traffic, taps = len(found.statuses), self._l1.traffic, self._l1.taps
-        asked_tiers = reasons is not None
-        if reasons is None:
-            reasons = missed(found.statuses, found.reasons) if missing else {}
-        hits = keys - len(missing) + loaded
-        traffic.looked_up(namespace, keys, hits, loaded, reasons, duration_s)
+        why = {at: REASONS[reason] for at, reason in job.reasons.items()}
+        left = [at for at in job.request.missing if at not in job.loaded]
+        reasons = missed(bytes([Grant.MISS]) * len(left), bytes([why.get(at) or first[at] for at in left]))
+        keys, loaded, duration_s = len(found.statuses), len(job.loaded), self._l1.clock.now - wait.asked_at_s
+        self._l1.traffic.loaded(namespace, keys, keys - len(left), loaded, reasons, duration_s)
         if taps is not None:
-            taps.lookup(namespace, keys, hits, loaded, reasons, asked_tiers, duration_s or 0.0)
+            taps.lookup(namespace, keys, keys - len(left), loaded, reasons, True, duration_s)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""
