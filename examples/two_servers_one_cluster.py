@@ -118,7 +118,7 @@ def main() -> None:
         began = time.perf_counter()
         found = second.lookup(keys, namespace=NAMESPACE, hold=True, wait_s=30.0)
         into = [bytearray(NAMESPACE.layout.nbytes) for _ in keys]
-        loaded = second.retrieve(keys, into, namespace=NAMESPACE, promises=found.promises)
+        loaded = second.retrieve(keys, into, namespace=NAMESPACE, promise=found.promise)
         took = time.perf_counter() - began
         print(f"the second server, which never saw them, loaded {loaded.hits} in {took * 1000:.0f} ms")
         if [bytes(each) for each in into] != contents:

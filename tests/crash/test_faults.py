@@ -63,7 +63,7 @@ def test_no_hold_outlives_a_lookup_whose_session_ends_or_two_reads_at_once(node:
     client = node.client()
     client.store([node.key("a")], [node.payload(1)], namespace=node.namespace)
     with node.client(maps_pool=False) as scheduler:
-        assert scheduler.lookup([node.key("a")], namespace=node.namespace, hold=True).promises
+        assert scheduler.lookup([node.key("a")], namespace=node.namespace, hold=True).promise
         assert client.status()["l1"]["leases_by_kind"]["promise"] == 1
     assert client.status()["l1"]["leases_by_kind"] == NO_LEASES
     with (

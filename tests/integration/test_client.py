@@ -63,17 +63,17 @@ def test_a_promise_is_redeemed_by_another_session_of_its_namespace_only(node: No
     keys = [node.key("a"), node.key("b")]
     worker.store(keys, [node.payload(1), node.payload(2)], namespace=node.namespace)
     scheduler = node.client(maps_pool=False)
-    promised = scheduler.lookup(keys, namespace=node.namespace, hold=True).promises
+    promised = scheduler.lookup(keys, namespace=node.namespace, hold=True).promise
     count = lambda: worker.status()["l1"]["leases_by_kind"]["promise"]  # noqa: E731
     assert count() == 1
     into = [bytearray(65536), bytearray(65536)]
     stranger = node.client()
-    assert stranger.retrieve(keys, into, namespace=stranger_space, promises=promised).hits == 0
+    assert stranger.retrieve(keys, into, namespace=stranger_space, promise=promised).hits == 0
     assert count() == 1  # another namespace redeems nothing
     assert stranger.free_lookup_locks(promised) == 0  # nor may another session give it back
-    assert worker.retrieve(keys, into, namespace=node.namespace, promises=promised).hits == 2
+    assert worker.retrieve(keys, into, namespace=node.namespace, promise=promised).hits == 2
     assert count() == 0
-    assert worker.retrieve(keys, into, namespace=node.namespace, promises=promised).hits == 2  # it was only a hint
+    assert worker.retrieve(keys, into, namespace=node.namespace, promise=promised).hits == 2  # it was only a hint
 
 
 def test_a_promise_keeps_its_objects_through_an_overflow_and_ends_by_itself(node: Node) -> None:

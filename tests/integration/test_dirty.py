@@ -401,7 +401,7 @@ def read(at: World, first: int, count: int) -> None:
     keys = [key(number) for number in range(first, first + count)]
     found = at.client.lookup(keys, namespace=NAMESPACE, hold=True, wait_s=30.0)
     into = [bytearray(NBYTES) for _ in keys]
-    assert at.client.retrieve(keys, into, namespace=NAMESPACE, promises=found.promises).hits == count
+    assert at.client.retrieve(keys, into, namespace=NAMESPACE, promise=found.promise).hits == count
     assert into == [payload(number) for number in range(first, first + count)]
 
 

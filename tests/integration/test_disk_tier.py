@@ -61,7 +61,7 @@ def read_back(node: Node, client: Any, keys: list[bytes], wait_s: float = 30.0) 
     """Look up, wait for the loads, retrieve; the hits, with every byte checked."""
     found = client.lookup(keys, namespace=node.namespace, hold=True, wait_s=wait_s)
     into = [bytearray(65536) for _ in keys]
-    result = client.retrieve(keys, into, namespace=node.namespace, promises=found.promises)
+    result = client.retrieve(keys, into, namespace=node.namespace, promise=found.promise)
     assert result.hits == found.hits
     for at in range(result.hits):
         assert bytes(into[at]) == node.payload(int(keys[at].lstrip(b"\0") or b"0"))
@@ -79,13 +79,14 @@ def test_a_hold_that_is_answered_in_the_background_makes_one_promise_which_its_h
     client.clear(node.namespace)
     fill(node, client, count=in_pool)
     found = client.lookup(keys, namespace=node.namespace, hold=True)  # answered now, and loaded afterwards
-    assert len(found.promises) == in_pool
+    held = found.promise.numbers if found.promise else []
+    assert len(held) == in_pool
     until(lambda: client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS, "the loads")
     count = lambda: client.status()["l1"]["leases_by_kind"]["promise"]  # noqa: E731
     assert count() == in_pool
     told = {client.query_prefetch_status(found.job).promise for _ in range(3)}
     assert count() == 1
-    assert set(found.promises) <= told
+    assert set(held) <= told
     # What was loaded is kept by that promise: the pool cannot be filled over it.
     client.store([node.key(at) for at in range(1000, 1300)], [node.payload(1)] * 300, namespace=node.namespace)
     assert client.lookup(keys, namespace=node.namespace, tiers=[]).hits == KEYS

@@ -119,5 +119,5 @@ def test_a_drain_under_traffic_ends_when_the_tiers_have_everything(
             keys = [key(at, number) for number in worker.stored]
             found = client.lookup(keys, namespace=SPACE, hold=True, wait_s=WAIT_S)
             into = [bytearray(SPACE.layout.nbytes) for _ in keys]
-            assert client.retrieve(keys, into, namespace=SPACE, promises=found.promises).hits == len(keys)
+            assert client.retrieve(keys, into, namespace=SPACE, promise=found.promise).hits == len(keys)
             assert into == [payload(at, number) for number in worker.stored]

@@ -17,6 +17,7 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.link_states import LinkState
+from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.native import native
@@ -165,7 +166,7 @@ def test_after_a_call_that_met_a_hang_the_others_answer_at_once_until_the_server
         for _ in range(10):
             assert store(node, client, 99) is Status.UNREACHABLE
             assert client.lookup(keys, namespace=node.namespace).statuses == [Status.UNREACHABLE] * 4
-            assert client.lookup(keys, namespace=node.namespace, hold=True).promises == ()
+            assert client.lookup(keys, namespace=node.namespace, hold=True).promise is None
             with pytest.raises(DisconnectedError, match="silent"):
                 client.status()
             with client.prepare_retrieve(keys, namespace=node.namespace) as lease:
@@ -205,7 +206,7 @@ def test_nothing_about_a_handle_waits_but_its_wait(node: Node, waits: Waits) -> 
     found = handle.wait(WAIT_S)
     assert found is not None
     assert found.hits == 4, "the session that waited is the one that is answered"
-    assert client.free_lookup_locks(found.promises) == 1
+    assert client.free_lookup_locks(found.promise) == 1
     until(lambda: not client.status()["l1"]["leases_by_kind"]["promise"], "the cancelled one's promise")
 
 
@@ -428,13 +429,13 @@ def test_a_lookup_that_holds_if_it_can_answers_by_the_index_where_it_cannot(node
     client = node.client()
     keys = fill(node, client)
     held = client.lookup(keys, namespace=node.namespace, hold="if_possible")
-    assert len(held.promises) == 1
-    assert client.free_lookup_locks(held.promises) == 1
+    assert held.promise
+    assert client.free_lookup_locks(held.promise) == 1
     server.kill()
     assert client.lookup(keys, namespace=node.namespace, hold=True).statuses == [Status.UNREACHABLE] * 4
     found = client.lookup([*keys, node.key("no")], namespace=node.namespace, hold="if_possible")
     assert found.statuses == [Status.GRANTED] * 4 + [Status.UNREACHABLE]
-    assert found.promises == ()
+    assert found.promise is None
     handle = client.lookup_nowait([*keys, node.key("no")], namespace=node.namespace, hold="if_possible")
     assert handle.result is not None
     assert handle.result.statuses == found.statuses
@@ -512,8 +513,10 @@ def test_an_optimistic_lease_is_one_like_any_other_where_there_is_no_index(node:
         assert client.status()["l1"]["leases_by_kind"]["read"] == 1
         assert bytes(lease.view(0)) == node.payload(0)
     assert lease.statuses == [Status.HIT] * 4
-    with pytest.raises(UsageError, match="promises"):
-        client.prepare_retrieve(keys, namespace=node.namespace, optimistic=True, promises=[7])
+    with pytest.raises(UsageError, match="a promise"):
+        client.prepare_retrieve(
+            keys, namespace=node.namespace, optimistic=True, promise=Promise((7,) * len(keys), tuple(keys), 0.0)
+        )
 
 
 # --- threads --------------------------------------------------------------------------------------------------

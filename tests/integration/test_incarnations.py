@@ -35,7 +35,7 @@ def test_what_is_stored_evicted_and_stored_again_with_other_bytes_is_never_damag
         chosen = [node.key(number) for number in rng.sample(range(KEYS), 60)]
         found = client.lookup(chosen, namespace=node.namespace, hold=True, wait_s=60.0, prefix=False)
         into = [bytearray(nbytes) for _ in chosen]
-        got = client.retrieve(chosen, into, namespace=node.namespace, promises=found.promises, prefix=False)
+        got = client.retrieve(chosen, into, namespace=node.namespace, promise=found.promise, prefix=False)
         for key, buffer, status in zip(chosen, into, got.statuses, strict=True):
             assert status is not Status.HIT or xxhash.xxh3_64_intdigest(buffer) in written[key]
         return got.statuses.count(Status.HIT)

@@ -133,7 +133,7 @@ def test_what_leaves_the_pool_and_who_holds_it(node: Node) -> None:
         holder_bytes={f"{uid}|pinned": 2 * NBYTES, f"{uid}|promised": NBYTES},
     )
     lease.abort()
-    client.free_lookup_locks(held.promises)
+    client.free_lookup_locks(held.promise)
     client.unpin(keys[:2], namespace=node.namespace)
     assert client.clear(node.namespace).objects == 6
     scraped.expect(pinned_bytes=0, removals_total={"cleared": 6}, pool_used_bytes=0)

@@ -76,7 +76,7 @@ def read_back(node: Node, client: Any, keys: list[bytes], **lookup: Any) -> Any:
     lookup.setdefault("wait_s", 30.0)
     found = client.lookup(keys, namespace=node.namespace, hold=True, **lookup)
     into = [bytearray(65536) for _ in keys]
-    result = client.retrieve(keys, into, namespace=node.namespace, promises=found.promises)
+    result = client.retrieve(keys, into, namespace=node.namespace, promise=found.promise)
     assert result.hits >= found.hits
     for at in range(result.hits):
         assert bytes(into[at]) == node.payload(int(keys[at].lstrip(b"\0") or b"0"))
@@ -286,7 +286,7 @@ def test_a_server_that_was_stopped_while_its_backend_is_in_trouble_goes_on(node:
         client.clear(node.namespace)
         found = client.lookup(keys, namespace=node.namespace, prefix=False, hold=True, wait_s=10)
         into = [bytearray(len(payload)) for payload in payloads]
-        result = client.retrieve(keys, into, namespace=node.namespace, prefix=False, promises=found.promises)
+        result = client.retrieve(keys, into, namespace=node.namespace, prefix=False, promise=found.promise)
         hits = [at for at, status in enumerate(result.statuses) if status is Status.HIT]
         assert all(bytes(into[at]) == payloads[at] for at in hits)
         return len(hits)

@@ -116,7 +116,7 @@ class Node:
         keys = [key(n) for n in numbers]
         into = [bytearray(NBYTES) for _ in keys]
         found = self.client.lookup(keys, namespace=TENANTS[tenant], prefix=False, wait_s=5.0, hold=True)
-        self.client.retrieve(keys, into, namespace=TENANTS[tenant], prefix=False, promises=found.promises)
+        self.client.retrieve(keys, into, namespace=TENANTS[tenant], prefix=False, promise=found.promise)
 
     def lost(self) -> set[int]:
         """What the quiet tenant had stored, and the pool has no more."""

@@ -111,7 +111,7 @@ class World:
         """How many come back; each byte of them is checked, and so is what a miss leaves untouched."""
         found = self.client.lookup(keys, namespace=NAMESPACE, hold=True, prefix=False, wait_s=wait_s)
         into = [bytearray(NBYTES) for _ in keys]
-        result = self.client.retrieve(keys, into, namespace=NAMESPACE, prefix=False, promises=found.promises)
+        result = self.client.retrieve(keys, into, namespace=NAMESPACE, prefix=False, promise=found.promise)
         for each, status, buffer in zip(keys, result.statuses, into, strict=True):
             assert bytes(buffer) == (PAYLOADS[each] if status is Status.HIT else bytes(NBYTES))
         assert len(result.reasons) == len(keys)
@@ -326,7 +326,7 @@ def test_files_damaged_at_random_are_misses_and_never_wrong_bytes(node: Any, tmp
     damaged = damage_at_random(rng, folder)
     found = client.lookup(keys, namespace=node.namespace, prefix=False, hold=True, wait_s=30)
     into = [bytearray(65536) for _ in keys]
-    result = client.retrieve(keys, into, namespace=node.namespace, prefix=False, promises=found.promises)
+    result = client.retrieve(keys, into, namespace=node.namespace, prefix=False, promise=found.promise)
     hits = [at for at, status in enumerate(result.statuses) if status is Status.HIT]
     assert 60 - damaged <= len(hits) < 60
     assert all(bytes(into[at]) == node.payload(at) for at in hits)

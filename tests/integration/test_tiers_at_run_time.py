@@ -47,7 +47,7 @@ def fill(node: Node, client: Any, first: int, count: int) -> list[bytes]:
 def read_back(node: Node, client: Any, keys: list[bytes]) -> int:
     found = client.lookup(keys, namespace=node.namespace, hold=True, wait_s=30)
     into = [bytearray(OBJECT_BYTES) for _ in keys]
-    result = client.retrieve(keys, into, namespace=node.namespace, promises=found.promises)
+    result = client.retrieve(keys, into, namespace=node.namespace, promise=found.promise)
     for at in range(result.hits):
         assert bytes(into[at]) == node.payload(int(keys[at].lstrip(b"\0") or b"0"))
     return int(result.hits)

@@ -66,7 +66,7 @@ class World:
         keys = [self.key(number) for number in numbers]
         found = self.client.lookup(keys, namespace=self.namespace, hold=True, prefix=False, wait_s=wait_s)
         into = [bytearray(self._nbytes) for _ in keys]
-        result = self.client.retrieve(keys, into, namespace=self.namespace, prefix=False, promises=found.promises)
+        result = self.client.retrieve(keys, into, namespace=self.namespace, prefix=False, promise=found.promise)
         for number, status, buffer in zip(numbers, result.statuses, into, strict=True):
             expected = self.content(number) if status is Status.HIT else bytes(self._nbytes)
             assert bytes(buffer) == expected, f"object {number} came back {status} with wrong bytes"

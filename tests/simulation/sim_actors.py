@@ -21,6 +21,7 @@ import lmcache_core.client.retrieving as retrieving_module
 from lmcache_core.client.client import Client
 from lmcache_core.client.hits import Hits
 from lmcache_core.client.lookups import ClientLookups, LookupHandle
+from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import Status
 from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError, UsageError
 
@@ -49,9 +50,7 @@ class Step:
 class Actor:
     """One thread of one client process."""
 
-    def __init__(
-        self, world: World, shadow: Shadow, node: ClientNode, promises: list[tuple[int, list[int], Sequence[int]]]
-    ):
+    def __init__(self, world: World, shadow: Shadow, node: ClientNode, promises: list[tuple[int, list[int], Promise]]):
         self.world = world
         self.shadow = shadow
         self.node = node
@@ -117,7 +116,7 @@ class Actor:
                 [key(number) for number in numbers], self.contents(namespace, numbers), namespace=NAMESPACES[namespace]
             )
 
-    def retrieve(self, promises: Sequence[int] = (), chosen: tuple[int, list[int]] | None = None) -> None:
+    def retrieve(self, promise: Promise | None = None, chosen: tuple[int, list[int]] | None = None) -> None:
         namespace, numbers = chosen or self.choose()
         into = [bytearray(OBJECT_BYTES) for _ in numbers]
         result = self.client.retrieve(
@@ -125,7 +124,7 @@ class Actor:
             into,
             namespace=NAMESPACES[namespace],
             prefix=self.chance.random() < 0.5,
-            promises=promises,
+            promise=promise,
             verify=self.chance.choice(["never", "first", "always"]),
         )
         self.judge(numbers, namespace, result.statuses, into)
@@ -144,17 +143,17 @@ class Actor:
         undone = not result.done and Status.UNREACHABLE not in result.statuses
         if undone and self.world.now - began < wait_s - 1e-9:
             raise Broken(f"a lookup of {wait_s} s came back undone after {self.world.now - began:.6f} s")
-        self.told(namespace, numbers, result.promises)
+        self.told(namespace, numbers, result.promise)
 
     def redeem(self) -> None:
         """Read under a promise that some scheduler was given, or give it back."""
         if not self.promises:
             return
-        namespace, numbers, promises = self.promises.pop(self.chance.randrange(len(self.promises)))
+        namespace, numbers, promise = self.promises.pop(self.chance.randrange(len(self.promises)))
         if self.chance.random() < 0.6:
-            self.retrieve(promises, (namespace, numbers))
+            self.retrieve(promise, (namespace, numbers))
         else:
-            self.client.free_lookup_locks(promises)
+            self.client.free_lookup_locks(promise)
 
     def lookup_nowait(self) -> None:
         namespace, numbers = self.choose()
@@ -178,12 +177,12 @@ class Actor:
                     break
                 task.wait(self.world.now + 0.2)
         if end in (1, 2) and handle.done and handle.result is not None:
-            self.told(namespace, numbers, handle.result.promises)
+            self.told(namespace, numbers, handle.result.promise)
 
-    def told(self, namespace: int, numbers: list[int], promises: Sequence[int]) -> None:
-        self.shadow.told.update(promises)
-        if promises:
-            self.promises.append((namespace, numbers, promises))
+    def told(self, namespace: int, numbers: list[int], promise: Promise | None) -> None:
+        if promise:
+            self.shadow.told.update(promise.numbers)
+            self.promises.append((namespace, numbers, promise))
 
     # --- the two phases -----------------------------------------------------------------------------------
 
@@ -279,10 +278,10 @@ class Actor:
         keys = [key(number) for number in numbers]
         self.client.store(keys, self.contents(namespace, numbers), namespace=NAMESPACES[namespace])
         held = self.client.lookup(keys, namespace=NAMESPACES[namespace], hold=True, prefix=False)
-        if held.promises:
-            self.shadow.told.update(held.promises)
+        if held.promise:
+            self.shadow.told.update(held.promise.numbers)
             self.dawdle([9.0, 11.0])
-            self.retrieve(held.promises, (namespace, numbers))
+            self.retrieve(held.promise, (namespace, numbers))
 
     def dawdle(self, choices: Sequence[float]) -> None:
         task = self.world.task
@@ -336,10 +335,10 @@ class Actor:
         found = self.client.lookup(
             keys, namespace=NAMESPACES[namespace], hold=True, prefix=False, wait_s=4.0, deadline_s=4.0
         )
-        self.shadow.told.update(found.promises)
+        self.shadow.told.update(found.promise.numbers if found.promise else ())
         into = [bytearray(OBJECT_BYTES) for _ in numbers]
         result = self.client.retrieve(
-            keys, into, namespace=NAMESPACES[namespace], prefix=False, promises=found.promises, verify="never"
+            keys, into, namespace=NAMESPACES[namespace], prefix=False, promise=found.promise, verify="never"
         )
         self.judge(numbers, namespace, result.statuses, into)
 

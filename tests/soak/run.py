@@ -118,7 +118,7 @@ def _turn(
             return True  # promises are left to expire
         into = [bytearray(LAYOUT.nbytes) for _ in keys]
         verify = rng.choice(["never", "first", "always"])
-        result = client.retrieve(keys, into, namespace=namespace, prefix=prefix, promises=found.promises, verify=verify)
+        result = client.retrieve(keys, into, namespace=namespace, prefix=prefix, promise=found.promise, verify=verify)
         for number, status, buffer in zip(numbers, result.statuses, into, strict=True):
             if status is Status.HIT:
                 counts["read"] += 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lmcache_core.client.boundaries import KeyGroup, Need
     from lmcache_core.client.client import Client
     from lmcache_core.client.pages import PageEntry
+    from lmcache_core.client.promises import Promise
     from lmcache_core.client.regions import PageGroup, Region
     from lmcache_core.pool.layout import Layout
     from lmcache_core.server.server import Server
@@ -40,6 +41,7 @@ __all__ = [
     "PageEntry",
     "PageGroup",
     "PluginInfo",
+    "Promise",
     "Region",
     "Server",
     "__version__",
@@ -54,6 +56,7 @@ _LAZY = {
     "Need": "lmcache_core.client.boundaries",
     "PageEntry": "lmcache_core.client.pages",
     "PageGroup": "lmcache_core.client.regions",
+    "Promise": "lmcache_core.client.promises",
     "Region": "lmcache_core.client.regions",
     "Server": "lmcache_core.server.server",
 }

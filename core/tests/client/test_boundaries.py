@@ -156,3 +156,24 @@ def test_without_asking_no_call_is_made(world: Groups, monkeypatch: pytest.Monke
     assert world.clients["index"].lookup_many([(SPACES[0], keys, Need.LAST)], unit_tokens=1, ask=False).tokens == 0
     with pytest.raises(AssertionError, match="a call was made"):
         world.clients["index"].lookup_many([(SPACES[0], keys, Need.LAST)], unit_tokens=1)
+
+
+def test_one_promise_keeps_all_groups_and_is_split_for_their_workers(world: Groups) -> None:
+    world.run += 1
+    keys = [keys_of(group, 8, world.run) for group in range(3)]
+    for group, each in enumerate(keys):
+        world.store(group, each, [True] * 8)
+    groups = [(SPACES[0], keys[0]), (SPACES[1], keys[1], Need.last_window(3)), (SPACES[2], keys[2], Need.LAST)]
+    for client, ask in ways(world):
+        found = client.lookup_many(groups, unit_tokens=16, hold=True, ask=ask)
+        assert found.tokens == 8 * 16
+        assert found.promise is not None
+        assert found.promise.keys == (*keys[0], *keys[1][5:], keys[2][7])
+        for space, promise, hits, each in zip(SPACES, found.promises, found.groups, keys, strict=False):
+            assert promise is not None
+            wanted = each[hits.first : hits.end]
+            assert promise.keys == tuple(wanted)
+            into = [bytearray(NBYTES) for _ in wanted]
+            assert world.clients["calls"].retrieve(wanted, into, namespace=space, promise=promise).hits == len(wanted)
+        assert client.free_lookup_locks(found.promise) == 0, "all of it was redeemed"
+        assert client.lookup_many([(SPACES[3], keys[0])], unit_tokens=16, hold=True, ask=ask).promise is None

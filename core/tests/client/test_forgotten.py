@@ -70,7 +70,7 @@ def lookup(client: Client) -> Any:
 
 def held_lookup(client: Client) -> Any:
     found = client.lookup(KEYS, namespace=SPACE, hold=True)
-    assert client.free_lookup_locks(found.promises) == 1
+    assert client.free_lookup_locks(found.promise) == 1
     return found.hits
 
 

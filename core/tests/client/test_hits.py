@@ -86,7 +86,14 @@ class Ways:
 
 
 def _plain(result: LookupResult) -> tuple[Any, ...]:
-    return (list(result.statuses), list(result.reasons), result.hits, result.done, result.promises, bool(result.job))
+    return (
+        list(result.statuses),
+        list(result.reasons),
+        result.hits,
+        result.done,
+        bool(result.promise),
+        bool(result.job),
+    )
 
 
 @pytest.fixture
@@ -220,10 +227,9 @@ def test_promises_windows_pins_and_policies_are_the_servers(ways: Ways) -> None:
     ways.store(1, 2, 3)
     for client in (ways.index, ways.rpc):
         held = client.lookup(keys(1, 2), namespace=SPACE, hold=True)
-        assert len(held.promises) == 1
-        assert held.promises[0]
+        assert held.promise
         into = [bytearray(NBYTES) for _ in range(2)]
-        assert client.retrieve(keys(1, 2), into, namespace=SPACE, promises=held.promises).hits == 2
+        assert client.retrieve(keys(1, 2), into, namespace=SPACE, promise=held.promise).hits == 2
     assert ways.rpc.status()["l1"]["leases_by_kind"] == {"promise": 0, "read": 0, "write": 0}
     assert ways.lookup(1, 2, 3, 4, window=2).hits == 3
     assert ways.lookup(1, 2, pin_s=60.0).hits == 2

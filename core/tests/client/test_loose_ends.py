@@ -223,7 +223,7 @@ def test_a_handle_that_was_told_of_no_promise_leaves_none(server: Server, watche
             handle = client.lookup_nowait(keys, namespace=SPACE, hold=True, wait_s=0.0)
             until(lambda: handle.done, "its time")
             assert handle.result is not None
-            assert (handle.result.statuses[0], handle.result.promises) == (Status.UNREACHABLE, ())
+            assert (handle.result.statuses[0], handle.result.promise) == (Status.UNREACHABLE, None)
         assert comes_to(watcher, NONE, client)
 
 
@@ -243,7 +243,7 @@ def test_a_promise_that_comes_as_the_call_gives_up_is_told_and_kept_or_neither(
             monkeypatch.setattr(Channel, "_give_up", late)
             found = client.lookup(keys, namespace=SPACE, hold=True)
         monkeypatch.undo()
-        assert comes_to(watcher, {**NONE, "promise": len(found.promises)}, client)
+        assert comes_to(watcher, {**NONE, "promise": len(found.promise.numbers)}, client)
 
 
 def test_a_promise_that_was_dropped_before_the_reconnect_is_freed_by_it(server: Server, watcher: Client) -> None:
@@ -272,7 +272,7 @@ def test_a_promise_that_was_given_back_to_a_server_that_hangs_is_freed_over_the_
             while not channel._owed:
                 channel.post(m.Noop)
             if found is not None:
-                assert client.free_lookup_locks(found.promises) == 0
+                assert client.free_lookup_locks(found.promise) == 0
             handles.clear()
             gc.collect()
             channel.listen()
@@ -492,7 +492,7 @@ def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
         monkeypatch.setattr(link.channel.connection, "send_waiting", meanwhile)
         until(lambda: all(handle.done for handle in handles), "the answers")
         others[0].join()
-        told = [promise for handle in handles for promise in handle.result.promises]  # type: ignore[union-attr]
+        told = [promise for handle in handles for promise in handle.result.promise.numbers]  # type: ignore[union-attr]
         assert len(told) == len(handles)
         client.noop()
         assert held(watcher)["promise"] == len(told)

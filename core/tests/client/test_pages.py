@@ -581,8 +581,8 @@ def test_promises_are_redeemed_or_given_back(ways: Ways, watcher: Client, missin
         if missing:
             small.keys[5] = fresh_keys(1)[0]
         found = ways.clients[way].lookup(small.keys, namespace=small.space, hold=True, prefix=False)
-        assert found.promises
-        result = small.pages.retrieve([small.entry], promises=[found.promises])
+        assert found.promise
+        result = small.pages.retrieve([small.entry], promises=[found.promise])
         assert result.hits == 8 - missing
         small.check(result)
         until(lambda: leases(watcher) == NO_LEASES, "the promise to go")

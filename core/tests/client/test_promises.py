@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import os
+import pickle
 import signal
 import sys
 import time
@@ -17,6 +18,8 @@ import pytest
 
 import lmcache_core.client.lookups as lookups_room
 from lmcache_core.client.client import Client
+from lmcache_core.client.promises import Promise, frames_of
+from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
@@ -78,7 +81,7 @@ def test_the_promise_of_a_handle_that_was_read_is_its_readers(client: Client) ->
     handle = None
     client.noop()
     assert promises(client) == 1
-    assert client.free_lookup_locks(result.promises) == 1
+    assert client.free_lookup_locks(result.promise) == 1
 
 
 def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(client: Client) -> None:
@@ -92,10 +95,10 @@ def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(cli
     interrupted = 0
     try:
         for turn in range(300):
-            held: tuple[int, ...] = ()
+            held: Promise | None = None
             try:
                 signal.setitimer(signal.ITIMER_REAL, 10e-6 + turn * 1e-6)
-                held = client.lookup(KEYS, namespace=SPACE, hold=True).promises
+                held = client.lookup(KEYS, namespace=SPACE, hold=True).promise
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 client.free_lookup_locks(held)
             except KeyboardInterrupt:
@@ -158,14 +161,14 @@ def test_wherever_an_interrupt_comes_a_lookup_of_many_pages_is_told_of_all_its_p
     monkeypatch.setattr(lookups_room, "BATCH_KEYS_MAX", 2)  # so that there are several pages
     at, told = 1, 0
     while True:
-        held: tuple[int, ...] = ()
+        held: Promise | None = None
         try:
             with AtChecks(at) as checks:
-                held = client.lookup(KEYS, namespace=SPACE, hold=True).promises
+                held = client.lookup(KEYS, namespace=SPACE, hold=True).promise
         except KeyboardInterrupt:
             told += bool(held)
         client.noop()
-        assert promises(client) == len(held), f"interrupted at check {at}"
+        assert promises(client) == (len(held.numbers) if held else 0), f"interrupted at check {at}"
         client.free_lookup_locks(held)
         if not checks.raised:
             break
@@ -176,7 +179,7 @@ def test_wherever_an_interrupt_comes_a_lookup_of_many_pages_is_told_of_all_its_p
 @pytest.mark.parametrize("maps_pool", [True, False])
 def test_promises_outlive_the_connection_of_their_client(client: Client, server: Server, maps_pool: bool) -> None:
     with server.connect("scheduler", maps_pool=maps_pool) as scheduler:
-        held = scheduler.lookup(KEYS, namespace=SPACE, hold=True).promises
+        held = scheduler.lookup(KEYS, namespace=SPACE, hold=True).promise
         link = scheduler._links.current()
         link.channel.close("the test ended it")
         until(lambda: sum(each["connected"] for each in client.status()["sessions"]) == 1, "the end of the connection")
@@ -193,3 +196,60 @@ def test_the_promises_of_a_client_that_ends_end_with_it(client: Client, server: 
         scheduler.lookup(KEYS, namespace=SPACE, hold=True)
         assert promises(client) == 1
     assert promises(client) == 0
+
+
+# --- what a promise is ------------------------------------------------------------------------------------------
+
+
+def test_a_promise_says_when_it_ends_and_is_renewed(client: Client) -> None:
+    began = time.monotonic()
+    promise = client.lookup(KEYS, namespace=SPACE, hold=True).promise
+    assert promise is not None
+    assert promise.keys == tuple(KEYS)
+    assert promise.expires_at > began
+    later = client.renew(promise)
+    assert later.expires_at > promise.expires_at
+    assert (later.ids, later.keys) == (promise.ids, promise.keys)
+    assert client.free_lookup_locks(later) == 1
+    with pytest.raises(LeaseExpiredError):
+        client.renew(promise)
+    assert client.free_lookup_locks(promise) == 0
+
+
+def test_slices_are_redeemed_by_those_whom_they_were_given_to(client: Client, server: Server) -> None:
+    found = client.lookup(KEYS, namespace=SPACE, hold=True)
+    assert found.promise is not None
+    handed_on: Promise = pickle.loads(pickle.dumps(found.promise))
+    assert handed_on == found.promise
+    for first in (0, 2):
+        part = handed_on.slice(first, first + 2)
+        assert promises(client) == 1
+        with server.connect("worker", use_index=False) as worker:
+            into = [bytearray(NBYTES) for _ in range(2)]
+            assert worker.retrieve(KEYS[first : first + 2], into, namespace=SPACE, promise=part).hits == 2
+    assert promises(client) == 0, "the last slice was redeemed"
+
+
+def test_a_lookup_of_any_length_has_one_promise(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = b"?" * 32
+    monkeypatch.setattr(lookups_room, "BATCH_KEYS_MAX", 3)  # so that there are two pages
+    promise = client.lookup([*KEYS, absent], namespace=SPACE, hold=True, prefix=False).promise
+    assert promise is not None
+    assert len(promise.numbers) == 2
+    assert promise.keys == (*KEYS, absent)
+    into = [bytearray(NBYTES) for _ in range(3)]
+    assert client.retrieve(KEYS[1:], into, namespace=SPACE, promise=promise.slice(1, 4)).hits == 3
+    assert client.free_lookup_locks(promise) == 1, "what was not redeemed is left of the first page"
+    assert client.lookup([absent], namespace=SPACE, hold=True).promise is None
+
+
+def test_keys_are_cut_where_another_number_keeps_them() -> None:
+    keys = [bytes([number]) * 32 for number in range(6)]
+    promise = Promise((7, 7, 8, 8, 8, 0), tuple(keys), 1.0)
+    assert list(frames_of(keys, promise, 2)) == [(0, 2, 7), (2, 4, 8), (4, 5, 8), (5, 6, 0)]
+    assert list(frames_of(keys[::-1], promise, 9)) == [(0, 1, 0), (1, 4, 8), (4, 6, 7)]
+    assert list(frames_of([keys[0], keys[0]], promise, 9)) == [(0, 2, 7)]
+    assert list(frames_of([b"?" * 32], promise, 9)) == [(0, 1, 0)]
+    assert list(frames_of(keys, None, 4)) == [(0, 4, 0), (4, 6, 0)]
+    assert not promise.slice(5, 6)
+    assert Promise.joined([promise.slice(5, 6)]) is None

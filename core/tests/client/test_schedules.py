@@ -172,7 +172,7 @@ def test_no_lock_is_taken_where_an_interrupt_could_leave_it_taken(server: Server
         try:
             for work in WORK:
                 work(client)
-            client.free_lookup_locks(client.lookup(STORED, namespace=SPACE, hold=True).promises)
+            client.free_lookup_locks(client.lookup(STORED, namespace=SPACE, hold=True).promise)
             client.lookup_nowait(STORED, namespace=SPACE, hold=True).cancel()
             client.end_session()
             client.close()

@@ -62,7 +62,7 @@ def test_a_session_may_meet_any_number_of_layouts_and_what_is_used_of_each_stays
         assert store(client, 2) is Status.STORED  # an object, whose namespace is forgotten by age
         lease = client.prepare_store([KEY], namespace=of_its_own(3))  # a lease, whose namespace is forgotten, too
         lease.view(0)[:] = b"abc"
-        promise = client.lookup([KEY], namespace=of_its_own(2), hold=True).promises
+        promise = client.lookup([KEY], namespace=of_its_own(2), hold=True).promise
         meet(client, 10, 2 * LAYOUTS_MAX)
         assert server.l1.counters["layouts_forgotten"] > LAYOUTS_MAX
         assert lease.commit() == [Status.STORED]

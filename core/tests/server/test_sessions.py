@@ -140,7 +140,7 @@ def test_at_the_limit_the_longest_silent_session_that_holds_nothing_is_ended(
     with server.connect(maps_pool=False) as scheduler, server.connect() as worker:
         worker.store(keys, [payload(namespace, 1)], namespace=namespace)
         promised = scheduler.lookup(keys, namespace=namespace, hold=True)
-        assert promised.promises
+        assert promised.promise
 
         def fill() -> list[Session]:
             return [hello(server, Caller(f"key {i % 8}")) for i in range(SESSIONS_MAX + 5)]
@@ -152,7 +152,7 @@ def test_at_the_limit_the_longest_silent_session_that_holds_nothing_is_ended(
         assert ended.count(True) == 7  # five too many, and the two of ours stay
         assert "a limit of sessions is reached" in caplog.text
         worker.ping()
-        assert scheduler.free_lookup_locks(promised.promises) == 1  # it held something
+        assert scheduler.free_lookup_locks(promised.promise) == 1  # it held something
 
 
 def test_at_the_limit_of_an_origin_no_worker_of_it_has_to_go(server: Server, namespace: Namespace) -> None:
@@ -258,7 +258,7 @@ def test_a_promise_outlives_the_connection_of_its_scheduler(server: Server, name
         on_loop(server, lambda: server.sessions.lost(lost.peer, server.clock.now))
         assert lost.state is SessionState.LOST
         assert worker.status()["l1"]["leases_by_kind"]["promise"] == 1
-        lease = worker.prepare_retrieve(keys, namespace=namespace, promises=promised.promises)
+        lease = worker.prepare_retrieve(keys, namespace=namespace, promise=promised.promise)
         lease.finish()
         assert worker.status()["l1"]["leases_by_kind"]["promise"] == 0
         on_loop(server, lambda: server.sessions.check(server.clock.now + HELLO_S))

@@ -69,7 +69,7 @@ def undo_much(server: Server, turns: list[float], first: int) -> list[float]:
             judge.lookup(keys(1, first), namespace=SMALL)
         thread.join()
         assert lease.statuses
-        assert promised.promises
+        assert promised.promise
         filler.clear(namespace=LARGE)
         return [after - before for before, after in pairwise(turns[began:])]
 

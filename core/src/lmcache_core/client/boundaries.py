@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from lmcache_core.client.hits import COUNT_IF_ALL, COUNT_NOTHING, Hits, checked_keys
 from lmcache_core.client.lookups import ClientLookups, LookupOptions
+from lmcache_core.client.promises import Promise
+from lmcache_core.client.results import LookupResult, Status
 from lmcache_core.errors import UsageError
 from lmcache_core.tokens.namespace import Namespace
 
+_HOLD_TRIES = 3  # something was evicted between the search and the hold: search again
 _LOOK_KEYS = 128  # of a window that ends far behind what is there, so many keys are looked at first
 
 
@@ -72,11 +76,23 @@ class GroupHits(NamedTuple):
 @dataclass(frozen=True)
 class CommonHits:
     """`tokens`: the longest boundary that every group can serve. `groups`: what of it each has to load, in the order in
-    which they were given. Not `done`: tiers are still loading some of it."""
+    which they were given. Not `done`: tiers are still loading some of it. `promise`, of a lookup with `hold`: of all
+    that is to be loaded, group after group; `promises` has it by group, for the workers."""
 
     tokens: int
     groups: Sequence[GroupHits]
     done: bool = True
+    promise: Promise | None = None
+
+    @property
+    def promises(self) -> list[Promise | None]:
+        """What of the promise is each group's, in order."""
+        ends = list(accumulate(hits.end - hits.first for hits in self.groups))
+        if self.promise is None:
+            return [None] * len(ends)
+        return [
+            self.promise.slice(end - hits.end + hits.first, end) for hits, end in zip(self.groups, ends, strict=True)
+        ]
 
 
 class CommonLookups:
@@ -94,6 +110,41 @@ class CommonLookups:
         ask: bool,
     ) -> CommonHits:
         """See `Client.lookup_many`."""
+        if not options.hold:
+            return self._search(groups, units, options, ask)
+        unheld = options._replace(hold=False)
+        for _ in range(_HOLD_TRIES):
+            found = self._search(groups, units, unheld, ask)
+            if not found.tokens:
+                return found
+            held = self._held(groups, found)
+            if held is not None:
+                return held
+            if options.hold == "if_possible" and self._lookups.unreachable:
+                return found
+        return CommonHits(0, [GroupHits(0, 0, hits.unit_tokens) for hits in found.groups])
+
+    def _held(self, groups: Sequence[KeyGroup | tuple[Any, ...]], found: CommonHits) -> CommonHits | None:
+        """The same with a promise; None where some of it has left."""
+        kept = [
+            self._lookups.hold(given[1][hits.first : hits.end], given[0])
+            for given, hits in zip(groups, found.groups, strict=True)
+        ]
+        promise = Promise.joined([_promise_of(each, hits) for each, hits in zip(kept, found.groups, strict=True)])
+        there = (Status.GRANTED,) if found.done else (Status.GRANTED, Status.LOADING)
+        if all(status in there for each in kept for status in each.statuses):
+            return replace(found, promise=promise)
+        if promise is not None:
+            self._lookups.give_back(promise)
+        return None
+
+    def _search(
+        self,
+        groups: Sequence[KeyGroup | tuple[Any, ...]],
+        units: int | Sequence[int],
+        options: LookupOptions,
+        ask: bool,
+    ) -> CommonHits:
         asking = TierQuestions(self._lookups, options) if ask else None
         prefixes: list[GroupSearch] = []
         windows: list[GroupSearch] = []
@@ -115,6 +166,12 @@ class CommonLookups:
         bound = _longest(min(bounds), prefixes + windows, step)  # what a window has to have, prefixes say
         done = asking is None or all(search.done for search in searches)
         return CommonHits(bound, [search.hits(bound) for search in searches], done)
+
+
+def _promise_of(held: LookupResult, hits: GroupHits) -> Promise:
+    """Of every key of the group, so that the groups' promises can be cut apart again."""
+    count = hits.end - hits.first
+    return held.promise or Promise((0,) * count, (b"",) * count, math.inf)
 
 
 class TierQuestions:

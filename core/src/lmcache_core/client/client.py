@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -25,9 +28,10 @@ from lmcache_core.client.lookups import ClientLookups, LookupHandle, LookupOptio
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.presence import Presence
+from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
-from lmcache_core.client.retrieving import Retriever, promise_of
+from lmcache_core.client.retrieving import Retriever
 from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
@@ -174,13 +178,13 @@ class Client:
         *,
         namespace: Namespace,
         prefix: bool = True,
-        promises: Sequence[int] = (),
+        promise: Promise | None = None,
         verify: str | None = None,
     ) -> RetrieveResult:
         """Copy objects out, each into its own tensor or buffer of the namespace's layout.
 
-        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. `promises`
-        (from `lookup(hold=True)` of the same keys) are redeemed. What was not there is not written to; an object
+        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. `promise`
+        (of a `lookup(hold=True)` of these keys) is redeemed. What was not there is not written to; an object
         that left, or proved damaged, while it was copied is no hit, and leaves anything behind in its target.
 
         `verify`: compare the bytes with the checksum that they were stored with: "never", "first" (each object once
@@ -189,7 +193,7 @@ class Client:
         keys = checked_keys(keys)
         found = spans(into, len(keys), namespace.layout, writable=True)
         level = self._verify if verify is None else verify_level(verify)
-        return self._retriever.retrieve(keys, found, namespace, prefix, promises, level)
+        return self._retriever.retrieve(keys, found, namespace, prefix, promise, level)
 
     # --- an engine's pages --------------------------------------------------------------------------------
 
@@ -226,13 +230,13 @@ class Client:
         pages_per_object: int = 1,
         skip_pages: int = 0,
         valid_pages: int | None = None,
-        promises: Sequence[int] = (),
+        promise: Promise | None = None,
         verify: str | None = None,
     ) -> PagesResult:
         """Copy objects into memory that is not registered. Each key stands for itself. See `Pages.retrieve`."""
         pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
         entry = PageEntry(0, keys, page_ids, skip_pages, valid_pages)
-        return pages.retrieve([entry], promises=[promises], verify=verify)
+        return pages.retrieve([entry], promises=[promise], verify=verify)
 
     # --- what is there --------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Client:
 
         `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires; the
         server alone can promise, so without it the answer is `UNREACHABLE`. With `"if_possible"` the index answers
-        then, and there are no promises.
+        then, and there is no promise.
         `deadline_s`: how long the loads may take, where that is not `wait_s` (0: 30 s in the background).
         `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
         them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
@@ -301,6 +305,7 @@ class Client:
         groups: Sequence[KeyGroup | tuple[Any, ...]],
         *,
         unit_tokens: int | Sequence[int],
+        hold: bool | Literal["if_possible"] = False,
         ask: bool = True,
         wait_s: float = 0.0,
         tiers: Sequence[str] | None = None,
@@ -314,9 +319,11 @@ class Client:
         them. `found.groups` says which keys each group has to load, with start and end in tokens.
 
         The index answers first. The server is asked, and through it the tiers, for what a group lacks to reach the
-        boundary of the others, unless `ask` is false: then no call is made. The other options are those of `lookup`.
+        boundary of the others, unless `ask` is false: then no call is made. `hold`: a call for each group that has
+        something to load keeps that in the pool; `found.promise` is one for all, `found.promises` has it by group. The
+        other options are those of `lookup`.
         """
-        options = LookupOptions(False, True, wait_s, tiers, 0, deadline_s, 0.0, policy)
+        options = LookupOptions(hold, True, wait_s, tiers, 0, deadline_s, 0.0, policy)
         return self._common.lookup(groups, unit_tokens, options, ask)
 
     # --- the two phases -----------------------------------------------------------------------------------
@@ -336,7 +343,7 @@ class Client:
         keys: Sequence[bytes],
         *,
         namespace: Namespace,
-        promises: Sequence[int] = (),
+        promise: Promise | None = None,
         prefix: bool = True,
         optimistic: bool = False,
     ) -> ReadLease:
@@ -348,16 +355,16 @@ class Client:
         first call in the namespace, it is a lease like any other.
         """
         keys = checked_keys(keys)
-        if optimistic and any(promises):
-            raise UsageError("promises are redeemed with the server: give them without optimistic=True")
+        if optimistic and promise:
+            raise UsageError("a promise is redeemed with the server: give it without optimistic=True")
         with ExitStack() as undo:
             lease = undo.enter_context(ReadLease(self._links, namespace))
             if optimistic and lease.find(self._hits, keys, prefix):
                 undo.pop_all()
                 return lease
-            for first in range(0, len(keys), BATCH_KEYS_MAX):
-                lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix)
-                lease.watch(keys[first : first + BATCH_KEYS_MAX])
+            for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
+                lease.ask(keys[first:end], number, prefix)
+                lease.watch(keys[first:end])
                 lease.drop_damaged(first)
                 if prefix and lease.hits < len(lease.statuses):
                     break
@@ -365,14 +372,28 @@ class Client:
         lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
         return lease
 
-    def free_lookup_locks(self, promises: Sequence[int]) -> int:
-        """Give promises back unredeemed. Returns how many were still there; 0 where no server is, which hears of it as
+    def free_lookup_locks(self, promise: Promise | Sequence[int] | None) -> int:
+        """Give a promise of this client back unredeemed, as a whole also where it was sliced; or the server's numbers
+        of promises. Returns how many of the numbers still kept something; 0 where no server is, which hears of it as
         soon as there is one."""
-        try:
-            return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, list(promises))), m.Done).count
-        except DisconnectedError:
-            self._links.free_later(promises)
+        if promise is None:
             return 0
+        numbers = promise.numbers if isinstance(promise, Promise) else list(promise)
+        try:
+            return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
+        except DisconnectedError:
+            self._links.free_later(numbers)
+            return 0
+
+    def renew(self, promise: Promise) -> Promise:
+        """The same promise with its time begun anew, and with it that of all its slices. Raises `LeaseExpiredError`
+        where some of it keeps nothing any more, as it was redeemed, given back, or too old, and `DisconnectedError`. A
+        promise is renewed by the client that it was made to."""
+        ttl_s = math.inf
+        for number in promise.numbers:
+            reply = self._ask(partial(_renewal, number))
+            ttl_s = min(ttl_s, expect(reply, m.Renewed).ttl_s)
+        return promise if ttl_s == math.inf else replace(promise, expires_at=time.monotonic() + ttl_s)
 
     def pin_memory(self) -> bool:
         """Register this process's mapping of the pool with CUDA: GPUs then read and write slots directly, and copies
@@ -627,6 +648,10 @@ class Client:
                 source=self,
                 stacklevel=2,
             )
+
+
+def _renewal(number: int, rid: int) -> m.Message:
+    return m.RenewLease(rid, number)
 
 
 def _ask_in(namespace: Namespace, make: Callable[[int], m.Message], link: Link) -> m.Reply:

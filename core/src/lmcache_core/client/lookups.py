@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from lmcache_core.client.channel import Pending, expect
 from lmcache_core.client.hits import COUNT_HITS, Hits
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
+from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
 from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Grant, Reason
@@ -45,15 +47,18 @@ def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = R
     return LookupResult([status] * count, [reason] * count, 0)
 
 
-def result_of(reply: Reply, count: int) -> LookupResult:
-    """The result that a reply carries."""
-    found = expect(reply, m.LookupReply)
+def result_of(reply: Reply, keys: Sequence[bytes], now: float) -> LookupResult:
+    """The result that a reply to a lookup of these keys carries."""
+    found, count = expect(reply, m.LookupReply), len(keys)
+    promise = None
+    if found.promise:  # also of what is still being loaded: it will be kept, too
+        promise = Promise((found.promise,) * count, tuple(map(bytes, keys)), now + found.deadline_s)
     return LookupResult(
         grant_statuses(found.statuses),
         miss_reasons(found.reasons, count),
         found.hits,
         found.done,
-        (found.promise,) if found.promise else (),
+        promise,
         found.job,
         numbers_of(found.incarnations, count) if found.incarnations else (),
     )
@@ -109,7 +114,7 @@ def lookup_pages(
         pages.append(_page(link, page, namespace, options, answers))
         if options.prefix and pages[-1].hits < len(page):
             break
-    return _joined(pages, len(keys), prefix=options.prefix)
+    return _joined(pages, keys, prefix=options.prefix)
 
 
 def _lookup_window(
@@ -133,7 +138,7 @@ def _lookup_window(
         [Reason.NONE] * before + list(page.reasons) + [Reason.NONE] * after,
         first + page.hits if page.hits else 0,
         page.done,
-        page.promises,
+        page.promise,
         page.job,
         [0] * before + list(page.incarnations) + [0] * after if page.incarnations else (),
     )
@@ -149,7 +154,7 @@ def _page(
         answers.add(pending)
         return link.channel.wait(pending)
 
-    return result_of(link.in_namespace(namespace, ask), len(page))
+    return result_of(link.in_namespace(namespace, ask), page, time.monotonic())
 
 
 def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.LookupRequest]:
@@ -187,7 +192,7 @@ def _text(name: str, given: object) -> str:
     raise UsageError(f"{name} is {given!r}: give its name")
 
 
-def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> LookupResult:
+def _joined(pages: Sequence[LookupResult], keys: Sequence[bytes], *, prefix: bool) -> LookupResult:
     statuses = [status for page in pages for status in page.statuses]
     reasons = [reason for page in pages for reason in page.reasons]
     hits = 0
@@ -196,17 +201,28 @@ def _joined(pages: Sequence[LookupResult], count: int, *, prefix: bool) -> Looku
         if prefix and page.hits < len(page.statuses):
             break
     seen = [number for page in pages for number in page.incarnations]
-    rest = count - len(statuses)
-    held = any(page.promises for page in pages)
+    rest = len(keys) - len(statuses)
     return LookupResult(
         statuses + [Status.MISS] * rest,
         reasons + [Reason.NONE] * rest,
         hits,
         all(page.done for page in pages),
-        tuple(promise for page in pages for promise in page.promises or (0,)) if held else (),
+        _joined_promise(pages, keys),
         pages[-1].job if pages else 0,
         seen + [0] * rest if seen else (),
     )
+
+
+def _joined_promise(pages: Sequence[LookupResult], keys: Sequence[bytes]) -> Promise | None:
+    """One of all pages; over its share a session is promised no more, and some pages have none."""
+    parts, first = [], 0
+    if any(page.promise for page in pages):
+        for page in pages:
+            end = first + len(page.statuses)
+            unkept = Promise((0,) * (end - first), tuple(map(bytes, keys[first:end])), 0.0)
+            parts.append(page.promise or unkept)
+            first = end
+    return Promise.joined(parts)
 
 
 def _check_tiers(tiers: object) -> None:
@@ -286,6 +302,21 @@ class ClientLookups:
             return replace(_found_by_index(bytes(map(bool, seen)), len(keys)), incarnations=seen)
         return _found_by_index(found, len(keys))
 
+    @property
+    def unreachable(self) -> bool:
+        """Whether no server can be reached, as far as is known."""
+        return bool(self._links.why_unreachable)
+
+    def hold(self, keys: Sequence[bytes], namespace: Namespace) -> LookupResult:
+        """Hold these as far as the pool has them, each for itself: no tier is asked."""
+        return self._ask(keys, namespace, LookupOptions(hold=True, prefix=False, tiers=[]))
+
+    def give_back(self, promise: Promise) -> None:
+        """It is not wanted. Waits for nothing."""
+        link = self._links.look()
+        if link is not None:
+            link.channel.post(lambda rid: m.FreeLookupLocks(rid, promise.numbers))
+
     def _hold(
         self, keys: Sequence[bytes], there: Sequence[int], namespace: Namespace, options: LookupOptions
     ) -> LookupResult:
@@ -320,7 +351,7 @@ class ClientLookups:
         if asked.job and count <= BATCH_KEYS_MAX:
             self._remember(asked.job, _Part(keys, rest, namespace, prefix))
         hits = count - len(rest) + asked.hits
-        return LookupResult(statuses, reasons, hits, asked.done, asked.promises, asked.job, asked.incarnations)
+        return LookupResult(statuses, reasons, hits, asked.done, asked.promise, asked.job, asked.incarnations)
 
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
         """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
@@ -607,4 +638,5 @@ class LookupHandle:
             asked.binding = None
         reply = channel.poll(asked.pending)
         if reply is not None and self._asked is asked:  # another thread may have cancelled
-            self._result = self._lookups.whole_of(self._wanted, result_of(reply, len(self._wanted.rest)))
+            keys = [self._wanted.keys[at] for at in self._wanted.rest]
+            self._result = self._lookups.whole_of(self._wanted, result_of(reply, keys, time.monotonic()))

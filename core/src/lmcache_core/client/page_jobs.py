@@ -22,9 +22,10 @@ from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.presence import Presence
+from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.regions import RegionTables
 from lmcache_core.client.results import Status, settled_statuses
-from lmcache_core.client.retrieving import over_share, promise_of
+from lmcache_core.client.retrieving import over_share
 from lmcache_core.errors import CacheError, ClearedError, DisconnectedError, LeaseExpiredError, UnknownNamespaceError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, STORE_PAGE_KEYS
@@ -191,13 +192,14 @@ def _frames_of(
     size: int,
     make_lease: Callable[[], Lease],
     message: Callable[[bytes, int], Callable[[int, int], m.Message]],
+    promise: Promise | None = None,
 ) -> list[Frame]:
-    """`message`: from the keys and the position of the first of them among `positions`."""
+    """`message`: from the keys and the number of the promise that keeps them, 0 for none."""
     frames = []
-    for first in range(0, len(positions), size):
-        some = positions[first : first + size]
+    for first, end, kept_by in frames_of(entry.keys if promise else positions, promise, size):
+        some = positions[first:end]
         keys = [entry.keys[at] for at in some]
-        frames.append(Frame(ground, number, some, entry.namespace, keys, make_lease, message(join_keys(keys), first)))
+        frames.append(Frame(ground, number, some, entry.namespace, keys, make_lease, message(join_keys(keys), kept_by)))
     return frames
 
 
@@ -426,7 +428,7 @@ class RetrieveJob(PagesJob):
         ground: Ground,
         batch: Any,
         entries: Sequence[GroupKeys],
-        promises: Sequence[Sequence[int]],
+        promises: Sequence[Promise | None],
         by_region: bool,
         deadline_s: float | None,
         verify: int,
@@ -458,7 +460,7 @@ class RetrieveJob(PagesJob):
             layout = None if link is None else link.layout_of(namespace)
             there = [] if found is None else [at for at, byte in enumerate(found) if byte]
             # A promise is redeemed as a whole, by who asks the server; where nothing is to be asked it is given back.
-            if any(self._promises[number]) and len(there) < len(keys):
+            if self._promises[number] and len(there) < len(keys):
                 there = []
             if link is None or link.index is None or layout is None:
                 there = []
@@ -479,20 +481,18 @@ class RetrieveJob(PagesJob):
         frames: list[Frame] = []
         for number, positions in rest:
             entry = self._entries[number]
-            promises = self._promises[number] if redeem and len(positions) == len(entry.keys) else ()
+            promise = self._promises[number] if redeem and len(positions) == len(entry.keys) else None
 
-            def message(
-                blob: bytes, first: int, entry: GroupKeys = entry, promises: Sequence[int] = promises
-            ) -> Callable[[int, int], m.Message]:
-                space, promise = entry.namespace.id, promise_of(promises, first)
+            def message(blob: bytes, kept_by: int, entry: GroupKeys = entry) -> Callable[[int, int], m.Message]:
+                space = entry.namespace.id
                 return lambda rid, lease: m.PrepareRetrieve(
-                    rid, space, blob, lease, promise, False, verify, identify=True
+                    rid, space, blob, lease, kept_by, False, verify, identify=True
                 )
 
             def lease(entry: GroupKeys = entry) -> Lease:
                 return ReadLease(ground.links, entry.namespace)
 
-            frames += _frames_of(ground, number, entry, positions, BATCH_KEYS_MAX, lease, message)
+            frames += _frames_of(ground, number, entry, positions, BATCH_KEYS_MAX, lease, message, promise)
         self._leased.append(_Leased(frames))
         for frame in frames:
             frame.get_on(self._waits and self._until is None)
@@ -571,8 +571,8 @@ class RetrieveJob(PagesJob):
             self._count(number, hits)
             if failed and not self._told:
                 again.append((number, failed))
-            elif not failed and any(self._promises[number]):
-                self._give_back(self._promises[number])
+            elif not failed and (promise := self._promises[number]):
+                self._give_back(promise)
         self._found = []
         return again
 
@@ -582,10 +582,10 @@ class RetrieveJob(PagesJob):
         if link is not None and link.index is not None:
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
-    def _give_back(self, promises: Sequence[int]) -> None:
+    def _give_back(self, promise: Promise) -> None:
         link = self._ground.links.look()
         if link is not None:
-            held = [promise for promise in promises if promise]
+            held = promise.numbers
             link.channel.post(lambda rid: m.FreeLookupLocks(rid, held))
 
     def _get_leased_on(self, leased: _Leased) -> bool:
@@ -742,8 +742,8 @@ class StoreJob(PagesJob):
         ground = self._ground
         for number, entry in enumerate(self._entries):
 
-            def message(blob: bytes, first: int, entry: GroupKeys = entry) -> Callable[[int, int], m.Message]:
-                del first
+            def message(blob: bytes, kept_by: int, entry: GroupKeys = entry) -> Callable[[int, int], m.Message]:
+                del kept_by
                 space = entry.namespace.id
                 return lambda rid, lease: m.PrepareStore(rid, space, blob, lease)
 

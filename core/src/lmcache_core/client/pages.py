@@ -11,6 +11,7 @@ from lmcache_core.client import pages_plain
 from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.links import Links
 from lmcache_core.client.page_jobs import Ground, GroupKeys, PagesResult, RetrieveJob, StoreJob
+from lmcache_core.client.promises import Promise
 from lmcache_core.client.regions import PageGroup, RegionTables
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import OPERATION_KEYS_MAX
@@ -78,7 +79,7 @@ class Pages:
         self,
         entries: Sequence[PageEntry | tuple[Any, ...]],
         *,
-        promises: Sequence[Sequence[int]] = (),
+        promises: Sequence[Promise | None] = (),
         order: Literal["region", "object"] = "region",
         deadline_s: float | None = None,
         verify: str | None = None,
@@ -101,7 +102,7 @@ class Pages:
         self,
         entries: Sequence[PageEntry | tuple[Any, ...]],
         *,
-        promises: Sequence[Sequence[int]] = (),
+        promises: Sequence[Promise | None] = (),
         order: Literal["region", "object"] = "object",
         deadline_s: float | None = None,
         verify: str | None = None,
@@ -112,7 +113,7 @@ class Pages:
     def _retrieve(
         self,
         entries: Sequence[PageEntry | tuple[Any, ...]],
-        promises: Sequence[Sequence[int]],
+        promises: Sequence[Promise | None],
         order: str,
         deadline_s: float | None,
         verify: str | None,
@@ -122,11 +123,9 @@ class Pages:
         if order not in ("region", "object"):
             raise UsageError(f'order is {order!r}: use "region" or "object"')
         given, batch = self._batch(entries, writes=True)
-        held = list(promises) or [()] * len(given)
-        if len(held) != len(given) or any(isinstance(each, int) for each in held):
-            raise UsageError(
-                f"promises are given by entry: {len(given)} sequences, as `LookupResult.promises` has them"
-            )
+        held = list(promises) or [None] * len(given)
+        if len(held) != len(given) or not all(each is None or isinstance(each, Promise) for each in held):
+            raise UsageError(f"promises are given by entry: {len(given)} of them, a `Promise` or None each")
         level = self._verify if verify is None else verify_level(verify)
         return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from lmcache_core.client.promises import Promise
 from lmcache_core.errors import (
     CacheError,
     ClearedError,
@@ -129,7 +130,7 @@ class RetrieveResult:
 class LookupResult:
     """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended. Without
     `prefix` it counts all keys that can be served; of a window it is the end: `keys[hits - window:hits]` are there.
-    `promises` (one a frame of keys) are redeemed by `prepare_retrieve` or `retrieve` of the same keys, or given back
+    `promise`, of a lookup with `hold`, is redeemed by `prepare_retrieve` or `retrieve` of its keys, or given back
     by `free_lookup_locks`. `incarnations`, of a lookup with `identify`: which incarnation of each key was found, as in
     `RetrieveResult`."""
 
@@ -137,6 +138,6 @@ class LookupResult:
     reasons: Sequence[Reason]
     hits: int
     done: bool = True
-    promises: tuple[int, ...] = ()
+    promise: Promise | None = None
     job: int = 0
     incarnations: Sequence[int] = ()

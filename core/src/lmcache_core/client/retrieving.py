@@ -10,6 +10,7 @@ from lmcache_core.client.hits import READ, VERIFY, Hits
 from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.links import Links
 from lmcache_core.client.presence import Presence
+from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.results import RetrieveResult, Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import BATCH_KEYS_MAX
@@ -32,15 +33,15 @@ class Retriever:
         targets: Sequence[Span],
         namespace: Namespace,
         prefix: bool,
-        promises: Sequence[int],
+        promise: Promise | None,
         verify: int,
     ) -> RetrieveResult:
         """A status a key. `verify`: see `hits.VERIFY`."""
         # A promise is redeemed by who asks the server.
         seen = array("Q", bytes(8 * len(keys)))
-        read = None if any(promises) else self._hits.read(keys, targets, namespace, prefix, verify, seen)
+        read = None if promise else self._hits.read(keys, targets, namespace, prefix, verify, seen)
         if read is None:
-            return self._under_lease(keys, targets, namespace, prefix, promises, verify)
+            return self._under_lease(keys, targets, namespace, prefix, promise, verify)
         count = len(keys)
         found = RetrieveResult([Status.HIT] * count, [Reason.NONE] * count, seen)
         if read.count(READ) == count:
@@ -51,7 +52,7 @@ class Retriever:
             rest = range(len(read) - len(read.lstrip(bytes((READ,)))), count)
         # Also what was damaged: only a lease names the incarnation that is to go, and the key may have a sound one.
         asked = self._under_lease(
-            [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
+            [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, None, verify
         )
         return _with(found, rest, asked)
 
@@ -61,16 +62,16 @@ class Retriever:
         targets: Sequence[Span],
         namespace: Namespace,
         prefix: bool,
-        promises: Sequence[int],
+        promise: Promise | None,
         verify: int,
     ) -> RetrieveResult:
         """As much at a time as this session may keep from eviction: what is over that is asked for again once the first
         of it has been copied."""
-        found = asked = self._one_lease(keys, targets, namespace, prefix, promises, verify)
+        found = asked = self._one_lease(keys, targets, namespace, prefix, promise, verify)
         while over := over_share(found.statuses, any_read=Status.HIT in asked.statuses):
             rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
             asked = self._one_lease(
-                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, (), verify
+                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, None, verify
             )
             found = _with(found, rest, asked)
         return found
@@ -81,14 +82,14 @@ class Retriever:
         targets: Sequence[Span],
         namespace: Namespace,
         prefix: bool,
-        promises: Sequence[int],
+        promise: Promise | None,
         verify: int,
     ) -> RetrieveResult:
         damaged: list[int] = []
         unverifiable: list[int] = []
         with ReadLease(self._links, namespace, Presence()) as lease:
-            for first in range(0, len(keys), BATCH_KEYS_MAX):
-                lease.ask(keys[first : first + BATCH_KEYS_MAX], promise_of(promises, first), prefix, verify > 0)
+            for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
+                lease.ask(keys[first:end], number, prefix, verify > 0)
                 if lease.granted:
                     unknown = lease.unverifiable(first) if verify == VERIFY["always"] else []
                     found = self._copy_out(lease, first, unknown, targets, namespace.layout)
@@ -135,12 +136,6 @@ def _with(whole: RetrieveResult, positions: Sequence[int], part: RetrieveResult)
     for at, status, reason, one in zip(positions, part.statuses, part.reasons, part.incarnations, strict=True):
         statuses[at], reasons[at], seen[at] = status, reason, one
     return RetrieveResult(statuses, reasons, seen)
-
-
-def promise_of(promises: Sequence[int], first: int) -> int:
-    """The promise for the page that begins with this key, 0 for none."""
-    page = first // BATCH_KEYS_MAX
-    return promises[page] if page < len(promises) else 0
 
 
 def _make_misses(

@@ -1,0 +1,66 @@
+"""A promise: that what a lookup found stays in the pool until it is read, given back, or too old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What `lookup(hold=True)` gives for keys that it found, however many. A plain value: pickle it, and let any
+    worker of the same namespace redeem it, or a `slice` of it, with `retrieve` or `prepare_retrieve`.
+
+    `ids`: for each key the number under which the server keeps it, 0 where it does not. `expires_at`: when it ends, by
+    `time.monotonic()`, which all processes of a machine share; `Client.renew` gives one that ends later.
+    """
+
+    ids: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    expires_at: float
+
+    def __bool__(self) -> bool:
+        """Whether it keeps anything."""
+        return any(self.ids)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The server's numbers, each once."""
+        return [number for number in dict.fromkeys(self.ids) if number]
+
+    def slice(self, first: int, end: int) -> Promise:
+        """Of `keys[first:end]` alone, as for one rank of many."""
+        return Promise(self.ids[first:end], self.keys[first:end], self.expires_at)
+
+    def ids_of(self, keys: Sequence[bytes]) -> Sequence[int]:
+        """For each of these keys the number that keeps it, 0 for none."""
+        if len(keys) <= len(self.keys) and tuple(keys) == self.keys[: len(keys)]:
+            return self.ids[: len(keys)]
+        by_key = dict(zip(self.keys, self.ids, strict=True))
+        return [by_key.get(bytes(key), 0) for key in keys]
+
+    @staticmethod
+    def joined(parts: Sequence[Promise]) -> Promise | None:
+        """One of all their keys; None where nothing is kept."""
+        if not any(parts):
+            return None
+        ids = tuple(each for part in parts for each in part.ids)
+        keys = tuple(key for part in parts for key in part.keys)
+        return Promise(ids, keys, min(part.expires_at for part in parts if part))
+
+
+def frames_of(keys: Sequence[Any], promise: Promise | None, size: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of the keys, of `size` at most, each kept by one number: (first, end, number)."""
+    if not promise:
+        for first in range(0, len(keys), size):
+            yield first, min(first + size, len(keys)), 0
+        return
+    ids = promise.ids_of(keys)
+    first = 0
+    while first < len(keys):
+        end = first + 1
+        while end < len(keys) and end - first < size and ids[end] == ids[first]:
+            end += 1
+        yield first, end, ids[first]
+        first = end
