@@ -976,4 +976,3 @@ def test_who_waits_for_a_job_past_its_deadline_hears_of_it_from_the_call_that_en
         waiter.join(WAIT_S)
         assert found == [True]
         assert job.result is not None
-        assert set(job.result.reasons[0]) == {Reason.LATE}
