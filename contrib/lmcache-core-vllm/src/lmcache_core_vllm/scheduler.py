@@ -124,7 +124,8 @@ class SchedulerSide:
             if had.boundary == bounds.limit or self._patience.over:
                 self._count(had, bounds)
                 return had
-            lookup = tracked.lookup = Lookup(self._client, question, had, self._config.lookup_timeout_s / 2)
+            wait_s = self._config.lookup_timeout_s / 2
+            lookup = tracked.lookup = Lookup(self._client, question, had, wait_s, self._clock)
         found = self._answer_of(lookup)
         if found is not None:
             tracked.lookup = None

@@ -176,6 +176,7 @@ class WorkerSide:
         add = self.counters.add
         add("load_seconds", self._clock() - loading.began_s)
         invalid: set[int] = set()
+        failed = 0
         for number, blocks in enumerate(loading.load.blocks):
             for at, block_id in enumerate(blocks.block_ids):
                 if result is not None and result.statuses[number][at] is Status.HIT:
@@ -183,12 +184,13 @@ class WorkerSide:
                     add("load_bytes", self._rank.groups[blocks.group].block_bytes)
                 else:
                     invalid.add(block_id)
-        add("load_failed_blocks", len(invalid))
+                    failed += 1
+        add("load_failed_blocks", failed)
         if result is not None and any(Status.ABORTED in each for each in result.statuses):
             add("load_cancelled_requests")
         elif invalid:
             add("load_failed_requests")
-            log.warning("%s", _why(result, len(invalid)))
+            log.warning("%s", _why(result, failed))
         return invalid
 
     # --- saves ------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ def _why(result: PagesResult | None, blocks: int) -> str:
     if result is None:
         return f"{blocks} blocks could not be read, and are computed"
     reasons = {
-        f"{status}{f' ({reason})' if reason else ''}"
+        f"{status} ({reason.name.lower()})" if reason else str(status)
         for statuses, whys in zip(result.statuses, result.reasons, strict=True)
         for status, reason in zip(statuses, whys, strict=True)
         if status is not Status.HIT

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +12,6 @@ import pytest
 from vllm_engines import prompt
 
 BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """What vLLM warns of while it is imported is not ours."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 class Setup:

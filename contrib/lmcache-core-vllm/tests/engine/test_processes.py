@@ -1,0 +1,80 @@
+"""Engines as they are deployed: scheduler and workers in processes of their own, several engines on one server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engines import Engine, Server, prompt, until
+
+BLOCK = 128
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., Server]) -> Server:
+    return serve()
+
+
+def test_one_engine_reads_what_another_stored_and_outlives_it(
+    start: Callable[..., Engine], llama: Path, server: Server
+) -> None:
+    tokens = prompt(1, 1000)
+    first = start(llama, server.settings())
+    (expected,) = first.generate(tokens)
+    first.saved()
+    first.end()
+    second = start(llama, server.settings())
+    (found,) = second.generate(tokens)
+    assert found == {"tokens": expected["tokens"], "cached": 7 * BLOCK}
+    second.end()
+
+
+@pytest.mark.slow
+def test_two_ranks_share_what_both_have(start: Callable[..., Engine], llama: Path, server: Server) -> None:
+    tokens = prompt(2, 1000)
+    ranks = {"tensor_parallel_size": 2, "bind": "0|1", "processes": True}
+    engine = start(llama, server.settings(), **ranks)
+    (expected,) = engine.generate(tokens)
+    found: list[dict[str, Any]] = []
+
+    def again() -> bool:  # the last answer to a save may be on its way
+        engine.forget()
+        found[:] = engine.generate(tokens)
+        return bool(found[0]["cached"] == 7 * BLOCK)
+
+    until(again)
+    assert found[0]["tokens"] == expected["tokens"]
+    engine.end()
+    another = start(llama, server.settings())
+    assert another.generate(tokens)[0]["cached"] == 0  # one rank's blocks are others
+    another.end()
+
+
+def test_figures_reach_vllms_own_metrics(start: Callable[..., Engine], llama: Path, server: Server) -> None:
+    engine = start(llama, server.settings(salt="figures"), disable_log_stats=False)
+    tokens = prompt(3, 1000)
+    engine.generate(tokens)
+    engine.saved()
+    engine.forget()
+    engine.generate(tokens)
+    engine.generate(prompt(4, 10))  # figures travel with a step
+    told = engine.run("said = {each.name: each.value for each in llm.get_metrics() if 'lmcache_core' in each.name}")
+    assert told["vllm:lmcache_core_load_blocks"] == 7
+    assert told["vllm:lmcache_core_save_blocks"] >= 7
+    assert told["vllm:lmcache_core_lookup_hit_tokens"] == 7 * BLOCK
+    engine.end()
+
+
+def test_figures_of_ranks_add_up_and_are_told_in_words() -> None:
+    from lmcache_core_vllm.connector import LMCacheCoreConnector
+
+    one = LMCacheCoreConnector.build_kv_connector_stats({"load_bytes": 2e6, "load_seconds": 0.5})
+    two = LMCacheCoreConnector.build_kv_connector_stats({"load_bytes": 1e6, "save_blocks": 2})
+    assert one is not None
+    assert two is not None
+    both = one.aggregate(two)
+    assert both.reduce() == {"load_bytes": 3e6, "load_seconds": 0.5, "save_blocks": 2, "load_MB_per_s": 6.0}
+    both.reset()
+    assert both.is_empty()

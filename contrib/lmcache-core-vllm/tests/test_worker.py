@@ -1,0 +1,127 @@
+"""The workers' side over a real server: two groups of a torn-up memory, without vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.testing.processes import ServerProcess
+from lmcache_core_vllm.config import ConnectorConfig
+from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
+from lmcache_core_vllm.steps import Blocks, Load, Step
+from lmcache_core_vllm.tensors import layer_regions
+from lmcache_core_vllm.worker import WorkerSide
+
+torch = pytest.importorskip("torch")
+BLOCKS, BYTES = 16, 4096
+HASHING = Hashing("sha256", "0")
+# Waits for as long as it takes: no test asks how busy the machine is.
+SETTINGS = ConnectorConfig(step_wait_s=20, load_timeout_s=20, lookup_timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess(64 << 20) as process:
+        yield process
+
+
+class Rank:
+    """A worker with memory of its own."""
+
+    def __init__(self, client: Client, groups: int, salt: str) -> None:
+        self.memory = [torch.randint(0, 256, (BLOCKS, 1, 1, BYTES), dtype=torch.uint8) for _ in range(groups)]
+        regions = [layer_regions(["a"], {"a": each}, BLOCKS) for each in self.memory]
+        facts = tuple(GroupFacts((("group", str(at)),), BYTES) for at in range(groups))
+        settings = ConnectorConfig(**{**vars(SETTINGS), "salt": salt})
+        self.side = WorkerSide(settings, client, RankFacts("m", "", (0, 1), True, facts), regions)
+
+    def save(self, step: Step) -> None:
+        self.side.start_loads(step)
+        self.side.end_step_loads(step)
+        self.side.save(step)
+        for each in self.side._saving:
+            each.job.wait()
+        self.side.save(Step(HASHING))
+
+    def load(self, step: Step) -> tuple[set[str], set[str], set[int]]:
+        self.side.start_loads(step)
+        for loading in self.side._loading.values():
+            if loading.job is not None:
+                loading.job.wait()
+        told = self.side.arrived((), idle=True)
+        return told.received, told.failed, told.invalid
+
+
+@pytest.fixture(params=[1, 2])
+def rank(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Rank]:
+    with server.client() as client:
+        yield Rank(client, request.param, request.node.name)
+
+
+def hashes(first: int, end: int) -> list[bytes]:
+    return [bytes([number]) * 32 for number in range(first, end)]
+
+
+def blocks(rank: Rank, ids: list[int], count: int = 4) -> list[Blocks]:
+    return [Blocks(group, hashes(0, count), ids) for group in range(len(rank.memory))]
+
+
+def test_what_was_saved_is_read_into_other_blocks(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 3, 2, 9])))
+    kept = [each[[1, 3, 2, 9]].clone() for each in rank.memory]
+    for each in rank.memory:
+        each.zero_()
+    assert rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8]))])) == ({"a"}, set(), set())
+    for each, before in zip(rank.memory, kept, strict=True):
+        assert torch.equal(each[[5, 6, 7, 8]], before)
+        assert not each[[1, 2, 3, 4, 9]].any()
+    assert rank.side.arrived((), idle=False).received == set()  # told of once
+
+
+def test_a_load_that_fails_names_its_blocks_or_its_request(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+    failed = rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8, 9, 10], count=6))]))
+    # Of several groups vLLM cannot tell whose block a number means.
+    assert failed == ({"a"}, {"a"}, {9, 10} if len(rank.memory) == 1 else set())
+    assert rank.side.counters.take()["load_failed_blocks"] == 2 * len(rank.memory)
+
+
+def test_a_load_that_is_given_up_is_told_of_once(rank: Rank) -> None:
+    rank.side.start_loads(Step(HASHING, loads=[Load("a", False, blocks(rank, [1, 2, 3, 4]))]))
+    assert rank.side.arrived(["a"], idle=False).received == {"a"}
+    assert rank.side.arrived(["a"], idle=True).received == set()
+
+
+def test_nothing_is_stored_until_a_failed_step_is_confirmed(rank: Rank) -> None:
+    missing = Load("a", True, [Blocks(0, hashes(90, 92), [1, 2])])
+    rank.save(Step(HASHING, 3, loads=[missing], saves=blocks(rank, [5, 6, 7, 8])))
+    assert rank.side.arrived((), idle=False).invalid == {1, 2}
+    rank.save(Step(HASHING, 3, saves=blocks(rank, [5, 6, 7, 8])))  # made before the scheduler had heard of it
+    count = 4 * len(rank.memory)
+    figures = rank.side.counters.take()
+    assert figures["save_tainted_blocks"] == 2 * count
+    assert "save_blocks" not in figures
+    rank.save(Step(HASHING, 4, saves=blocks(rank, [5, 6, 7, 8])))
+    assert rank.side.counters.take()["save_blocks"] == count
+
+
+def test_the_null_block_is_neither_read_nor_written(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+    for each in rank.memory:
+        each[0] = 77
+    rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [0, 6, 7, 8]))]))
+    assert all(bool((each[0] == 77).all()) for each in rank.memory)
+
+
+def test_saves_are_dropped_and_counted_where_no_server_is(server: ServerProcess) -> None:
+    with Client.connect("nobody", runtime_dir=server.directory / "nowhere") as client:
+        rank = Rank(client, 1, "")
+        rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+        assert rank.side.counters.take() == {"save_dropped_blocks": 4}
+        assert rank.load(Step(HASHING, loads=[Load("a", False, [Blocks(0, hashes(0, 2), [1, 2])])])) == (
+            {"a"},
+            {"a"},
+            {1, 2},
+        )
