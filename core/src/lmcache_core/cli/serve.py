@@ -22,8 +22,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="leave the pool to the next server at an orderly end (l1.keep_pool)",
     )
     parser.add_argument(
+        "--log-format", default="text", choices=["text", "json"], help="json: one object a line (default: %(default)s)"
+    )
+    parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
     )
+
+
+def _begin_log(arguments: argparse.Namespace) -> None:
+    """On standard error."""
+    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if arguments.log_format == "json":
+        from lmcache_core.observe.lines import JsonLines
+
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.help:
         print_settings_help(arguments)
         return 0
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _begin_log(arguments)
     arguments.setting_flags = [*arguments.setting_flags, *arguments.keep_pool]
     settings = composed(arguments).settings
     for refusal in arguments.registry.refused:

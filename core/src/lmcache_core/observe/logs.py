@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -44,13 +44,19 @@ class LogEvents(EventSubscriber):
         for event in events:
             if self._objects or not isinstance(event, ObjectsEvent | LookupAnswered):
                 trouble = isinstance(event, _TROUBLE) or (isinstance(event, TierStateChanged) and event.state == "open")
-                log.log(max(logging.WARNING, self._level) if trouble else self._level, "%s", _line(event))
+                fields = _fields(event)
+                level = max(logging.WARNING, self._level) if trouble else self._level
+                log.log(level, "%s", _line(fields), extra={"event": fields})
 
 
-def _line(event: CacheEvent) -> str:
-    fields = plain(event)
-    name = fields.pop("event")
-    del fields["at_s"]
+def _fields(event: CacheEvent) -> dict[str, Any]:
+    """As in a file of events, with keys counted."""
+    fields: dict[str, Any] = plain(event)
     if isinstance(fields.get("keys"), list):
         fields["keys"] = len(fields["keys"])
-    return " ".join([name, *(f"{field}={value}" for field, value in fields.items())])
+    return fields
+
+
+def _line(fields: dict[str, Any]) -> str:
+    shown = (f"{field}={value}" for field, value in fields.items() if field not in ("event", "at_s"))
+    return " ".join([fields["event"], *shown])

@@ -1,0 +1,27 @@
+"""The server's log as lines of JSON, for who collects logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+
+class JsonLines(logging.Formatter):
+    """One object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`; `event` with the fields of an event that
+    the subscriber `log` tells; `exception` with the trace, where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of one record."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        event = getattr(record, "event", None)
+        if event is not None:
+            line["event"] = event
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)

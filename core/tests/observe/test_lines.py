@@ -1,0 +1,57 @@
+"""The log as lines of JSON: each is an object, whatever was logged."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from uuid import uuid4
+
+from lmcache_core.observe.lines import JsonLines
+from lmcache_core.observe.logs import LogEvents, LogSettings
+from lmcache_core.observe.subscriber import SubscriberContext
+from lmcache_core.testing.subscriber import samples
+
+
+def test_every_line_is_an_object(tmp_path: Path) -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(JsonLines())
+    log = logging.getLogger("lmcache_core")
+    log.addHandler(handler)
+    level, log.level = log.level, logging.DEBUG
+    try:
+        log.warning("two\nlines and %s", "a “quote”")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            log.exception("it failed")
+        LogEvents(LogSettings(objects=True), SubscriberContext("node", tmp_path)).hear(samples())
+    finally:
+        log.removeHandler(handler)
+        log.level = level
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert lines[0]["message"] == "two\nlines and a “quote”"
+    assert lines[0]["time"].endswith("+00:00")
+    assert "ValueError: no" in lines[1]["exception"]
+    assert [line["event"]["event"] for line in lines[2:]] == [event.name for event in samples()]
+    assert lines[2]["event"]["keys"] == 8
+
+
+def test_a_server_logs_in_lines_of_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", "--log-format", "json", "--name"]
+    command += [f"json-{uuid4().hex[:8]}", "--runtime_dir", str(tmp_path / "run")]
+    command += ["--state_dir", str(tmp_path / "state"), "--l1.size_bytes", "16MiB", "--l1.backing", "memfd"]
+    command += ["--subscribers.log.level", "info"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    server.stdout.readline()
+    server.terminate()
+    _, said = server.communicate(timeout=60)
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert server.returncode == 0
+    assert any("drains" in line["message"] for line in lines)
+    assert [line["event"]["event"] for line in lines if "event" in line] == ["drain"]
