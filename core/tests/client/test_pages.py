@@ -948,18 +948,18 @@ def test_who_waits_for_a_job_past_its_deadline_hears_of_it_from_the_call_that_en
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends, over, looked = threading.Event(), threading.Event(), threading.Event()
-    end, wait_a_while = RetrieveJob._end, RetrieveJob._wait_a_while
+    finish, wait_a_while = RetrieveJob._finish, RetrieveJob._wait_a_while
 
-    def ending(self: RetrieveJob, status: Status, reason: Reason) -> None:
+    def ending(self: RetrieveJob) -> None:
         ends.set()
         assert over.wait(WAIT_S)
-        end(self, status, reason)
+        finish(self)
 
     def waited(self: RetrieveJob, timeout_s: float, region: int) -> None:
         wait_a_while(self, timeout_s, region)
         looked.set()
 
-    monkeypatch.setattr(RetrieveJob, "_end", ending)
+    monkeypatch.setattr(RetrieveJob, "_finish", ending)
     monkeypatch.setattr(RetrieveJob, "_wait_a_while", waited)
     with server.connect("late", use_index=False) as client:
         small = Small(client.register_pages)
