@@ -4,7 +4,7 @@
                layouts         LAYOUTS_MAX rows of 32 bytes
                workers         WORKERS_MAX rows of 64 bytes; the first byte of a row is its life lock
                tallies         a line of 128 bytes for each worker row, which that worker alone writes: what it counts
-                               without a call; reserved, all zero until it does
+                               without a call (`pool/tally.py`)
                slabs           one u64 for each SLAB_BYTES_MIN of data
                slots           one u64 for each PAGE_BYTES of data
                index           marks: one u16 for each entry, in whole pages; then the entries, INDEX_ENTRY_BYTES
