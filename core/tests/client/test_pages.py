@@ -31,6 +31,7 @@ from lmcache_core.client.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.kernel.ledger import Sort
 from lmcache_core.limits import PAGE_JOBS_MAX
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
@@ -624,6 +625,28 @@ def test_more_than_a_session_may_hold_is_read_into_pages_a_part_at_a_time(sparin
         assert list(job.result.statuses[0]) == [Status.HIT] * count + [Status.MISS]
         assert (storage == before).all()
         assert leases(client) == NO_LEASES
+
+
+@pytest.mark.parametrize("way", ["pages", "copies"])
+def test_of_a_promise_of_more_than_a_session_may_hold_each_part_is_kept_until_it_is_read(
+    sparing: Server, way: str
+) -> None:
+    storage = np.full((6, MIB), 7, np.uint8)
+    keys, space = fresh_keys(6), space_of(MIB)
+    kernel = sparing.kernel
+    with connect(sparing, use_index=False) as client, connect(sparing) as scheduler:
+        pages = client.register_pages([PageGroup(space, [Region(storage, 0, MIB, MIB, 6)], 1)])
+        assert pages.store([(0, keys, np.arange(6))]).stored == 6
+        found = scheduler.lookup(keys[:4], namespace=space, hold=True)
+        account = kernel._sessions.by_id[1].accounts[Sort.READ]
+        account.nbytes_max = MIB  # one object at a time
+        if way == "pages":
+            hits = pages.retrieve([(0, keys[:4], np.arange(4))], promises=[found.promise]).hits
+        else:
+            into = [bytearray(MIB) for _ in range(4)]
+            hits = client.retrieve(keys[:4], into, namespace=space, promise=found.promise).hits
+        assert hits == 4
+        assert leases(client) == NO_LEASES, "the promise was redeemed to its end"
 
 
 def test_what_others_of_the_session_hold_is_not_waited_for(sparing: Server) -> None:

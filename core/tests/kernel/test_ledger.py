@@ -162,3 +162,16 @@ def test_a_key_that_stands_twice_in_a_batch_costs_a_session_once(make_kernel: Ca
     kernel = make_kernel(read_fraction_per_session_max=0.25)
     store(kernel, *range(8))
     assert names(read(kernel, 0, 0, 1, 2).statuses) == ["GRANTED"] * 3 + ["QUOTA"]
+
+
+def test_what_a_reader_may_not_hold_yet_stays_promised_until_it_asks_again(make_kernel: Callable[..., Kernel]) -> None:
+    kernel = make_kernel(read_fraction_per_session_max=0.25)
+    store(kernel, *range(8))
+    promised = promise(kernel, 0, 1, 2, 3, session=OTHER).promise_id
+    lease = kernel.prepare_retrieve(WORKER, NS, keys(0, 1, 2, 3), 0.0, promise_id=promised)
+    assert names(lease.statuses) == ["GRANTED"] * 2 + ["QUOTA"] * 2
+    assert names(offer(kernel, *range(10, 16), session=OTHER).statuses) == ["GRANTED"] * 4 + ["FULL"] * 2
+    kernel.finish_read(WORKER, lease.lease_id, 0.0)
+    again = kernel.prepare_retrieve(WORKER, NS, keys(2, 3), 0.0, promise_id=promised)
+    assert names(again.statuses) == ["GRANTED"] * 2
+    assert OTHER not in kernel.usage().held_by_session, "all of it was redeemed"

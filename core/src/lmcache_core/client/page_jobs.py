@@ -196,9 +196,9 @@ def _frames_of(
 ) -> list[Frame]:
     """`message`: from the keys and the number of the promise that keeps them, 0 for none."""
     frames = []
-    for first, end, kept_by in frames_of(entry.keys if promise else positions, promise, size):
-        some = positions[first:end]
-        keys = [entry.keys[at] for at in some]
+    wanted = [entry.keys[at] for at in positions]
+    for first, end, kept_by in frames_of(wanted, promise, size):
+        some, keys = positions[first:end], wanted[first:end]
         frames.append(Frame(ground, number, some, entry.namespace, keys, make_lease, message(join_keys(keys), kept_by)))
     return frames
 
@@ -475,13 +475,12 @@ class RetrieveJob(PagesJob):
                 rest.append((number, [at for at in range(len(keys)) if at not in had]))
         return parts, rest
 
-    def _ask(self, rest: Sequence[tuple[int, Sequence[int]]], *, redeem: bool = True) -> None:
-        """`redeem`: the promises of entries that are asked for as a whole."""
+    def _ask(self, rest: Sequence[tuple[int, Sequence[int]]]) -> None:
         ground, verify = self._ground, self._verify > 0
         frames: list[Frame] = []
         for number, positions in rest:
             entry = self._entries[number]
-            promise = self._promises[number] if redeem and len(positions) == len(entry.keys) else None
+            promise = self._promises[number]
 
             def message(blob: bytes, kept_by: int, entry: GroupKeys = entry) -> Callable[[int, int], m.Message]:
                 space = entry.namespace.id
@@ -546,7 +545,7 @@ class RetrieveJob(PagesJob):
         if again:
             self._ask(again)
         if over:
-            self._ask(over, redeem=False)
+            self._ask(over)
         return self._get_on()
 
     def _note_found(self) -> list[tuple[int, Sequence[int]]]:

@@ -71,7 +71,7 @@ class Retriever:
         while over := over_share(found.statuses, any_read=Status.HIT in asked.statuses):
             rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
             asked = self._one_lease(
-                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, None, verify
+                [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, promise, verify
             )
             found = _with(found, rest, asked)
         return found

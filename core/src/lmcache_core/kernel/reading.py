@@ -150,8 +150,11 @@ class Reading:
                 offsets = array("Q", [0 if item is None else item.offset for item in entries])
             self._residents.hold(found)
             self._residents.policy.access(found[::-1])
-        if promise_id:
-            self._redeem(promise_id, namespace, keys)
+        if promise_id:  # what its reader may not hold yet stays promised, and is asked for again
+            kept = keys
+            if Grant.QUOTA in statuses:
+                kept = [key for key, status in zip(keys, statuses, strict=True) if status != Grant.QUOTA]
+            self._redeem(promise_id, namespace, kept)
         if lease is None:
             lease = self._new(LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found))
         else:
