@@ -131,3 +131,46 @@ def test_every_group_reads_what_it_stored(
     if name not in UNEQUAL:
         assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
     cached.end()
+
+
+def save_adapter(folder: Path, seed: int) -> str:
+    """A random adapter of the queries and values of `save_model`'s Llama."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    folder.mkdir()
+    weights = {}
+    for layer in range(4):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, 256)
+            weights[f"{at}.lora_B.weight"] = torch.randn(out, 8)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_adapters_share_nothing(start: Callable[..., Engine], server: Server, llama: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", 5)
+    cached = start(llama, server.settings(salt="lora"), enable_lora=True, max_lora_rank=8)
+    cached.run(f"from vllm.lora.request import LoRARequest\nadapter = LoRARequest('one', 1, {adapter!r})")
+    tokens = prompt(1, 700)
+
+    def asked(with_adapter: bool) -> dict[str, Any]:
+        cached.forget()
+        lora = "adapter" if with_adapter else "None"
+        (found,) = cached.run(f"said = generate([{tokens!r}], 12, lora={lora})")
+        cached.saved()
+        return found  # type: ignore[no-any-return]
+
+    with_it, without = asked(True), asked(False)
+    assert [with_it["cached"], without["cached"]] == [0, 0]
+    assert with_it["tokens"] != without["tokens"]
+    assert asked(True) == {"tokens": with_it["tokens"], "cached": 640}
+    assert asked(False) == {"tokens": without["tokens"], "cached": 640}
+    cached.end()
