@@ -393,3 +393,23 @@ def test_a_look_past_what_tiers_do_not_have_yet_is_bounded(make_kernel: Callable
     assert longest <= 4 * LOOK_OBJECTS_MAX
     assert waiting.grants is not None
     assert names(waiting.grants.statuses)[:3] == ["GRANTED"] * 3, "the others: in the way of all else something is held"
+
+
+def test_a_grant_that_fails_as_it_is_carried_out_is_answered_and_leaves_nothing(
+    full: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = begin(full, 0, 9000, layout=HUGE)  # the first of them is there
+    assert full.usage().held_by_session[WORKER].promised_bytes
+
+    def fails(preparation: Preparation, now: float) -> Grants:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(full._rooms, "_carry_out", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        finish(full, waiting)
+    assert waiting.error is not None
+    assert "log" in str(waiting.error)
+    while full.working:
+        full.step(0.0)
+    assert full.usage().held_by_session == {}
+    assert full.usage().emptying_bytes == 0

@@ -65,6 +65,31 @@ def test_what_follows_a_fault_is_carried_out_all_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(native is None, reason="the index is kept by the C extension alone")
+def test_who_only_listens_and_fails_keeps_nothing_from_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(_settings(tmp_path, subscribers={"log": {}}), load_plugins())
+    kernel, l1 = server.kernel, server.l1
+    kernel.add_memory(server.segment.info.data_bytes)
+    l1.add_layout(1, LAYOUT)
+    _store(server, key(1))
+    l1.apply()
+
+    def fails(effect: Any) -> None:
+        raise RuntimeError("the tap has a fault")
+
+    monkeypatch.setattr(l1.taps, "effect", fails)
+    _store(server, key(2))
+    kernel.drop(SPACE, [key(1)], 0.0, Reason.DROPPED)
+    l1.apply()
+    assert _state(server, key(1)) == "gone"
+    assert _state(server, key(2)) == "ready"
+    assert l1.counters["apply_faults"] > 0
+    assert l1.counters["committed"] == 2
+    server.start().stop()
+
+
+@pytest.mark.skipif(native is None, reason="the index is kept by the C extension alone")
 def test_a_removal_that_fails_is_finished_before_its_slot_is_another_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,10 +153,10 @@ def test_status_calls_populated_what_can_be_handed_out(tmp_path: Path) -> None:
         assert client.status()["pool"]["populated_bytes"] == server.segment.info.data_bytes
 
 
-def _settings(tmp_path: Path) -> Any:
+def _settings(tmp_path: Path, **more: Any) -> Any:
     return make_settings(
         name=f"l{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-        l1={"size_bytes": 4 << 20}, drain_s=0.1,
+        l1={"size_bytes": 4 << 20}, drain_s=0.1, **more,
     )  # fmt: skip
 
 

@@ -144,3 +144,19 @@ def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(dou
     assert told["tiers"][0]["bytes_reserved"] == 0
     policy.panics = False
     works(doubles, loop)
+
+
+def test_a_fault_in_the_pool_at_a_load_costs_that_lookup_alone(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, loop, contents = made(doubles)
+    loop.store(contents)
+    loop.idle()
+    for key in contents:
+        loop.l1.evict(key)
+
+    def fails(*arguments: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as fault:
+        fault.setattr(loop.l1, "begin_load", fails)
+        assert loop.fetch(list(contents)).hits == 0
+    assert loop.fetch(list(contents)).hits == 4, "nobody waits for the load that was never begun"

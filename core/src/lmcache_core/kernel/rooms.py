@@ -194,7 +194,11 @@ class Rooms:
             first.grants = self._carry_out(first, now)
         except CacheError as error:  # the lease that it was to be a page of is gone, for instance
             first.error = error
-        self._let_go(first)
+        except BaseException:  # a bug of ours: who waits is told of it, and nothing of the grant is left
+            first.error = CacheError("the server failed on this grant; its log says how")
+            raise
+        finally:
+            self._let_go(first)
 
     def _advance(self, first: Preparation) -> bool:
         """Whether it is worth waiting for the next step. Each look at what is coldest has a step of its own, and so has

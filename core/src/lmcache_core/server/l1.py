@@ -182,11 +182,12 @@ class L1:
                     log.exception("%s was not carried out in one go: each object of it follows", type(effect).__name__)
                     self.counters["apply_faults"] += 1
                     self._one_by_one(effect)
-                if self.companions is not None:
-                    self.companions.hear(effect)
-                if self.taps is not None:
-                    self.taps.effect(effect)
                 self._untold.append(effect)
+                try:
+                    self._show(effect)
+                except Exception:
+                    log.exception("%s was not shown to everybody", type(effect).__name__)
+                    self.counters["apply_faults"] += 1
         while self._untold:
             effect = self._untold.popleft()
             try:
@@ -194,6 +195,13 @@ class L1:
             except Exception:
                 log.exception("somebody was not told of %s", type(effect).__name__)
                 self.counters["apply_faults"] += 1
+
+    def _show(self, effect: Effect) -> None:
+        """Those who only listen."""
+        if self.companions is not None:
+            self.companions.hear(effect)
+        if self.taps is not None:
+            self.taps.effect(effect)
 
     def _to_memory(self, effect: Effect) -> None:
         """The pool's tables and index."""

@@ -112,9 +112,16 @@ class LoadTable:
         deadline = min(request.deadline, self._clock.now + allowed_s)
         refused: list[tuple[Load, TierReason | None]] = []
         begun: list[Load] = []
-        for first in range(0, len(fresh), BATCH_KEYS_MAX):
-            page = fresh[first : first + BATCH_KEYS_MAX]
-            self._ask_for_slots(page, request, deadline, priority, begun, refused)
+        try:
+            for first in range(0, len(fresh), BATCH_KEYS_MAX):
+                page = fresh[first : first + BATCH_KEYS_MAX]
+                self._ask_for_slots(page, request, deadline, priority, begun, refused)
+        except BaseException:  # a load that is not begun must not stand in the way of the next one of its key
+            self._abort(begun, TierReason.TIER_ERROR)
+            for load in fresh:
+                if load.page is None:
+                    self._over(load, TierReason.TIER_ERROR)
+            raise
         for load, reason in refused:
             self._over(load, reason)
         return lambda: self._start(begun, request.layout_id, deadline, priority)
