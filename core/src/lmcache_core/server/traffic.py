@@ -15,6 +15,7 @@ OTHER = 0  # stands for namespaces beyond the limit: no namespace has this id
 
 _LOADING, _QUOTA, _ABSENT = bytes([Grant.LOADING]), bytes([Grant.QUOTA]), bytes([Grant.MISS])
 _NONE = bytes([Reason.NONE])
+_SHOWN = ("lookup_keys", "lookup_hits", "retrieve_bytes")  # of each namespace: a status is one frame
 _NAMES = {int(reason): reason.name.lower() for reason in Reason}
 
 
@@ -107,9 +108,12 @@ class Traffic:
         """The namespaces with most traffic, by id, and the rest together."""
         named = [(each, row) for each, row in self.namespaces.items() if each != OTHER]
         named.sort(key=lambda item: -(item[1].lookup_keys + item[1].retrieve_keys))
-        found = {f"{each:016x}": asdict(row) for each, row in named[:TRAFFIC_NAMESPACES_SHOWN_MAX]}
+        found = {
+            f"{each:016x}": {field: getattr(row, field) for field in _SHOWN}
+            for each, row in named[:TRAFFIC_NAMESPACES_SHOWN_MAX]
+        }
         if len(found) < len(self.namespaces):
-            found["other"] = {field: totals[field] - sum(row[field] for row in found.values()) for field in totals}
+            found["other"] = {field: totals[field] - sum(row[field] for row in found.values()) for field in _SHOWN}
         return found
 
 
