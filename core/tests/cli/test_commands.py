@@ -22,6 +22,7 @@ from lmcache_core.native import native
 from lmcache_core.plugins.hookspecs import hookimpl
 from lmcache_core.plugins.records import Refusal
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.backing import segment_path
 from lmcache_core.settings.compose import make_settings
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -320,6 +321,26 @@ def test_serve_says_when_it_is_ready_answers_status_and_ends_on_sigterm(
         finally:
             if server.poll() is None:
                 server.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_ended_as_it_starts_leaves_nothing(
+    environ: dict[str, str], tmp_path: Path, number: signal.Signals
+) -> None:
+    name = f"start-{tmp_path.name[-24:].lower()}"
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", *POOL, "--name", name]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environ, cwd=tmp_path) as server:
+        try:
+            while not segment_path(name).exists():  # one of the first things that it makes
+                assert server.poll() is None
+            server.send_signal(number)
+            assert server.wait(60) == 0
+            assert not segment_path(name).exists()
+            assert not list(tmp_path.rglob("lifeline"))
+        finally:
+            if server.poll() is None:
+                server.kill()
+            segment_path(name).unlink(missing_ok=True)
 
 
 def test_a_variable_with_one_underscore_too_few_is_refused_by_its_right_name(run: Run) -> None:

@@ -50,13 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
     for refusal in arguments.registry.refused:
         if not refusal.chosen:
             log.warning("plugin not in use: %s", refusal)
+    from lmcache_core.server.end_signals import EndSignals
     from lmcache_core.server.server import Server
 
     # A session takes two descriptors or three, and the usual soft limit of 1,024 is there for select(), not for us.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    server = Server(settings, arguments.registry)
-    status: int = server.run(
-        on_ready=lambda address: print(f"lmcache-core {settings.name} ready at {address}", flush=True)
-    )
+    with EndSignals() as signals:
+        status: int = Server(settings, arguments.registry).run(
+            lambda address: print(f"lmcache-core {settings.name} ready at {address}", flush=True), signals
+        )
     return status

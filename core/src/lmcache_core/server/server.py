@@ -10,14 +10,13 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.clock import Clock
@@ -40,6 +39,7 @@ from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tier
 from lmcache_core.server.clears import Clears
 from lmcache_core.server.companions import Companions
 from lmcache_core.server.dispatch import Dispatch
+from lmcache_core.server.end_signals import EndSignals
 from lmcache_core.server.explains import Explains
 from lmcache_core.server.helper import HelperContext
 from lmcache_core.server.helpers import Helpers, check_helper_names, configured
@@ -215,8 +215,9 @@ class Server:
 
     # --- running ------------------------------------------------------------------------------------------
 
-    def run(self, on_ready: Callable[[str], None] | None = None) -> int:
-        """Serve in this thread until SIGTERM or SIGINT; the exit status. Only in the main thread."""
+    def run(self, on_ready: Callable[[str], None] | None = None, signals: EndSignals | None = None) -> int:
+        """Serve in this thread until SIGTERM or SIGINT; the exit status. Only in the main thread. `signals`: of a
+        caller that has heard them since before this server was made."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         # A full collection over a million residents stalls for 160 ms, and one of 50,000 young objects for 4. What is
         # here now stays; the young are looked at a few at a time, and once more in housekeeping; cycles that live
@@ -224,7 +225,8 @@ class Server:
         gc.collect()
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
-        with self._signals():
+        with contextlib.ExitStack() as stack:
+            (signals or stack.enter_context(EndSignals())).tell(lambda: self.loop.call(self._begin_drain))
             try:
                 self._started()
                 if on_ready is not None:
@@ -286,18 +288,6 @@ class Server:
         with contextlib.suppress(IndexError):
             while True:
                 self._arrivals.popleft().close()
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.loop.call(self._begin_drain)
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _serve(self) -> None:
         try:
