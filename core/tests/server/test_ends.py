@@ -62,6 +62,21 @@ def test_an_embedded_server_is_served_by_one_thread_however_it_is_started(tmp_pa
     assert nothing_left(server)
 
 
+def test_an_orderly_end_leaves_no_socket_and_none_that_another_has_made_goes(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for path in (ours, others):
+        server = Server(settings_for(tmp_path, zmq={"ipc": str(path)}), load_plugins()).start()
+        assert path.is_socket()
+        if path is others:  # whoever binds there next replaces what is there
+            path.unlink()
+            path.touch()
+        server.stop()
+        assert nothing_left(server)
+    assert not ours.exists()
+    assert others.exists()
+
+
 def test_a_client_that_connects_as_the_server_ends_finds_an_end_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ itself. A message that is not exactly one frame behind the routing id is counted
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket as sockets
@@ -92,13 +93,16 @@ class ZmqCarrier:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HELLO_S * 1000))
         if curve is not None:
             curve.apply(self._socket)
+        self._path = Path(address.removeprefix("ipc://")) if self.is_ipc else None
+        self._inode = 0  # of our own socket there, once there is one
         try:
-            if self.is_ipc:
+            if self._path is not None:
                 self._admit(access, gids)
-                Trust.of_server().open_directory(Path(address.removeprefix("ipc://")).parent).close()
+                Trust.of_server().open_directory(self._path.parent).close()
             self._socket.bind(address)
-            if self.is_ipc:
-                grant_access(Path(address.removeprefix("ipc://")), access, gids)
+            if self._path is not None:
+                self._inode = self._path.stat().st_ino
+                grant_access(self._path, access, gids)
         except (zmq.ZMQError, CacheError, OSError) as error:
             self._end()
             raise SettingsError(f"cannot serve on {address}: {error}; is another server there?") from error
@@ -173,6 +177,10 @@ class ZmqCarrier:
 
     def _end(self) -> None:
         self._socket.close()
+        if self._path is not None and self._inode:  # ZMQ leaves it there; another server may have bound it anew
+            with contextlib.suppress(FileNotFoundError):
+                if self._path.stat().st_ino == self._inode:
+                    self._path.unlink()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
