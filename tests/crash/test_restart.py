@@ -292,8 +292,8 @@ def test_another_layout_gets_another_id_and_the_same_one_its_own(node: Node) -> 
     store(client, node, range(5))
     server.kill()
     node.serve()
-    third = Namespace("third", Layout("float16", (2048,)))  # registered first, as large as the first one
-    until(lambda: client.store([node.key("t")], [b"t" * 4096], namespace=third).stored)
+    third = Namespace("third", Layout("float32", (1024,)))  # registered first, as large as the first one
+    until(lambda: client.store([node.key("t")], [memoryview(b"t" * 4096).cast("f")], namespace=third).stored)
     check(client, node, range(5))
     into = [bytearray(4096)]
     assert client.retrieve([node.key("o")], into, namespace=other).hits == 1

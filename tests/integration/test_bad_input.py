@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,8 @@ BAD_OBJECTS = {
     "another shape": (torch.zeros(2, 64, 9, dtype=torch.bfloat16), r"tensor 1 has shape \(2, 64, 9\)"),
     "not contiguous": (torch.zeros(2, 8, 64, dtype=torch.bfloat16).mT, r"tensor 1 .*call \.contiguous\(\)"),
     "too few bytes": (bytearray(2047), r"object 1 has 2,047 bytes .* 2,048"),
-    "an array of another item size": (np.zeros(512, np.float32), r"object 1 has items of format 'f' .*view\.cast"),
+    "an array of another item size": (np.zeros(512, np.float32), r"object 1 has items of format 'f' .*cast\('H'\)"),
+    "opaque bytes": (bytes(2048), r"object 1 has items of format 'B' .*uint8 layout"),
     "an array of another dtype": (np.zeros(1024, np.int16), r"object 1 has items of format 'h' .*convert it"),
     "an array of another shape": (np.zeros((64, 2, 8), np.uint16), r"object 1 has shape \(64, 2, 8\) .*reshape it"),
     "an array that is not contiguous": (np.zeros((64, 32), np.uint8).T[:, :32], r"object 1 is not contiguous"),
@@ -130,20 +132,20 @@ def test_an_object_larger_than_the_pool_is_said_at_registration_and_a_status_aft
     assert client.lookup([node.key("a")], namespace=huge).hits == 0
 
 
-def test_what_may_be_written_from_and_read_into_is_anything_with_the_bytes(node: Node) -> None:
+def test_what_may_be_written_from_and_read_into_is_anything_of_the_layouts_items(node: Node) -> None:
     node.serve()
     client = node.client()
     tensor = torch.randn(2, 64, 8).to(torch.bfloat16)
     raw = bytes(tensor.view(torch.uint8).numpy())
-    views = [tensor, raw, bytearray(raw), memoryview(raw), np.frombuffer(raw, np.uint16), np.frombuffer(raw, np.uint8)]
+    views = [tensor, memoryview(raw).cast("H"), array("H", raw), np.frombuffer(raw, np.uint16)]
     keys = [node.key(number) for number in range(len(views))]
     assert client.store(keys, views, namespace=HALF).stored == len(views)
     back = torch.zeros(2, 64, 8, dtype=torch.bfloat16)
-    array = np.zeros((2, 64, 8), np.uint16)
+    items = np.zeros((2, 64, 8), np.uint16)
     for key in keys:
-        assert client.retrieve([key, keys[0]], [back, array], namespace=HALF).hits == 2
+        assert client.retrieve([key, keys[0]], [back, items], namespace=HALF).hits == 2
         assert torch.equal(back, tensor)
-        assert array.tobytes() == raw
+        assert items.tobytes() == raw
         back.zero_()
     rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
     assert client.lookup(rows, namespace=HALF).hits == len(keys)  # keys, too, are anything with 32 bytes

@@ -7,7 +7,7 @@ import os
 from lmcache_core import Client, Layout, Namespace
 from lmcache_core.tokens.keys import chunk_keys
 
-namespace = Namespace("demo", Layout("float16", (2, 256, 2, 64), "KTHD"))
+namespace = Namespace("demo", Layout("uint8", (2 * 2 * 256 * 2 * 64,)))
 keys = chunk_keys(range(4096), namespace)
 objects = [bytes(namespace.layout.nbytes) for _ in keys]
 with Client.connect() as client:

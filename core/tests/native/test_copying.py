@@ -351,8 +351,13 @@ def test_an_array_of_another_dtype_or_shape_than_the_layouts_is_refused() -> Non
     np = pytest.importorskip("numpy")
     layout = Layout("float16", (4, 8))
     right = np.zeros((4, 8), np.float16)
-    for each in (right, right.ravel(), right.tobytes(), memoryview(right).cast("B"), bytearray(64)):
+    for each in (right, right.ravel()):
         spans([each], 1, layout, writable=False)
+    for each in (right.tobytes(), memoryview(right).cast("B"), bytearray(64)):
+        with pytest.raises(UsageError, match="use a uint8 layout for opaque bytes"):
+            spans([each], 1, layout, writable=False)
+        spans([each], 1, Layout("uint8", (64,)), writable=False)
+        spans([each], 1, Layout("float8_e4m3fn", (64,)), writable=False)
     for each in (right.view(np.int16), right.view(np.uint16), np.zeros(8, np.float64), right.view(np.int8)):
         with pytest.raises(UsageError, match="has items of format"):
             spans([each], 1, layout, writable=False)

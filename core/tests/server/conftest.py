@@ -54,7 +54,7 @@ def client(server: Server) -> Iterator[Client]:
 
 @pytest.fixture
 def namespace() -> Namespace:
-    return Namespace("model", Layout("float16", (2, 4, 256, 8), "KLTD"))
+    return Namespace("model", Layout("uint8", (2 * 2 * 4 * 256 * 8,)))
 
 
 def keys_of(*names: object) -> list[bytes]:

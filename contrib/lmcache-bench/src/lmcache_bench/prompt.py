@@ -60,7 +60,9 @@ class Share(NamedTuple):
     @property
     def layout(self) -> Layout:
         """Of one chunk's part."""
-        return Layout("bfloat16", (CHUNK_TOKENS, TOKEN_BYTES // ITEM_BYTES // self.shards))
+        if find_spec("torch"):
+            return Layout("bfloat16", (CHUNK_TOKENS, TOKEN_BYTES // ITEM_BYTES // self.shards))
+        return Layout("uint8", (CHUNK_TOKENS * TOKEN_BYTES // self.shards,))
 
     def keys(self, turn: int) -> list[bytes]:
         """One for each chunk; other ones in every turn."""

@@ -21,8 +21,8 @@ from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
 
-_BYTES = ("B", "c")  # plain bytes: the caller vouches for what they mean
-# What a buffer says of its items, by dtype. None says bfloat16: arrays carry it as uint16. None says float8.
+_BYTES = ("B", "c")  # plain bytes, of layouts that are no more: uint8, and float8, which no buffer says
+# What a buffer says of its items, by dtype. None says bfloat16: arrays carry it as uint16.
 _FORMATS = {
     "float64": ("d",),
     "float32": ("f",),
@@ -87,15 +87,18 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
             f"object {position} is a {type(each).__name__}: give a torch tensor or something with a buffer"
         ) from None
     except (ValueError, BufferError) as error:  # an array of a type that buffers have no name for, as bfloat16
-        raise UsageError(f"object {position} shows no buffer ({error}): pass its bytes (array.view('uint8'))") from None
+        raise UsageError(
+            f"object {position} shows no buffer ({error}): view it as integers (array.view('uint16'))"
+        ) from None
     if not view.c_contiguous:
         raise UsageError(f"object {position} is not contiguous: copy it first (numpy.ascontiguousarray)")
     if view.nbytes != layout.nbytes:
         raise UsageError(f"object {position} has {view.nbytes:,} bytes and its layout {layout} has {layout.nbytes:,}")
-    if view.format not in _BYTES and view.format not in _FORMATS.get(layout.dtype, ()):
+    if view.format not in _FORMATS.get(layout.dtype, _BYTES):
         raise UsageError(
-            f"object {position} has items of format {view.format!r} and its layout is {layout}: convert it, or pass "
-            "its bytes (view.cast('B')) if that is what you mean"
+            f"object {position} has items of format {view.format!r} and its layout is {layout}: convert it, say what "
+            f"it is (memoryview(…).cast({_FORMATS.get(layout.dtype, _BYTES)[0]!r})), or use a uint8 layout for opaque "
+            "bytes"
         )
     if view.ndim > 1 and view.itemsize == layout.itemsize and view.shape != layout.shape:
         raise UsageError(f"object {position} has shape {view.shape} and its layout is {layout}: reshape it")
