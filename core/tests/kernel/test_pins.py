@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import pytest
 from kernel_words import NS, WORKER, keys, store
 
+from lmcache_core.errors import UsageError
 from lmcache_core.kernel import Grant, Kernel
 from lmcache_core.kernel.objects import Incarnation
 
@@ -52,3 +54,10 @@ def test_to_pin_the_same_again_and_again_keeps_no_list_of_each_time(make_kernel:
     pin(kernel, numbers, 3600, now=20)
     assert pinned(kernel, 3619) == 8
     assert pinned(kernel, 3620) == 0
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_every_pin_ends(kernel: Kernel, ttl_s: float) -> None:
+    store(kernel, 1)
+    with pytest.raises(UsageError, match="give a positive ttl_s, after which it ends"):
+        kernel.pin(WORKER, NS, keys(1), ttl_s, 0.0)

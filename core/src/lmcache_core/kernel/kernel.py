@@ -471,8 +471,8 @@ class Kernel:
         self.adoption.touch(namespace, keys)
         session = self._sessions.get(session_id)
         check_batch(keys, None)
-        if not ttl_s > 0:
-            raise UsageError(f"a pin for {ttl_s} seconds is none: give a positive ttl_s, or unpin")
+        if not 0 < ttl_s < math.inf:
+            raise UsageError(f"a pin for {ttl_s} seconds: give a positive ttl_s, after which it ends, or unpin")
         return self._pins.pin(namespace, keys, now + ttl_s, session.accounts[Sort.PINNED])
 
     def unpin(self, session_id: int, namespace: int, keys: Sequence[bytes], now: float) -> bytearray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -350,6 +351,8 @@ def _check(request: LookupRequest) -> None:
     for name in ("wait_s", "deadline_s", "pin_s"):
         if not getattr(request, name) >= 0:
             raise UsageError(f"{name} is {getattr(request, name)}: give seconds, or 0")
+    if request.pin_s == math.inf:
+        raise UsageError("pin_s is infinite, and every pin ends: give seconds")
 
 
 def _wanted(request: LookupRequest) -> Wanted:
