@@ -201,17 +201,16 @@ def other_layout(at: World) -> None:
 
 
 def queue_full(at: World) -> None:
-    def stores() -> dict[str, Any]:
-        found: dict[str, Any] = at.client.status()["tiers"]["stores"]
-        return found
+    def lost() -> int:
+        return int(at.client.status()["tiers"]["stores"]["counts"].get("lost_throttled", 0))
 
     at.faults("store hang")
-    while at.client.status()["tiers"]["tiers"][0]["lanes"]["cold-store"]["queued"] < 2:
-        at.store(uuid4().hex[:16])  # until the lanes are full, and what comes next waits
+    while not lost():
+        at.store(uuid4().hex[:16])  # until the lanes are full, and so is what waits for them
     at.store("k")
-    for number in range(8):
-        at.store(f"behind {number}")
-    until(lambda: stores()["counts"].get("lost_throttled", 0) >= 5, "the full queue")
+    before = lost()
+    while lost() < before + 6:  # the oldest goes first, and no more than four wait
+        at.store(uuid4().hex[:16])
     at.overflow()
 
 
