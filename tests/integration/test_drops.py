@@ -173,3 +173,17 @@ def test_a_successor_takes_the_place_of_what_was_dropped_on_the_tiers(node: Node
     drop(tiered, node, "a", read(tiered, node, "a")[0], tiers=False)
     assert tiered.lookup([node.key("a")], namespace=node.namespace, wait_s=60.0).hits == 1
     assert read(tiered, node, "a")[1] == node.payload(2)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64, "x", 1.5, None])
+def test_a_number_that_no_incarnation_has_is_refused_in_words(client: Client, node: Node, number: Any) -> None:
+    with pytest.raises(UsageError, match="is no incarnation"):
+        client.drop([node.key("a")], namespace=node.namespace, incarnations=[number])
+
+
+def test_a_list_of_promises_is_refused_in_words(client: Client, node: Node) -> None:
+    store(client, node, "a", 1)
+    found = client.lookup([node.key("a")], namespace=node.namespace, hold=True)
+    with pytest.raises(UsageError, match="one promise a call"):
+        client.free_lookup_locks([found.promise])  # type: ignore[list-item]
+    assert client.free_lookup_locks(found.promise) == 1

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.tiers.contract import Result
+from lmcache_fs.files import make_folder
 from lmcache_fs.temporary import TemporaryFolder, sweep
 
 KEY = b"k" * 44
@@ -142,3 +143,8 @@ def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_one(
 
 def _refused(*arguments: Any, **more: Any) -> None:
     raise OSError(errno.EIO, "the medium refuses")
+
+
+def test_a_directory_that_can_never_be_made_is_refused_by_its_name() -> None:
+    with pytest.raises(FileNotFoundError, match="/proc/"):
+        make_folder("/proc/tier/objects", sync=False)

@@ -379,6 +379,10 @@ class Client:
         if promise is None:
             return 0
         numbers = promise.numbers if isinstance(promise, Promise) else list(promise)
+        if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
+            raise UsageError(
+                f"{promise!r} is neither a promise nor a list of numbers of promises: give one promise a call"
+            )
         try:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
         except DisconnectedError:
@@ -453,6 +457,9 @@ class Client:
         keys = checked_keys(keys)
         if len(keys) != len(incarnations):
             raise UsageError(f"{len(incarnations)} incarnations for {len(keys)} keys: give one for each key")
+        for number in incarnations:
+            if type(number) is not int or not 0 <= number < 1 << 64:
+                raise UsageError(f"{number!r} is no incarnation: give those that a retrieve or a lookup has found")
         chosen = [at for at, number in enumerate(incarnations) if number]
         dropped = 0
         for first in range(0, len(chosen), BATCH_KEYS_MAX):

@@ -134,7 +134,7 @@ class Pages:
         given: list[GroupKeys] = []
         words = []
         for number, each in enumerate(entries):
-            entry = each if isinstance(each, PageEntry) else PageEntry(*each)
+            entry = _entry_of(number, each)
             group = self._group(number, entry.group, writes)
             keys = _keys_of(number, entry.keys)
             all_pages = len(keys) * group.pages_per_object
@@ -159,6 +159,13 @@ class Pages:
                         f"entry {number}: region {region} of group {at} is read-only: retrieve needs writable memory"
                     )
         return groups[at]
+
+
+def _entry_of(number: int, given: PageEntry | tuple[Any, ...]) -> PageEntry:
+    try:
+        return given if isinstance(given, PageEntry) else PageEntry(*given)
+    except TypeError as error:
+        raise UsageError(f"entry {number} is {given!r}: give (group, keys, page_ids, …)") from error
 
 
 def _keys_of(number: int, keys: Sequence[bytes]) -> list[bytes]:

@@ -62,6 +62,7 @@ class EventBus:
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # a batch, to those who have not heard it yet
+        self._lock = threading.Lock()  # of the next two, for a moment
         self._busy: tuple[str, float] | None = None  # who is being told, and since when
         self._turn = 0  # threads that were left behind with a subscriber have another number
         self._thread = self._start()
@@ -84,13 +85,14 @@ class EventBus:
 
     def check(self) -> None:
         """Put a subscriber aside that has not come back for too long, and go on without it. Call it now and then."""
-        busy = self._busy
-        if busy is not None and time.monotonic() - busy[1] > SUBSCRIBER_HANG_S:
-            name = busy[0]
-            self._turn += 1  # its thread ends when it comes back
+        with self._lock:
+            busy = self._busy
+            if busy is None or time.monotonic() - busy[1] <= SUBSCRIBER_HANG_S:
+                return
+            self._turn += 1  # its thread ends the subscriber, and itself, when it comes back
             self._busy = None
-            self._put_aside(name, f"it did not come back within {SUBSCRIBER_HANG_S:g} s")
-            self._thread = self._start()
+        self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s")
+        self._thread = self._start()
 
     def close(self) -> None:
         """Tell what is left, and end the subscribers; a hanging one is waited for no longer than a moment."""
@@ -98,8 +100,9 @@ class EventBus:
         self._wake.set()
         self._thread.join(EVENTS_CLOSE_S)
         if self._thread.is_alive():
-            self._turn += 1
-            name = self._busy[0] if self._busy is not None else "none"
+            with self._lock:
+                self._turn += 1
+                name = self._busy[0] if self._busy is not None else "none"
             log.warning("not all events were told at the end: the subscriber %s did not come back", name)
 
     def status(self) -> dict[str, Any]:
@@ -152,19 +155,35 @@ class EventBus:
             heard = self._heard[name]
             if heard.aside:
                 continue
-            self._busy = (name, time.monotonic())
+            if not self._begins(turn, name):
+                return False
+            failure: BaseException | None = None
             try:
                 heard.subscriber.hear(batch)
             except BaseException as error:  # noqa: BLE001  # a plugin's fault, perhaps in Rust: told by `_failed`
-                if self._turn != turn:
-                    return False
-                self._failed(name, error)
-            else:
-                heard.events += len(batch)
-            if self._turn != turn:
+                failure = error
+            if not self._comes_back(turn):
+                self._close_one(name)  # it was put aside meanwhile, and only this thread knows that it is idle
                 return False
-            self._busy = None
+            if failure is None:
+                heard.events += len(batch)
+            else:
+                self._failed(name, failure)
         return True
+
+    def _begins(self, turn: int, name: str) -> bool:
+        """This thread is about to call a subscriber. False: the bus was closed, and has not waited."""
+        with self._lock:
+            if self._turn == turn:
+                self._busy = (name, time.monotonic())
+            return self._turn == turn
+
+    def _comes_back(self, turn: int) -> bool:
+        """The subscriber has returned. False: too late, another thread has taken over."""
+        with self._lock:
+            if self._turn == turn:
+                self._busy = None
+            return self._turn == turn
 
     def _failed(self, name: str, error: BaseException) -> None:
         log.error("the event subscriber %s failed", name, exc_info=error)
@@ -177,10 +196,13 @@ class EventBus:
 
     def _close_all(self, turn: int) -> None:
         for name, each in self._heard.items():
-            if self._turn == turn and not each.aside:
-                self._busy = (name, time.monotonic())
-                self._close_one(name)
-        self._busy = None
+            if each.aside:
+                continue
+            if not self._begins(turn, name):
+                return
+            self._close_one(name)
+            if not self._comes_back(turn):
+                return
 
     def _close_one(self, name: str) -> None:
         try:

@@ -121,7 +121,7 @@ class Lookups:
                 lambda job: self._ended(wait, job),
                 policy,
             )
-        except CacheError:  # a tier that is not there: the caller hears of no promise
+        except BaseException:  # a tier that is not there, a policy that fails: the caller hears of no promise
             if wait.promise:
                 self._kernel.free_lookup_locks(session.id, [wait.promise], now)
             raise

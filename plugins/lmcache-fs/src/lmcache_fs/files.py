@@ -36,7 +36,7 @@ def make_folder(path: str, *, sync: bool) -> None:
             raise
         return
     except FileNotFoundError:
-        if above == path:
+        if os.path.isdir(above):  # noqa: PTH112  # it takes no folders, as /proc does
             raise
         make_folder(above, sync=sync)
         make_folder(path, sync=sync)
