@@ -440,7 +440,8 @@ class Client:
 
         `incarnations`: which ones, as the result of a retrieve, or of a lookup with `identify`, has them; positions
         where it has 0 are left alone. What has been stored under the same key since stays. With `tiers` what tiers
-        have under these keys is deleted, too, in the background: a tier does not know incarnations. Raises
+        have under these keys is deleted, too, in the background: a tier does not know incarnations. One whose medium
+        allows no deletes keeps them, and the next lookup may load them again: there only `clear` helps. Raises
         `UsageError` for a namespace that is not this client's, and `DisconnectedError`.
         """
         return self._drop(keys, namespace, incarnations, tiers=tiers, damaged=False)
