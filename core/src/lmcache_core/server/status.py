@@ -6,24 +6,45 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
 from lmcache_core.kernel.answers import HolderUsage, KernelUsage
+from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, FRAME_BYTES_MAX
 from lmcache_core.pool.tally import Tally
+from lmcache_core.protocol.codec import encode
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
 SESSIONS_SHOWN_MAX = 100
 ROWS_SHOWN_MAX = 100  # of size classes, and of culprits: the reply is one frame
+STATUS_BYTES_MAX = FRAME_BYTES_MAX - 64  # around it stand the reply's tag and its number
+# What is shortened where the whole is larger than that, the longest first; those of the second line only where nothing
+# is left of the first. Rows that say most come first in each.
+SHORTENED = (
+    ("sessions", "companions", "l1.holders", "l1.held_by_session", "l1.quarantine_by_session",
+     "l1.quarantine_by_holder", "l1.classes"),
+    ("tiers.tiers", "helpers", "events.subscribers", "counters", "traffic.namespaces"),
+)  # fmt: skip
 
 
 def describe(server: Server) -> dict[str, Any]:
-    """The server's account of itself."""
+    """The server's account of itself, in one frame. `not_shown`: how many rows of which table were left out for that,
+    and under `texts` how many texts were cut."""
+    status = _described(server)
+    if len(encode(status)) > STATUS_BYTES_MAX:
+        _shorten(status)
+    return status
+
+
+def _described(server: Server) -> dict[str, Any]:
     kept = server.kernel.usage()
     usage = asdict(kept)
     usage["eviction_policy"] = server.settings.l1.eviction.type
+    tables = ("classes", "holders", "held_by_session", "quarantine_by_session", "quarantine_by_holder")
+    left_out = {f"l1.{name}": len(usage[name]) - ROWS_SHOWN_MAX for name in tables}
     usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
     usage["holders"] = _holders(server, kept)
     usage["held_by_session"] = dict(_most(kept.held_by_session))
@@ -31,6 +52,7 @@ def describe(server: Server) -> dict[str, Any]:
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
     segment = server.segment
     sessions = list(server.sessions)
+    left_out["sessions"] = len(sessions) - SESSIONS_SHOWN_MAX
     return {
         "server": {
             "name": server.settings.name,
@@ -78,7 +100,64 @@ def describe(server: Server) -> dict[str, Any]:
         },
         "chunk_tokens": server.settings.chunk_tokens,
         "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
+        "not_shown": {name: rows for name, rows in left_out.items() if rows > 0},
     }
+
+
+def _shorten(status: dict[str, Any]) -> None:
+    """Make it fit: cut the texts of others (errors, above all), then leave rows out. A few milliseconds at most, where
+    there is so much to say."""
+    cut = _Cut()
+    for name in list(status):
+        status[name] = cut(status[name])
+    not_shown = status["not_shown"]
+    if cut.texts:
+        not_shown["texts"] = cut.texts
+    left = len(encode(status)) - STATUS_BYTES_MAX
+    for names in SHORTENED:
+        left += sum(16 + len(name) for name in names)  # what `not_shown` may grow by
+        tables = {name: table for name in names if (table := _table(status, name))}
+        sizes = {name: len(encode(table)) for name, table in tables.items()}
+        while left > 0 and sizes:
+            name = max(sizes, key=sizes.__getitem__)
+            rows = len(tables[name])
+            tables[name] = _first(tables[name], rows // 2)
+            not_shown[name] = not_shown.get(name, 0) + rows - rows // 2
+            left += len(encode(tables[name])) - sizes.pop(name)
+            if tables[name]:
+                sizes[name] = len(encode(tables[name]))
+        for name, table in tables.items():
+            above, _, last = name.rpartition(".")
+            (status[above] if above else status)[last] = table
+
+
+class _Cut:
+    """Plain values with their longer texts cut; `texts` counts these."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > ERROR_EXCERPT_CHARS_MAX:
+            self.texts += 1
+            return value[: ERROR_EXCERPT_CHARS_MAX - 1] + "…"
+        if isinstance(value, dict):
+            return {key: self(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self(each) for each in value]
+        return value
+
+
+def _table(status: Mapping[str, Any], path: str) -> Any:
+    """The table at a dotted path; None where an answer of this server has none."""
+    value: Any = status
+    for name in path.split("."):
+        value = (value or {}).get(name)
+    return value
+
+
+def _first(table: Any, rows: int) -> Any:
+    return dict(islice(table.items(), rows)) if isinstance(table, dict) else table[:rows]
 
 
 def traffic(server: Server) -> dict[str, Any]:
