@@ -22,7 +22,8 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     handler.setFormatter(JsonLines())
     log = logging.getLogger("lmcache_core")
     log.addHandler(handler)
-    level, log.level = log.level, logging.DEBUG
+    level = log.level
+    log.setLevel(logging.DEBUG)
     try:
         log.warning("two\nlines and %s", "a “quote”")
         try:
@@ -32,7 +33,7 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
         LogEvents(LogSettings(objects=True), SubscriberContext("node", tmp_path)).hear(samples())
     finally:
         log.removeHandler(handler)
-        log.level = level
+        log.setLevel(level)
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert lines[0]["message"] == "two\nlines and a “quote”"
     assert lines[0]["time"].endswith("+00:00")
