@@ -39,9 +39,10 @@ class Remote(Peer):
 
 def crowd(server: Server) -> None:
     """As many as there may be, each with the longest name. On the loop's thread."""
+    now = server.loop.clock.now
     for number in range(SESSIONS):
         name = f"{number:03d}".ljust(SESSION_NAME_BYTES_MAX, "n")
-        server.sessions.open(Remote(number), bytes([number]) * 16, name, U64_MAX >> 32, 0.0, wants_pool=False)
+        server.sessions.open(Remote(number), bytes([number]) * 16, name, U64_MAX >> 32, now, wants_pool=False)
     for number in range(NAMESPACES):
         server.l1.traffic.looked_up(U64_MAX - number, 1 << 40, 1 << 39, {"never_stored": 1 << 39})
 
