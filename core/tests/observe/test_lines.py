@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from uuid import uuid4
 
+import pytest
+
 from lmcache_core.observe.lines import JsonLines
 from lmcache_core.observe.logs import LogEvents, LogSettings
 from lmcache_core.observe.subscriber import SubscriberContext
@@ -42,7 +44,8 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     assert lines[2]["event"]["keys"] == 8
 
 
-def test_a_server_logs_in_lines_of_json(tmp_path: Path) -> None:
+def test_a_server_logs_in_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMCACHE_CORE_NONSENSE", "1")
     command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", "--log-format", "json", "--name"]
     command += [f"json-{uuid4().hex[:8]}", "--runtime_dir", str(tmp_path / "run")]
     command += ["--state_dir", str(tmp_path / "state"), "--l1.size_bytes", "16MiB", "--l1.backing", "memfd"]
@@ -54,5 +57,6 @@ def test_a_server_logs_in_lines_of_json(tmp_path: Path) -> None:
     _, said = server.communicate(timeout=60)
     lines = [json.loads(line) for line in said.splitlines()]
     assert server.returncode == 0
+    assert "LMCACHE_CORE_NONSENSE is no setting" in lines[0]["message"]
     assert any("drains" in line["message"] for line in lines)
     assert [line["event"]["event"] for line in lines if "event" in line] == ["drain"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,13 +22,17 @@ def add_settings_options(parser: ArgumentParser) -> None:
     parser.set_defaults(format_help=parser.format_help)
 
 
-def composed(arguments: Namespace) -> Composed:
-    """The settings that a command line asks for. Warnings go to standard error."""
+def _print_warning(warning: str) -> None:
+    print(f"lmcache-core: warning: {warning}", file=sys.stderr)
+
+
+def composed(arguments: Namespace, warn: Callable[[str], None] = _print_warning) -> Composed:
+    """The settings that a command line asks for. `warn`: told of what is odd in them."""
     from lmcache_core.settings.compose import compose_sources
 
     found = compose_sources(arguments.registry, _sources(arguments))
     for warning in found.warnings:
-        print(f"lmcache-core: warning: {warning}", file=sys.stderr)
+        warn(warning)
     return found
 
 

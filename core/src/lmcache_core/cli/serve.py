@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     _begin_log(arguments)
     arguments.setting_flags = [*arguments.setting_flags, *arguments.keep_pool]
-    settings = composed(arguments).settings
+    settings = composed(arguments, log.warning).settings
     for refusal in arguments.registry.refused:
         if not refusal.chosen:
             log.warning("plugin not in use: %s", refusal)
