@@ -7,6 +7,7 @@ FIGURES = {
     "lookup_requests": "Requests that were looked up",
     "lookup_hit_tokens": "Tokens that lookups found beyond what the engine had",
     "lookup_missed_tokens": "Tokens of whole blocks that lookups did not find",
+    "lookup_held": "Requests of which the server kept what it found until it was loaded",
     "lookup_timeouts": "Requests for which the server did not answer in time",
     "lookup_unreachable": "Requests for which no server could be reached",
     "lookup_vetoed": "Requests that were not looked up again after a load had failed",

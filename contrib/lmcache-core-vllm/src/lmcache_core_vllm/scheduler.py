@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +20,13 @@ from lmcache_core_vllm.groups import Group, Kind, boundary_step
 from lmcache_core_vllm.lookups import Bounds, Found, Lookup, Question
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
+from lmcache_core_vllm.returns import Returns
 from lmcache_core_vllm.steps import Blocks, Load, Step
 
 log = logging.getLogger("vllm.lmcache_core")
 
 ANSWER_KEPT_S = 5.0  # a request that found no room in the engine is looked up again after that
+STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that has ended
 
 
 class Request(Protocol):
@@ -42,8 +45,10 @@ class Tracked:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.question: Question | None = None  # the last one
         self.lookup: Lookup | None = None
         self.found: Found | None = None
+        self.loaded: Found | None = None  # what is being loaded
         self.computed = 0  # what the engine had when it was told of `found`
         self.vetoed = False  # a load for it has failed
         self.loading = False  # between steps
@@ -77,6 +82,8 @@ class SchedulerSide:
         self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
+        self._returns = Returns(client)
+        self._step_loads: deque[list[Tracked]] = deque([[]])  # whose loads each step waits for; the last one is to come
         self._epoch = 0
         self._waited_s = 0.0  # in this step
         self._patience = Patience(config.retry_s, clock)
@@ -99,18 +106,34 @@ class SchedulerSide:
             self.counters.add("lookup_vetoed", tracked.vetoed)
             return 0, False
         found = tracked.found
-        if found is not None and not self._still_holds(found, request, computed):
-            found = tracked.found = None
+        if found is not None and not self._still_holds(found, tracked, computed):
+            self._forget_answer(tracked)
+            found = None
         if found is None:
             found = tracked.found = self._ask(tracked, computed)
         if found is None:
             return None, False
         tokens = max(0, found.boundary - computed)
+        if not tokens and found.promises:
+            self._returns.give_back(found.numbers)
+            tracked.found = found._replace(promises=())
         return tokens, bool(tokens) and not self._waits
 
-    def _still_holds(self, found: Found, request: Request, computed: int) -> bool:
-        young = self._clock() - found.at_s < ANSWER_KEPT_S
-        return young and found.tokens == request.num_tokens and computed >= found.start
+    def _still_holds(self, found: Found, tracked: Tracked, computed: int) -> bool:
+        """What nobody keeps is looked up in the index again each time, which makes no call."""
+        now = self._clock()
+        if now - found.at_s >= ANSWER_KEPT_S or now >= found.expires_at:
+            return False
+        if found.tokens != tracked.request.num_tokens or computed < found.start:
+            return False
+        if found.promises or found.boundary <= computed or tracked.question is None:
+            return True
+        return tracked.question.by_index(self._client, now).boundary >= found.boundary
+
+    def _forget_answer(self, tracked: Tracked) -> None:
+        if tracked.found is not None:
+            self._returns.give_back(tracked.found.numbers)
+            tracked.found = None
 
     def _ask(self, tracked: Tracked, computed: int) -> Found | None:
         """The answer: the index's, if it has all, or nobody else can be asked; else the server's. None: not yet."""
@@ -120,6 +143,7 @@ class SchedulerSide:
             if bounds.limit <= computed:
                 return Found(computed, computed, request.num_tokens, self._clock())
             question = Question(self._groups, self._namespaces, self._hashing(), request.block_hashes, bounds)
+            tracked.question = question
             had = question.by_index(self._client, self._clock())
             if had.boundary == bounds.limit or self._patience.over:
                 self._count(had, bounds)
@@ -160,6 +184,7 @@ class SchedulerSide:
         add("lookup_hit_tokens", found.boundary - found.start)
         add("lookup_missed_tokens", bounds.limit - found.boundary)
         add("lookup_unreachable", not found.reachable)
+        add("lookup_held", bool(found.promises))
 
     def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external: int) -> None:
         """The engine has made room: `external` tokens are to be loaded, into these blocks."""
@@ -174,9 +199,14 @@ class SchedulerSide:
             end = boundary // group.block_tokens
             first = max(start // group.block_tokens, group.first_needed(boundary))
             hashes = group.block_hashes(request.block_hashes, first, end)
-            blocks.append(Blocks(group.number, hashes, list(block_ids[group.number][first:end])))
+            ids = list(block_ids[group.number][first:end])
+            blocks.append(Blocks(group.number, hashes, ids, found.promises_of(group, first, end)))
             tracked.saved[group.number] = end
         tracked.loading = not self._waits
+        self._forget_load(tracked)
+        tracked.loaded = found
+        if self._waits:
+            self._step_loads[-1].append(tracked)
         self._pending.append(Load(request.request_id, self._waits, blocks))
 
     # --- each step --------------------------------------------------------------------------------------------
@@ -186,6 +216,7 @@ class SchedulerSide:
         self._waited_s = 0.0
         made = Step(self._hashing(), self._epoch, idle=not output.total_num_scheduled_tokens)
         made.loads, self._pending = self._pending, []
+        self._give_back_ended()
         if self._saves and self._namespaces:
             state = output.kv_connector_block_state
             for request_id, computed in _computed_after(output).items():
@@ -196,6 +227,13 @@ class SchedulerSide:
             if state is not None:
                 made.saves += self._states_made(state.boundary_state_offloads)
         return made
+
+    def _give_back_ended(self) -> None:
+        """Promises of loads that steps have waited for which have ended by now."""
+        self._step_loads.append([])
+        if len(self._step_loads) > 1 + STEPS_AHEAD:
+            for tracked in self._step_loads.popleft():
+                self._forget_load(tracked)
 
     def _blocks_made(self, tracked: Tracked, table: Sequence[Sequence[int]], computed: int) -> list[Blocks]:
         """Blocks of tokens that are full after this step, and were not before it."""
@@ -257,6 +295,7 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.loading = False
+                self._forget_load(tracked)
                 if invalid:
                     self._move_back(tracked)
         if invalid:
@@ -264,6 +303,11 @@ class SchedulerSide:
             for tracked in self._requests.values():
                 if not tracked.loading:
                     self._move_back(tracked)
+
+    def _forget_load(self, tracked: Tracked) -> None:
+        if tracked.loaded is not None:
+            self._returns.give_back(tracked.loaded.numbers)
+            tracked.loaded = None
 
     def _veto(self, request_id: str) -> None:
         tracked = self._requests.get(request_id)
@@ -283,9 +327,15 @@ class SchedulerSide:
     def finished(self, request: Request) -> None:
         """The engine is done with it."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.lookup is not None:
-            tracked.lookup.cancel()
+        if tracked is not None:
+            self._let_go(tracked)
         self._pending = [load for load in self._pending if load.request_id != request.request_id]
+
+    def _let_go(self, tracked: Tracked) -> None:
+        if tracked.lookup is not None:
+            tracked.lookup.cancel()
+        self._forget_answer(tracked)
+        self._forget_load(tracked)
 
     def clear(self) -> bool:
         """Forget all that engines of these namespaces have stored, on the tiers too; whether a server has done so."""
@@ -302,11 +352,14 @@ class SchedulerSide:
         for tracked in self._requests.values():
             if tracked.lookup is not None:
                 tracked.lookup.cancel()
+        self._returns.close()
         self._client.close()
 
     def _tracked(self, request: Request) -> Tracked:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
+            if tracked is not None:
+                self._let_go(tracked)
             tracked = self._requests[request.request_id] = Tracked(request)
         return tracked
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lmcache_core.client.promises import Promise
 from lmcache_core_vllm.namespaces import Hashing
 
 
 @dataclass
 class Blocks:
-    """Blocks of one group: their hashes, and their ids in the engine."""
+    """Blocks of one group: their hashes, and their ids in the engine. `promises`: of what is to be loaded, that which
+    keeps it in the pool, for each shard; empty where nothing does."""
 
     group: int
     hashes: list[bytes]
     block_ids: list[int]
+    promises: list[Promise] = field(default_factory=list)
 
 
 @dataclass

@@ -109,6 +109,7 @@ class WorkerSide:
         try:
             job = self._pages.retrieve_start(
                 self._entries(load.blocks, hashing),
+                promises=[each.promises[self._rank.shard[0]] if each.promises else None for each in load.blocks],
                 order=order,
                 deadline_s=self._config.load_timeout_s,
                 verify=self._config.verify,

@@ -1,0 +1,244 @@
+"""What was matched is there when it is loaded, however much is stored meanwhile: both sides over a real server with a
+tiny pool and a disk, without vLLM."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm.config import ConnectorConfig
+from lmcache_core_vllm.groups import Group, Kind
+from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
+from lmcache_core_vllm.scheduler import SchedulerSide
+from lmcache_core_vllm.steps import Blocks, Load, Step
+from lmcache_core_vllm.tensors import layer_regions
+from lmcache_core_vllm.worker import WorkerSide
+
+torch = pytest.importorskip("torch")
+BLOCK, BYTES, BLOCKS = 16, 64 << 10, 8
+POOL = 8 << 20
+HASHING = Hashing("sha256", "0")
+GROUPS = [Group(0, Kind.FULL, BLOCK, 1), Group(1, Kind.WINDOW, BLOCK, 1, 2 * BLOCK + 1)]
+RANK = RankFacts("m", "", (0, 1), True, tuple(GroupFacts((("group", str(at)),), BYTES) for at in range(2)))
+OTHERS = Namespace("others", Layout("uint8", (BYTES,)))
+
+
+@dataclass(eq=False)
+class Request:
+    request_id: str = "a"
+    num_tokens: int = BLOCKS * BLOCK + 1
+    num_computed_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
+    block_hashes: list[bytes] = field(default_factory=lambda: [bytes([at]) * 32 for at in range(BLOCKS)])
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens
+
+
+IDLE: Any = SimpleNamespace(
+    total_num_scheduled_tokens=0,
+    scheduled_new_reqs=[],
+    scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+    scheduled_spec_decode_tokens={},
+    num_scheduled_tokens={},
+    kv_connector_block_state=None,
+)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+class Engine:
+    """One rank, whose cache has the blocks of `Request`."""
+
+    def __init__(self, server: Server, load: str) -> None:
+        self.client = server.connect()  # of neither side
+        settings = ConnectorConfig(step_wait_s=20, load_timeout_s=20, lookup_timeout_s=20, load=load)
+        memory = [torch.randint(0, 256, (2 * BLOCKS, 1, 1, BYTES), dtype=torch.uint8) for _ in GROUPS]
+        regions = [layer_regions([str(at)], {str(at): each}, 2 * BLOCKS) for at, each in enumerate(memory)]
+        self.scheduler = SchedulerSide(settings, GROUPS, server.connect(), lambda: HASHING, waits=load == "sync")
+        self.scheduler.know_ranks([RANK])
+        self.worker = WorkerSide(settings, server.connect(), RANK, regions)
+        hashes, ids = Request().block_hashes, list(range(1, BLOCKS + 1))
+        self.worker.save(Step(HASHING, saves=[Blocks(group, hashes, ids) for group in range(2)]))
+        for each in self.worker._saving:
+            each.job.wait()
+        self.worker.save(Step(HASHING))
+        assert self.worker.counters.take()["save_blocks"] == 2 * BLOCKS
+        until(self._is_written)
+
+    def _is_written(self) -> bool:
+        stores = self.client.status()["tiers"]["stores"]
+        return not (stores["arrived"] or any(stores["dirty"].values()) or stores["in_flight_bytes"])
+
+    def store_others(self) -> None:
+        """More than the pool holds."""
+        for _ in range(4 * POOL // BYTES):
+            until(
+                lambda: (
+                    self.client.store([os.urandom(32)], [bytes(BYTES)], namespace=OTHERS).statuses[0] is Status.STORED
+                )
+            )
+
+    def promised(self) -> int:
+        return sum(each["promised_bytes"] for each in self.client.status()["l1"]["holders"].values())
+
+    def load(self, request: Request) -> dict[str, float]:
+        """Allocate, load, and have the scheduler hear of it: the worker's figures."""
+        self.scheduler.allocated(request, [list(range(1, BLOCKS + 1)), [0] * 6 + [7, 8]], BLOCKS * BLOCK)
+        step = self.scheduler.step(IDLE)
+        self.worker.start_loads(step)
+        for loading in self.worker._loading.values():
+            assert loading.job is not None
+            loading.job.wait()
+        self.worker.end_step_loads(step)
+        told = self.worker.arrived((), idle=False)
+        self.scheduler.heard(told.received, told.failed, told.invalid)
+        return self.worker.counters.take()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        self.worker.close()
+        self.client.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    registry = load_plugins()
+    settings = make_settings(
+        registry,
+        name=f"promises-{uuid4().hex[:8]}",
+        runtime_dir=str(tmp_path / "run"),
+        state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": POOL, "backing": "memfd"},
+        l2={"disk": {"type": "fs", "path": str(tmp_path / "disk")}},
+    )
+    with Server(settings, registry) as running:
+        assert running.populator.wait(60)
+        yield running
+
+
+@pytest.fixture(params=["async", "sync"])
+def engine(request: pytest.FixtureRequest, server: Server) -> Iterator[Engine]:
+    made = Engine(server, request.param)
+    yield made
+    made.close()
+
+
+def matched(engine: Engine, request: Request) -> int | None:
+    """As a step of the engine does, until there is an answer."""
+    found: list[int | None] = [None]
+
+    def answered() -> bool:
+        found[0], _ = engine.scheduler.match(request, 0)
+        return found[0] is not None
+
+    until(answered)
+    return found[0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_tiers_had_to_load_stays_until_it_is_read(engine: Engine, kept: bool) -> None:
+    engine.client.clear()  # of the pool
+    request = Request()
+    assert matched(engine, request) == BLOCKS * BLOCK
+    assert engine.scheduler.counters.take()["lookup_held"] == 1
+    assert engine.promised() == 2 * BLOCKS * BYTES
+    if not kept:
+        found = engine.scheduler._requests["a"].found
+        assert found is not None
+        engine.scheduler._client.free_lookup_locks(found.numbers)
+    engine.store_others()
+    assert matched(engine, request) == BLOCKS * BLOCK  # the answer is remembered
+    figures = engine.load(request)
+    if kept:
+        assert figures["load_blocks"] == BLOCKS + 2
+        assert "load_failed_blocks" not in figures
+    else:
+        assert figures["load_failed_blocks"] > 0
+
+
+def test_nothing_is_kept_once_it_is_loaded(engine: Engine) -> None:
+    engine.client.clear()
+    request = Request()
+    matched(engine, request)
+    assert engine.load(request)["load_blocks"] == BLOCKS + 2
+    for _ in range(2):  # a load within a step has ended when the second step after it is made
+        engine.scheduler.step(IDLE)
+    until(lambda: engine.promised() == 0)
+
+
+def test_nothing_is_kept_for_a_request_that_is_given_up(engine: Engine) -> None:
+    engine.client.clear()
+    request = Request()
+    matched(engine, request)
+    engine.scheduler.finished(request)
+    until(lambda: engine.promised() == 0)
+
+
+def test_nothing_is_kept_for_a_request_that_is_given_up_while_it_loads(engine: Engine) -> None:
+    engine.client.clear()
+    request = Request()
+    matched(engine, request)
+    engine.scheduler.allocated(request, [list(range(1, BLOCKS + 1)), [0] * 6 + [7, 8]], BLOCKS * BLOCK)
+    engine.scheduler.finished(request)
+    until(lambda: engine.promised() == 0)
+
+
+def test_nothing_is_kept_of_what_is_no_hit(engine: Engine) -> None:
+    """The window's last blocks are missing everywhere: no boundary is left."""
+    engine.client.clear()
+    window = engine.scheduler._namespaces[0][1]
+    engine.client.clear(window, tiers=True)
+    assert matched(engine, Request()) == 0
+    until(lambda: engine.promised() == 0)
+
+
+def test_what_the_index_answered_is_looked_up_again_until_there_is_room(engine: Engine) -> None:
+    """Nobody keeps it, which would cost a call for each hit; so no answer of an earlier step is believed."""
+    request = Request()
+    assert matched(engine, request) == BLOCKS * BLOCK
+    assert engine.promised() == 0
+    engine.store_others()
+    assert matched(engine, request) == BLOCKS * BLOCK  # now the disk had to load it
+    assert engine.scheduler.counters.take()["lookup_held"] == 1
+    assert engine.load(request)["load_blocks"] == BLOCKS + 2
+
+
+def test_a_worker_redeems_what_it_reads_without_the_index(engine: Engine, server: Server) -> None:
+    engine.client.clear()
+    request = Request()
+    matched(engine, request)
+    engine.scheduler.allocated(request, [list(range(1, BLOCKS + 1)), [0] * 6 + [7, 8]], BLOCKS * BLOCK)
+    (load,) = engine.scheduler.step(IDLE).loads
+    memory = torch.zeros(2 * BLOCKS, 1, 1, BYTES, dtype=torch.uint8)
+    regions = [layer_regions([str(at)], {str(at): memory.clone()}, 2 * BLOCKS) for at in range(2)]
+    client: Client = server.connect(use_index=False)
+    worker = WorkerSide(ConnectorConfig(load_timeout_s=20), client, RANK, regions)
+    worker.start_loads(Step(HASHING, loads=[Load("a", False, load.blocks)]))
+    assert worker._loading["a"].job is not None
+    worker._loading["a"].job.wait()
+    worker.arrived((), idle=False)
+    assert worker.counters.take()["load_blocks"] == BLOCKS + 2
+    until(lambda: engine.promised() == (BLOCKS - 2) * BYTES)  # what the window does not need
+    worker.close()
