@@ -23,6 +23,10 @@ class TestJsonl(EventSubscriberContract):
     component = "jsonl"
 
 
+class TestStream(EventSubscriberContract):
+    component = "stream"
+
+
 def test_a_line_is_json_with_the_name_the_time_and_keys_as_digits(tmp_path: Path) -> None:
     subscriber = JsonlEvents(JsonlSettings(), SubscriberContext("node", tmp_path / "not" / "there"))
     subscriber.hear(samples())

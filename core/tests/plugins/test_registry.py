@@ -104,7 +104,7 @@ def test_every_built_in_is_importable_and_can_be_built(tmp_path: Path) -> None:
         for kind in Kind
         for spec in registry.components(kind)
     ]
-    assert len(built) == 9
+    assert len(built) == 10
     for each in built:
         if isinstance(each, EventSubscriber):
             each.close()

@@ -50,4 +50,11 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             f"{_OBSERVE}.files:JsonlSettings",
             "events as lines of JSON in a file that is rotated",
         ),
+        ComponentSpec(
+            hears,
+            "stream",
+            f"{_OBSERVE}.stream:EventStream",
+            f"{_OBSERVE}.stream:StreamSettings",
+            "events over a Unix socket, for processes on this node",
+        ),
     ]

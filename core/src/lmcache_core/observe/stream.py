@@ -1,0 +1,175 @@
+"""Events for processes on this node, over a Unix socket: whoever connects hears what happens from then on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field
+
+from lmcache_core.observe.events import CacheEvent
+from lmcache_core.observe.files import plain
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
+from lmcache_core.pool.atfork import forget_in_child
+from lmcache_core.settings.model import Section
+
+KEYS_MAX = 256  # of one event: its line has to fit into a packet
+PACKET_BYTES = 32 << 10  # a packet ends once it is as large; with its last line it is not twice that
+PACKET_BYTES_MAX = 2 * PACKET_BYTES  # what a reader's buffer must hold
+TEXT_CHARS_MAX = 2000  # of a text in an event
+
+
+class StreamSettings(Section):
+    """Where readers connect."""
+
+    path: Path | None = Field(default=None, description="the socket; none: NAME-events.sock in state_dir")
+    readers_max: int = Field(default=64, ge=1, le=1024, description="readers at once; others are turned away")
+
+
+def stream_path(path: Path | None, state_dir: Path, server: str) -> Path:
+    """Where the socket is."""
+    return path or state_dir / f"{server}-events.sock"
+
+
+class EventStream(EventSubscriber):
+    """Packets (SOCK_SEQPACKET) of whole lines of JSON, as in a file of events; of an event's keys the first 256 and in
+    `more_keys` how many there are beside them. Nobody is waited for: what a reader has no room for it misses, and the
+    next it reads is `{"event": "missed", "events": n}`. Lines are made only while somebody reads."""
+
+    def __init__(self, settings: StreamSettings, context: SubscriberContext) -> None:
+        self._path = stream_path(settings.path, context.state_dir, context.server)
+        self._readers_max = settings.readers_max
+        self._readers: list[_Reader] = []
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._inode = _listen(self._sock, self._path)
+        except BaseException:
+            self._sock.close()
+            raise
+        forget_in_child(self)
+
+    def after_fork_in_child(self) -> None:
+        """Readers would wait for a child that tells them nothing."""
+        self._sock.close()
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        self._accept()
+        if not self._readers:
+            return
+        packets = list(_packets(events))
+        for reader in list(self._readers):
+            if not reader.tell(packets):
+                reader.close()
+                self._readers.remove(reader)
+
+    def close(self) -> None:
+        self._sock.close()
+        for reader in self._readers:
+            reader.close()
+        self._readers = []
+        try:
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+        except FileNotFoundError:
+            return
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:  # nobody waits, or it hung up, or there is no descriptor for it: it waits
+                return
+            if len(self._readers) < self._readers_max:
+                self._readers.append(_Reader(sock))
+            else:
+                sock.close()
+
+
+class _Packet(NamedTuple):
+    data: bytes
+    events: int
+
+
+class _Reader:
+    """One connection, and how much it has missed since it was last told so."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._missed = 0
+
+    def tell(self, packets: Sequence[_Packet]) -> bool:
+        """False: it is gone."""
+        try:
+            for packet in packets:
+                if not (self._owes_nothing() and self._send(packet.data)):
+                    self._missed += packet.events
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _owes_nothing(self) -> bool:
+        """Whether it knows of all that it has missed."""
+        if self._missed and self._send(_line({"event": "missed", "events": self._missed})):
+            self._missed = 0
+        return not self._missed
+
+    def _send(self, data: bytes) -> bool:
+        """A packet as a whole; False: there is no room for it."""
+        try:
+            self._sock.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def _listen(sock: socket.socket, path: Path) -> int:
+    """For this user alone; the socket's inode. What a dead server of this name has left is replaced."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if path.is_socket():
+            path.unlink()
+        sock.bind(f"/proc/self/fd/{directory}/{path.name}")  # a path of any length
+        path.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        sock.setblocking(False)
+        sock.listen()
+        return path.lstat().st_ino
+    finally:
+        os.close(directory)
+
+
+def _packets(events: Sequence[CacheEvent]) -> Iterator[_Packet]:
+    lines: list[bytes] = []
+    nbytes = 0
+    for event in events:
+        lines.append(_line(_shown(event)))
+        nbytes += len(lines[-1])
+        if nbytes >= PACKET_BYTES:
+            yield _Packet(b"".join(lines), len(lines))
+            lines, nbytes = [], 0
+    if lines:
+        yield _Packet(b"".join(lines), len(lines))
+
+
+def _shown(event: CacheEvent) -> dict[str, Any]:
+    fields: dict[str, Any] = plain(event)
+    keys = fields.get("keys")
+    if isinstance(keys, list) and len(keys) > KEYS_MAX:
+        fields |= {"keys": keys[:KEYS_MAX], "more_keys": len(keys) - KEYS_MAX}
+    return {name: each[:TEXT_CHARS_MAX] if isinstance(each, str) else each for name, each in fields.items()}
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
