@@ -59,6 +59,10 @@ class TestTransformers(PluginPackageContract):
     distribution = "lmcache-transformers"
 
 
+class TestVllm(PluginPackageContract):
+    distribution = "lmcache-core-vllm"
+
+
 class TestL0(PluginPackageContract):
     distribution = "lmcache-l0"
 

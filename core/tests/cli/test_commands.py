@@ -252,6 +252,15 @@ def test_check_survives_a_check_that_raises(run: Run) -> None:
     assert "the check fell over" in str(findings(done)["plugin acme"])
 
 
+def test_check_of_an_engine_asks_its_connector_alone(run: Run) -> None:
+    said = findings(run("check", "--json", "--engine", "acme", "--l1.size_bytes", "9999TiB"))
+    assert said["bucket"]["ok"] is True
+    assert "l1" not in said  # a server runs already
+    done = run("check", "--json", "--engine", "nobody")
+    assert done.returncode == 1
+    assert "pip install lmcache-core-nobody" in str(findings(done)["engine nobody"]["cure"])
+
+
 def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,28 @@ def test_one_engine_reads_what_another_stored_and_outlives_it(
     (found,) = second.generate(tokens)
     assert found == {"tokens": expected["tokens"], "cached": 7 * BLOCK}
     second.end()
+
+
+def test_check_says_that_an_engine_is_connected_and_what_it_missed(
+    start: Callable[..., Engine], llama: Path, server: Server
+) -> None:
+    engine = start(llama, server.settings(salt="check"))
+    engine.generate(prompt(9, 1000))
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "check", "--engine", "vllm", "--json"]
+    command += ["--name", server.name, "--runtime_dir", str(server.runtime_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = {each["subject"]: each for each in json.loads(done.stdout)["findings"]}
+    assert said["connector"]["ok"], done.stdout
+    assert "vllm-scheduler" in said["engines"]["message"]
+    assert "vllm-worker-0" in said["engines"]["message"]
+    assert any(engine_namespace in said for engine_namespace in namespaces(engine))
+    assert said["misses"]["ok"]
+    assert done.returncode == 0
+    engine.end()
+
+
+def namespaces(engine: Engine) -> list[str]:
+    return [f"namespace {each}" for each in engine.run("said = ['%016x' % each.id for each in worker._namespaces]")]
 
 
 @pytest.mark.slow

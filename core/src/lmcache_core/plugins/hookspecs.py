@@ -46,8 +46,9 @@ def lmcache_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]
 def lmcache_check(settings: Settings) -> Sequence[Finding]:  # type: ignore[empty-body]  # a specification
     """Look at the world on behalf of `lmcache-core check`: can the bucket be reached, is the folder writable?
 
-    Called only by that command, and only for plugins of which the settings use a component. Results are joined.
-    None: nothing to report. May do I/O; must end within ten seconds. Since 0.1.
+    Called only by that command, and only for plugins of which the settings use a component, or for the one that
+    `check --engine NAME` names, which has a minute. Results are joined. None: nothing to report. May do I/O; must end
+    within ten seconds. Since 0.1.
     """
 
 

