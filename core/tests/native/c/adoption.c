@@ -49,7 +49,7 @@ static void begin(image *im) {
 
 /* An entry where the server would not put it. */
 static void place_entry(image *im, uint64_t at, uint64_t number, uint64_t offset, uint64_t layout, uint64_t nbytes) {
-    index_object object = {image_key(number), offset, layout, nbytes, 0, 0};
+    index_object object = {image_key(number), offset, layout, nbytes, 0, 0, 0};
     index_make_ready(&im->writer, at & im->in.view.mask, &object, 5);
 }
 

@@ -130,6 +130,7 @@ static void expected_one(void *context, const adopted_object *object) {
     CHECK(memcmp(&object->key, &key, sizeof key) == 0 && object->layout == e->pages[page].layout, "%s: page %llu", now,
           (unsigned long long)page);
     CHECK(object->checksum == ~number && object->has_checksum == (number % 2 == 1), "%s: page %llu", now, (unsigned long long)page);
+    CHECK(object->incarnation == 3 * number, "%s: incarnation of page %llu", now, (unsigned long long)page);
     if (!e->by_age)
         return;
     CHECK(stored_s > e->last_stored_s || (stored_s == e->last_stored_s && object->offset > e->last_offset),

@@ -143,7 +143,8 @@ static inline void put_slot(image *im, uint64_t offset, uint64_t state, uint64_t
 /* An entry as the server makes it; returns where it stands. */
 static inline uint64_t put_entry(image *im, uint64_t number, uint64_t offset, uint64_t layout, uint64_t stored_s) {
     uint64_t nbytes = index_load(image_word(im, im->in.layouts_offset + layout * ADOPTION_LAYOUT_ROW + 8)), place = 0;
-    index_object object = {image_key(number), offset, layout, nbytes, ~number, number % 2 ? INDEX_CHECKSUM_KNOWN : 0};
+    index_object object = {image_key(number), offset, layout, nbytes, ~number,
+                           number % 2 ? INDEX_CHECKSUM_KNOWN : 0, 3 * number};
     CHECK(index_publish(&im->writer, &object, index_home(&im->in.view, &object.key), stored_s), "%s: full", now);
     CHECK(index_entry_of(&im->writer, &object.key, &place), "%s: key %llu", now, (unsigned long long)number);
     return place;

@@ -30,6 +30,9 @@ static void check_all(rig *r, uint64_t keys) {
         bool wanted = model[number].there && model[number].indexed;
         CHECK(status == (wanted ? INDEX_HIT : INDEX_MISS), "key %llu: %d", (unsigned long long)number, status);
         CHECK(!wanted || place.offset == model[number].offset, "key %llu: offset", (unsigned long long)number);
+        CHECK(!wanted || index_load(&r->writer.view.entries[place.at].incarnation) ==
+                             rig_incarnation(number, place.offset),
+              "key %llu: incarnation", (unsigned long long)number);
     }
     for (uint64_t at = 0; at <= r->writer.view.mask; at++) {
         unsigned state = index_state(index_sequence(&r->writer, at));
@@ -82,7 +85,7 @@ static void die(rig *r, uint64_t keys, uint64_t *dice) {
             uint64_t home = index_home(&r->writer.view, &key);
             hole &= r->writer.view.mask;
             if (index_state(index_sequence(&r->writer, hole)) == INDEX_GONE) {
-                index_object object = {key, place.offset, RIG_LAYOUT, 8, 0, 0};
+                index_object object = {key, place.offset, RIG_LAYOUT, 8, 0, 0, rig_incarnation(number, place.offset)};
                 index_make_ready(&r->writer, hole, &object, 1000);
                 break;
             }

@@ -76,7 +76,7 @@ static probes measure(const rig *r, int shape, uint64_t first, uint64_t count) {
 }
 
 static void publish(rig *r, int shape, uint64_t number) {
-    index_object object = {shaped(shape, number), r->writer.view.data_offset, RIG_LAYOUT, 8, 0, 0};
+    index_object object = {shaped(shape, number), r->writer.view.data_offset, RIG_LAYOUT, 8, 0, 0, 0};
     index_publish(&r->writer, &object, index_home(&r->writer.view, &object.key), 1);
 }
 

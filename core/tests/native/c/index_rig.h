@@ -90,8 +90,12 @@ static inline index_key rig_key(uint64_t number) {
     return index_key_of(bytes, RIG_SPACE);
 }
 
+/* Of an object that these programs publish. */
+static inline uint64_t rig_incarnation(uint64_t number, uint64_t offset) { return offset << 24 | (number + 1); }
+
 static inline bool rig_publish(rig *r, uint64_t number, uint64_t offset, uint64_t nbytes, uint64_t checksum) {
-    index_object object = {rig_key(number), offset, RIG_LAYOUT, nbytes, checksum, INDEX_CHECKSUM_KNOWN};
+    index_object object = {rig_key(number), offset, RIG_LAYOUT, nbytes, checksum, INDEX_CHECKSUM_KNOWN,
+                           rig_incarnation(number, offset)};
     return index_publish(&r->writer, &object, index_home(&r->writer.view, &object.key), 1000);
 }
 
