@@ -236,6 +236,148 @@ def test_it_is_back_after_it_was_killed(serve: Callable[..., Served]) -> None:
         assert client.status()["helpers"]["http"]["restarts"] == 1
 
 
+# --- bodies ---------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_understood_is_answered_in_words(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+
+    def said(body: bytes, path: str = "/clear") -> tuple[int, str]:
+        connection = OverSocket(served.socket)
+        headers = {"content-type": "application/json", "authorization": CHANGER}
+        connection.request("POST", path, body, headers)
+        reply = connection.getresponse()
+        told = json.loads(reply.read())
+        connection.close()
+        assert list(told) == ["detail"]
+        return reply.status, told["detail"]
+
+    assert "JSON" in said(b"{no json")[1]
+    assert said(b"\xff\xfe{}")[0] in (400, 422)
+    assert said(b"[" * 100_000)[0] in (400, 422)
+    assert said(b"[]") == (422, "body: Input should be a valid dictionary or object to extract fields from")
+    assert said(b'{"tiers": "words"}')[1].startswith("body.tiers: ")
+    assert said(b'{"settings": {"a": 1' + b"0" * 5000 + b'}, "action": "add"}', "/tiers/cold")[0] == 400
+    assert said(b'{"action": "burn"}', "/tiers/cold")[0] == 422
+    assert said(b" " * (1 << 20)) == (413, "the body is larger than 262,144 bytes")
+    many = b"{" + b",".join(b'"k%d":1' % number for number in range(100)) + b"}"
+    status, told = said(many)
+    assert (status, told.endswith("and 95 more")) == (422, True)
+    assert served.get("/livez")[0] == 200
+
+
+def test_a_body_without_a_length_is_cut_off_where_it_is_too_long(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+    connection = OverSocket(served.socket)
+    chunks = iter([b" " * 4096] * 100)
+    headers = {"content-type": "application/json", "authorization": CHANGER}
+    connection.request("POST", "/clear", chunks, headers, encode_chunked=False)
+    reply = connection.getresponse()
+    assert (reply.status, json.loads(reply.read())["detail"]) == (413, "the body is larger than 262,144 bytes")
+    connection.close()
+
+
+def test_the_schema_is_for_who_may_read(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+    assert served.get("/openapi.json")[0] == 401
+    assert (
+        served.get("/openapi.json", host="evil.example", authorization=CHANGER)[0] == 200
+    )  # a Unix socket has no host
+    schema = served.get("/openapi.json", authorization=CHANGER)[1]
+    for path, methods in schema["paths"].items():
+        for told in methods.values():
+            assert {"403", "421", "500"} <= set(told["responses"]), path
+
+
+# --- events ---------------------------------------------------------------------------------------------------
+
+
+class Listening:
+    """A stream of events, read line by line."""
+
+    def __init__(self, served: Served) -> None:
+        self._connection = OverSocket(served.socket)
+        self._connection.request("GET", "/events")
+        self.reply = self._connection.getresponse()
+        assert self.reply.status == 200
+        assert self.reply.readline() == b"retry: 1000\n"  # it is connected
+
+    def next(self) -> dict[str, Any] | None:
+        """The next event; None at the stream's end."""
+        while line := self.reply.readline():
+            if line.startswith(b"data: "):
+                told: dict[str, Any] = json.loads(line[6:])
+                return told
+        return None
+
+    def until(self, name: str) -> dict[str, Any]:
+        while (event := self.next()) is not None:
+            if event["event"] == name:
+                return event
+        raise AssertionError(f"the stream ended without {name}")
+
+    def close(self) -> None:
+        self.reply.close()
+        self._connection.close()
+
+
+STREAM = ("--subscribers.stream.readers_max", "8")
+
+
+def test_a_store_is_seen_as_admitted_and_after_a_restart_again(serve: Callable[..., Served]) -> None:
+    for _ in range(2):
+        served = serve(*STREAM)
+        stream = Listening(served)
+        with served.client() as client:
+            until(lambda client=client: client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE).stored == 4)
+        assert stream.until("admitted")["keys"] == [key.hex() for key in KEYS]
+        served.process.terminate()
+        while stream.next() is not None:
+            pass
+        stream.close()
+        served.process.wait(WAIT_S)
+
+
+def test_who_stops_reading_is_told_how_much_it_missed_and_nobody_waits_for_it(serve: Callable[..., Served]) -> None:
+    served = serve(*STREAM)
+    sleeper, reader = Listening(served), Listening(served)
+    with served.client() as client:
+        stored = 0
+        for turn in range(1000):
+            keys = [bytes([turn % 256, turn // 256, number]) + bytes(29) for number in range(64)]
+            stored += client.store(keys, [bytes(4096)] * 64, namespace=SPACE).stored
+        assert client.lookup(KEYS, namespace=SPACE).hits == 0
+        until(lambda: client.status()["events"]["queue"] == 0)
+        told = client.status()["events"]
+        assert (told["dropped"], told["subscribers"]["stream"]["aside"]) == (0, "")
+
+        def store_more() -> None:
+            client.clear(SPACE)
+            client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE)
+
+        missed = 0
+        while not missed:  # it reads again, what waits for it first
+            event = sleeper.next()
+            assert event is not None
+            if event["event"] == "missed":
+                missed = event["events"]
+            store_more()
+    assert missed > 0
+    assert stored > 0
+    assert reader.until("admitted")
+    sleeper.close()
+    reader.close()
+
+
+def test_a_server_without_a_stream_says_how_to_have_one(serve: Callable[..., Served]) -> None:
+    status, told = serve().get("/events")
+    assert (status, "[subscribers.stream]" in told["detail"]) == (404, True)
+
+
+def test_streams_are_for_who_may_read(serve: Callable[..., Served], token: Path) -> None:
+    assert serve(*STREAM, "--http.token_file", str(token)).get("/events")[0] == 401
+
+
 # --- the guard ------------------------------------------------------------------------------------------------
 
 

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from lmcache_core import __version__
-from lmcache_core.errors import CacheError, DisconnectedError, LimitError, UsageError
+from lmcache_core.errors import UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, PIN_TTL_S
 from lmcache_core.observe.exposition import text_of
 from lmcache_core.pool.layout import Layout
-from lmcache_http.guard import Guard, RefusedError, Right
+from lmcache_http.events import TYPE as EVENTS_TYPE
+from lmcache_http.events import EventStreams
+from lmcache_http.guard import Guard, Right
 from lmcache_http.node import Node
 from lmcache_http.readiness import why_not_ready
+from lmcache_http.refusals import BodyLimit, Refusal, answer_in_words, refusals
 from lmcache_http.settings import HttpSettings
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ID = re.compile(r"(0x)?[0-9a-fA-F]{1,16}")
 _KEY = re.compile(r"[0-9a-fA-F]{64}")
 Plain = dict[str, Any]
+PROBED = refusals(403, 421, 500, 503)
+READ = refusals(401, 403, 421, 429, 500, 503)
+ASKED = refusals(400, 401, 403, 413, 421, 422, 429, 500, 503)
 
 
 class Body(BaseModel):
@@ -66,6 +73,13 @@ class PinBody(KeysBody):
     ttl_s: float = Field(default=PIN_TTL_S, gt=0, allow_inf_nan=False)
 
 
+class Readiness(BaseModel):
+    """Whether it is ready, and why not."""
+
+    status: str
+    why: list[str]
+
+
 class TierBody(Body):
     """What to do with a tier. Settings as in the file, for add and reconfigure."""
 
@@ -75,54 +89,44 @@ class TierBody(Body):
 
 def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
     """The application. It asks nobody but the server, and its pages ask nobody at all."""
-    app = FastAPI(title="lmcache-core", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="lmcache-core", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BodyLimit)
+    token = Depends(HTTPBearer(auto_error=False, description="of token_file, or to read of read_token_file"))
 
     def needs(right: Right) -> Any:
         def check(request: Request) -> None:
             guard.check(request.headers, right)
 
-        return Depends(check)
+        def check_token(request: Request, said: Any = token) -> None:  # for the schema to name it
+            del said
+            guard.check(request.headers, right)
 
-    @app.exception_handler(RefusedError)
-    def refused(request: Request, error: RefusedError) -> JSONResponse:
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        return _said(error.status, error.detail, headers)
+        return Depends(check if right is Right.NONE else check_token)
 
-    @app.exception_handler(CacheError)
-    def failed(request: Request, error: CacheError) -> JSONResponse:
-        statuses: tuple[tuple[type[CacheError], int], ...] = (
-            (DisconnectedError, 503),
-            (LimitError, 429),
-            (UsageError, 400),
-        )
-        return _said(next((status for kind, status in statuses if isinstance(error, kind)), 500), str(error))
-
+    answer_in_words(app)
     _probes(app, node, settings, needs)
     _reading(app, node, needs)
     _changing(app, node, needs)
     return app
 
 
-def _said(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, dict(headers or {}))
-
-
 def _probes(app: FastAPI, node: Node, settings: HttpSettings, needs: Callable[[Right], Any]) -> None:
     """For orchestrators: no token, and nothing to be learnt."""
     none = [needs(Right.NONE)]
 
-    @app.get("/livez", dependencies=none)
-    @app.get("/healthcheck", dependencies=none)
+    @app.get("/livez", dependencies=none, responses=PROBED)
+    @app.get("/healthcheck", dependencies=none, responses=PROBED)
     def livez() -> Plain:
         """200: the server's loop has just turned. 503: it did not within a second."""
         return {"status": "ok", "round_trip_s": round(node.alive(), 6)}
 
-    @app.get("/readyz", dependencies=none)
-    def readyz() -> JSONResponse:
+    @app.get("/readyz", dependencies=none, responses={**PROBED, 503: {"model": Readiness | Refusal}})
+    def readyz() -> Any:
         """200: it lives, all of the pool is populated, and the tiers are as `require_tiers` wants them."""
         node.alive()
         reasons = why_not_ready(node.status(), settings.require_tiers)
-        return JSONResponse({"status": "not ready" if reasons else "ok", "why": reasons}, 503 if reasons else 200)
+        said = Readiness(status="not ready" if reasons else "ok", why=reasons)
+        return JSONResponse(said.model_dump(), 503 if reasons else 200)
 
 
 def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
@@ -133,27 +137,44 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
     def docs() -> HTMLResponse:
         return HTMLResponse(_page(app, node.name))
 
-    @app.get("/status", dependencies=read)
+    @app.get("/openapi.json", dependencies=read, include_in_schema=False)
+    def schema() -> Plain:
+        return app.openapi()
+
+    @app.get("/status", dependencies=read, responses=READ)
     def status() -> Plain:
         """As `lmcache-core status --json`, a second old at most."""
         return dict(node.status())
 
-    @app.get("/metrics", dependencies=read)
+    @app.get("/metrics", dependencies=read, response_class=PlainTextResponse, responses=READ)
     def metrics() -> Response:
         """As `lmcache-core metrics`, a second old at most."""
         return PlainTextResponse(text_of(node.status()), media_type=METRICS_TYPE)
 
-    @app.get("/config", dependencies=read)
+    @app.get("/config", dependencies=read, responses=READ)
     def config() -> Plain:
         """The server's settings; secrets are hidden."""
         return node.client.config()
 
-    @app.get("/tiers", dependencies=read)
+    @app.get("/tiers", dependencies=read, responses=READ)
     def tiers() -> list[Plain]:
         """The tiers in their order, with their settings; secrets are hidden."""
         return node.client.tiers_list()
 
-    @app.post("/explain", dependencies=read)
+    streams = EventStreams(node.server_uid)
+
+    @app.get(
+        "/events",
+        dependencies=read,
+        response_class=StreamingResponse,
+        responses={200: {"content": {EVENTS_TYPE: {}}}, **READ, **refusals(404)},
+    )
+    def events() -> StreamingResponse:
+        """What happens, as server-sent events, from now on. Who reads too slowly misses some, and is told how many."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(streams.open(node.client.config()), media_type=EVENTS_TYPE, headers=headers)
+
+    @app.post("/explain", dependencies=read, responses=ASKED)
     def explain(body: KeysBody) -> list[Plain]:
         """Where keys are, or why they are not there: in the pool and on every tier."""
         told = node.client.explain_by_id(_id(body.namespace), body.layout(), body.key_bytes())
@@ -163,22 +184,22 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
     change = [needs(Right.CHANGE)]
 
-    @app.post("/clear", dependencies=change)
-    @app.post("/clear-cache", dependencies=change)
+    @app.post("/clear", dependencies=change, responses=ASKED)
+    @app.post("/clear-cache", dependencies=change, responses=ASKED)
     def clear(body: ClearBody = ClearBody()) -> Plain:  # noqa: B008 - not changed
         """Forget a namespace, or everything."""
         namespace = None if body.namespace is None else _id(body.namespace)
         found = node.client.clear_by_id(namespace, tiers=body.tiers)
         return {"objects": found.objects, "nbytes": found.nbytes, "doomed": found.doomed}
 
-    @app.post("/pin", dependencies=change)
+    @app.post("/pin", dependencies=change, responses=ASKED)
     def pin(body: PinBody) -> list[str]:
         """Keep objects from being evicted for a while. A word for each key."""
         keys = body.key_bytes()
         statuses = node.client.pin_by_id(_id(body.namespace), body.layout(), keys, ttl_s=body.ttl_s)
         return [status.name for status in statuses]
 
-    @app.post("/tiers/{name}", dependencies=change)
+    @app.post("/tiers/{name}", dependencies=change, responses=ASKED)
     def change_tier(name: str, body: TierBody) -> Plain:
         """Add a tier, or drain, remove or reconfigure one."""
         client = node.client

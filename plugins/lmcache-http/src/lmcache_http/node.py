@@ -21,6 +21,7 @@ class Node:
     def __init__(self, name: str, runtime_dir: Path | None, server_uid: int | None = None) -> None:
         common: dict[str, Any] = {"runtime_dir": runtime_dir, "maps_pool": False, "server_uid": server_uid}
         self.name = name
+        self.server_uid = server_uid
         # A client of its own: a slow call of another one must not make a living server look dead.
         self._probe = Client.connect(
             name, client_name="lmcache-http probe", call_timeout_s=LIVE_S, connect_timeout_s=LIVE_S, **common

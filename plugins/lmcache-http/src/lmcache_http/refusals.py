@@ -1,0 +1,133 @@
+"""What is answered where a request is not served: one field, `detail`, in words, and as the schema has it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lmcache_core.errors import (
+    CacheError,
+    DisconnectedError,
+    LimitError,
+    PluginError,
+    SettingsError,
+    TierError,
+    UsageError,
+)
+from lmcache_http.guard import RefusedError
+
+BODY_BYTES_MAX = 256 << 10  # the longest body that makes sense, some hundred keys, is a tenth of it
+_THROWN_AWAY_MAX = 8 << 20  # of what is too long: a client that is still sending would not read the answer
+_SAID_MAX = 5  # things that are wrong with one body
+
+log = logging.getLogger(__name__)
+
+
+class Refusal(BaseModel):
+    """Why not."""
+
+    detail: str = Field(description="what happened, and what to do")
+
+
+WHY = {
+    400: "the server refuses what is asked for",
+    401: "no token, or not the right one",
+    403: "this token may not, nothing can be changed here, or a page of another origin asks",
+    404: "there is no such thing here",
+    413: f"the body is larger than {BODY_BYTES_MAX:,} bytes",
+    421: "this Host is not served",
+    422: "the body is no JSON, or not of this form",
+    429: "a limit of the server: try again later",
+    500: "the server, or this process, met a fault of its own; its log has the trace",
+    503: "the server does not answer",
+}
+_STATUSES: tuple[tuple[type[CacheError], int], ...] = (
+    (DisconnectedError, 503),
+    (TierError, 503),
+    (LimitError, 429),
+    (UsageError, 400),
+    (SettingsError, 400),
+    (PluginError, 400),
+)
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For a route's `responses`."""
+    return {status: {"model": Refusal, "description": WHY[status]} for status in statuses}
+
+
+def say(status: int, detail: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The answer."""
+    return JSONResponse({"detail": detail}, status, dict(headers or {}))
+
+
+def answer_in_words(app: FastAPI) -> None:
+    """Whatever is raised."""
+
+    @app.exception_handler(RefusedError)
+    def refused(request: Request, error: RefusedError) -> JSONResponse:
+        return say(error.status, error.detail, {"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+
+    @app.exception_handler(CacheError)
+    def failed(request: Request, error: CacheError) -> JSONResponse:
+        return say(next((status for kind, status in _STATUSES if isinstance(error, kind)), 500), str(error))
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SAID_MAX]]
+        more = len(error.errors()) - len(wrong)
+        return say(422, "; ".join(wrong) + (f"; and {more} more" if more else ""))
+
+    @app.exception_handler(Exception)
+    def fault(request: Request, error: Exception) -> JSONResponse:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return say(500, WHY[500])
+
+
+class BodyLimit:
+    """Refuses bodies that are too large before they are in memory, whether or not they say how large they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if int(declared) > BODY_BYTES_MAX:
+            await _throw_away(receive)
+            await say(413, WHY[413], {"Connection": "close"})(scope, receive, send)
+            return
+        left = BODY_BYTES_MAX
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                if message.get("more_body"):
+                    await _throw_away(receive)
+                raise HTTPException(413, WHY[413], {"Connection": "close"})
+            return message
+
+        await self._app(scope, limited, send)
+
+
+async def _throw_away(receive: Receive) -> None:
+    """The rest of a body, if it comes to an end in bounds."""
+    left = _THROWN_AWAY_MAX
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
