@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, Server, prompt, until
+from vllm_engines import Engine, Server, prompt, save_model, until
 
 BLOCK = 128
 
@@ -127,6 +127,32 @@ def test_a_server_that_hangs_costs_hits(
 def served_again(plain: Engine, cached: Engine, tokens: list[int], hit: int = 4 * BLOCK) -> bool:
     cached.forget()
     return asked(plain, cached, tokens) == hit
+
+
+@pytest.mark.slow
+def test_loads_of_several_groups_fail_twice_and_their_requests_are_computed(
+    start: Callable[..., Engine], server: Server, tmp_path: Path
+) -> None:
+    """vLLM forgets all that such a request has, and matches it again: the connector has to let it be computed then."""
+    changes = {"sliding_window": 256, "query_pre_attn_scalar": 64, "num_hidden_layers": 6, "config": "Gemma3Text"}
+    model = save_model(tmp_path / "gemma3", "Gemma3", **changes)
+    cached = start(model, server.settings(salt="groups"))
+    tokens = prompt(50, 900)
+    (expected,) = cached.generate(tokens)
+    for _ in range(2):
+        cached.saved()
+        cached.forget()
+        cached.figures()
+        cached.run(GONE)
+        (found,) = cached.generate(tokens)
+        assert found["tokens"] == expected["tokens"]
+        figures = cached.figures()
+        assert figures["load_failed_requests"] == 1
+        assert figures["lookup_vetoed"] >= 1
+    cached.saved()  # what was computed then is there
+    cached.forget()
+    assert cached.generate(tokens) == [{"tokens": expected["tokens"], "cached": 7 * BLOCK}]
+    cached.end()
 
 
 @pytest.mark.slow
