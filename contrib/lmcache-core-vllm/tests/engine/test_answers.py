@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, Server, prompt, until
+from vllm_engines import Engine, Server, is_written, prompt, until
 
 BLOCK = 128
 
@@ -89,10 +89,6 @@ def test_many_requests_at_once(plain: Engine, cached: Engine) -> None:
     found = cached.generate(*prompts)
     assert [each["tokens"] for each in found] == expected
     assert [each["cached"] for each in found] == [(len(each) - 1) // BLOCK * BLOCK for each in prompts]
-
-
-def is_written(stores: dict[str, Any]) -> bool:
-    return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]
 
 
 def test_blocks_come_back_from_disk(plain: Engine, cached: Engine, disk: Server) -> None:

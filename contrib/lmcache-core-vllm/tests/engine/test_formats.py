@@ -16,6 +16,7 @@ def server(serve: Callable[..., Server]) -> Server:
     return serve()
 
 
+@pytest.mark.slow
 def test_bfloat16_blocks_answer_as_the_engines_own(start: Callable[..., Engine], llama: Path, server: Server) -> None:
     """Near ties of two tokens fall as the steps of a prompt do, so both answers go on from the same boundary: once from
     the engine's own prefix cache, and once from ours."""

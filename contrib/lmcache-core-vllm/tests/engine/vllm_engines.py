@@ -184,6 +184,11 @@ class Server:
         return {"server": self.name, "runtime_dir": str(self.runtime_dir), **patient, **more}
 
 
+def is_written(stores: dict[str, Any]) -> bool:
+    """Whether the tiers have all, by the server's status."""
+    return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]
+
+
 def until(condition: Callable[[], Any]) -> None:
     """Wait for it; a safety net ends what would hang."""
     deadline = time.monotonic() + 60
