@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,34 @@ def test_check_says_that_an_engine_is_connected_and_what_it_missed(
 
 def namespaces(engine: Engine) -> list[str]:
     return [f"namespace {each}" for each in engine.run("said = ['%016x' % each.id for each in worker._namespaces]")]
+
+
+@pytest.mark.slow
+def test_two_engines_answer_rightly_beside_a_server_that_is_killed(
+    start: Callable[..., Engine], llama: Path, serve: Callable[..., Server]
+) -> None:
+    server = serve()
+    plain = start(llama, enable_prefix_caching=False)
+    prompts = [prompt(60 + number, 300 + 200 * number) for number in range(4)]
+    expected = [each["tokens"] for each in plain.generate(*prompts)]
+    plain.end()
+    engines = [start(llama, server.settings(), enable_prefix_caching=False) for _ in range(2)]
+    until_s, rounds, cached = time.monotonic() + 20, 0, 0
+    while time.monotonic() < until_s or not cached:
+        asked = f"said = generate({prompts!r}, 12)"
+        for engine in engines:
+            engine.tell(asked)
+        if rounds % 4 == 3:  # while both are at it
+            server.end()
+            server.start()
+        for engine in engines:
+            found = engine.hear()
+            assert [each["tokens"] for each in found] == expected
+            cached += sum(each["cached"] for each in found)
+        rounds += 1
+    print(f"{rounds} rounds, {cached} tokens of both engines from the cache")
+    for engine in engines:
+        engine.end()
 
 
 @pytest.mark.slow
