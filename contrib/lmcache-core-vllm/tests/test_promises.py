@@ -205,6 +205,15 @@ def test_nothing_is_kept_for_a_request_that_is_given_up_while_it_loads(engine: E
     until(lambda: engine.promised() == 0)
 
 
+def test_a_request_may_end_after_the_connector(engine: Engine) -> None:
+    engine.client.clear()
+    request = Request()
+    matched(engine, request)
+    engine.scheduler.close()
+    engine.scheduler.finished(request)
+    until(lambda: engine.promised() == 0)  # the client's promises end with it
+
+
 def test_nothing_is_kept_of_what_is_no_hit(engine: Engine) -> None:
     """The window's last blocks are missing everywhere: no boundary is left."""
     engine.client.clear()

@@ -16,11 +16,12 @@ class Returns:
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lmcache-core-returns")
 
     def give_back(self, numbers: list[int]) -> None:
         """What is still kept under these numbers may be evicted from soon on."""
-        if numbers:
+        if numbers and not self._closed:
             self._thread.submit(self._call, numbers)
 
     def _call(self, numbers: list[int]) -> None:
@@ -31,4 +32,5 @@ class Returns:
 
     def close(self) -> None:
         """Calls that have not begun are left out: what the client was promised ends with it."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

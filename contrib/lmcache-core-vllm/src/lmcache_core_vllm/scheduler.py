@@ -128,7 +128,7 @@ class SchedulerSide:
             return False
         if found.promises or found.boundary <= computed or tracked.question is None:
             return True
-        return tracked.question.by_index(self._client, now).boundary >= found.boundary
+        return tracked.question.by_index(self._client, now).boundary == found.boundary
 
     def _forget_answer(self, tracked: Tracked) -> None:
         if tracked.found is not None:
