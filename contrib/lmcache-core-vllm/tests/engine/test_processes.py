@@ -35,6 +35,7 @@ def test_one_engine_reads_what_another_stored_and_outlives_it(
     second.end()
 
 
+@pytest.mark.slow  # it imports vLLM once more
 def test_check_says_that_an_engine_is_connected_and_what_it_missed(
     start: Callable[..., Engine], llama: Path, server: Server
 ) -> None:
