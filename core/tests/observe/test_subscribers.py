@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_core.observe.events import LeaseTimedOut, ServerFault
 from lmcache_core.observe.files import JsonlEvents, JsonlSettings
 from lmcache_core.observe.logs import LogEvents, LogSettings
 from lmcache_core.observe.subscriber import SubscriberContext
@@ -63,3 +64,27 @@ def test_the_log_leaves_objects_out_and_says_trouble_louder(caplog: pytest.LogCa
     caplog.clear()
     LogEvents(LogSettings(objects=True), SubscriberContext("node", tmp_path)).hear(samples())
     assert "admitted namespace=0000000000000007 keys=8 nbytes=7" in caplog.text
+
+
+def test_the_log_counts_what_comes_too_often(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.DEBUG, "lmcache_core.events")
+    subscriber = LogEvents(LogSettings(lines_max=3), SubscriberContext("node", tmp_path))
+
+    def lines(at_s: float, count: int) -> list[str]:
+        caplog.clear()
+        subscriber.hear([LeaseTimedOut(at_s=at_s, session=1, lease=2, kind="read")] * count)
+        return [record.getMessage() for record in caplog.records]
+
+    shown = "lease_expired session=1 lease=2 kind=read"
+    assert lines(100.0, 5) == [shown] * 3
+    assert lines(109.0, 5) == []
+    assert lines(110.0, 1) == ["left_out of=lease_expired events=7", shown]
+    assert lines(50.0, 4) == [shown] * 3, "a clock that was set back begins anew"
+    caplog.clear()
+    subscriber.hear([ServerFault(at_s=60.0, where="the loop")])
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["fault where=the loop", "left_out of=lease_expired events=1"], "another kind has lines of its own"
+    lines(61.0, 4)
+    caplog.clear()
+    subscriber.close()
+    assert [record.getMessage() for record in caplog.records] == ["left_out of=lease_expired events=1"]
