@@ -231,7 +231,8 @@ def vllm(session: nox.Session) -> None:
     if not has_vllm(session):
         session.warn(f"NOT TESTED: {VLLM} could not be installed in {VLLM_BUILD_S // 60} minutes")
         return
-    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-core-vllm"], tools=tuple(TEST_TOOLS), native="require")
+    ours = [PACKAGES[name] for name in ("lmcache-fs", "lmcache-redis", "lmcache-core-vllm")]
+    install(session, *ours, tools=tuple(TEST_TOOLS), native="require")
     every = "all" in session.posargs
     chosen = [each for each in session.posargs if each != "all"] or ([] if every else ["-m", "not slow"])
     session.run("python", "-m", "pytest", "-q", "--timeout=600", "contrib/lmcache-core-vllm/tests", *chosen)

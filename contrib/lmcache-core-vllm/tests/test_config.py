@@ -38,7 +38,8 @@ def test_without_vllm_the_class_says_what_it_needs(monkeypatch: pytest.MonkeyPat
     import lmcache_core_vllm
 
     monkeypatch.delitem(sys.modules, "lmcache_core_vllm.connector", raising=False)
-    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in ["vllm", *(each for each in sys.modules if each.startswith("vllm."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"needs vLLM 0\.32 or later in the same environment"):
         _ = lmcache_core_vllm.LMCacheCoreConnector
 
