@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmcache_core.errors import (
     CacheError,
@@ -27,6 +25,13 @@ from lmcache_http.guard import RefusedError
 BODY_BYTES_MAX = 256 << 10  # the longest body that makes sense, some hundred keys, is a tenth of it
 _THROWN_AWAY_MAX = 8 << 20  # of what is too long: a client that is still sending would not read the answer
 _SAID_MAX = 5  # things that are wrong with one body
+
+# As ASGI has them.
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = logging.getLogger(__name__)
 
