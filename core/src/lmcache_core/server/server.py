@@ -42,7 +42,7 @@ from lmcache_core.server.dispatch import Dispatch
 from lmcache_core.server.end_signals import EndSignals
 from lmcache_core.server.explains import Explains
 from lmcache_core.server.helper import HelperContext
-from lmcache_core.server.helpers import Helpers, check_helper_names, configured
+from lmcache_core.server.helper_processes import Helpers, check_helper_names, configured
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
