@@ -123,7 +123,9 @@ def test_tiers_tell_what_they_have(watch: Callable[..., Watched]) -> None:
         stored = watched.until("tier_stored")
         assert {event["tier"] for event in stored} == {"cold"}
         watched.until("tier_stored")
+        end = time.monotonic() + 60
         while sum(len(event["keys"]) for event in watched.named("tier_stored")) < 8:
+            assert time.monotonic() < end, f"not all was stored: {watched.events}"
             time.sleep(0.005)
         client.clear(SPACE)
         found = client.lookup(KEYS, namespace=SPACE, wait_s=30.0)

@@ -189,27 +189,17 @@ class TierQuestions:
         return found.hits, found.done
 
 
+@dataclass(slots=True, eq=False)
 class GroupSearch(ABC):
     """One group in a search."""
 
-    __slots__ = ("_asking", "_hits", "_keys", "_namespace", "_window", "done", "unit")
-
-    def __init__(
-        self,
-        hits: Hits,
-        asking: TierQuestions | None,
-        namespace: Namespace,
-        keys: Sequence[bytes],
-        unit: int,
-        window: int,
-    ) -> None:
-        self._hits = hits
-        self._asking = asking
-        self._namespace = namespace
-        self._keys = keys
-        self._window = window
-        self.unit = unit
-        self.done = True
+    _hits: Hits
+    _asking: TierQuestions | None
+    _namespace: Namespace
+    _keys: Sequence[bytes]
+    unit: int
+    _window: int
+    done: bool = True
 
     @abstractmethod
     def reach(self, end: int) -> int:
@@ -221,18 +211,16 @@ class GroupSearch(ABC):
         return GroupHits(end - window if 0 < window < end else 0, end, self.unit)
 
 
+@dataclass(slots=True, eq=False)
 class PrefixSearch(GroupSearch):
-    """It needs every key."""
+    """It needs every key. It looks once: ends come downwards."""
 
-    __slots__ = ("_end",)
-    _end: int
+    _end: int = -1
 
     def reach(self, end: int) -> int:
-        try:
-            return min(end, self._end)
-        except AttributeError:  # the first question, and the only one: ends come downwards
+        if self._end < 0:
             self._end = self._look(end)
-            return self._end
+        return min(end, self._end)
 
     def _look(self, end: int) -> int:
         keys = self._keys if end == len(self._keys) else self._keys[:end]
@@ -245,23 +233,12 @@ class PrefixSearch(GroupSearch):
         return there
 
 
+@dataclass(slots=True, eq=False)
 class WindowSearch(GroupSearch):
     """It needs the last keys alone. It looks at so many as it takes, from the end on."""
 
-    __slots__ = ("_low", "_there")
-
-    def __init__(
-        self,
-        hits: Hits,
-        asking: TierQuestions | None,
-        namespace: Namespace,
-        keys: Sequence[bytes],
-        unit: int,
-        window: int,
-    ) -> None:
-        super().__init__(hits, asking, namespace, keys, unit, window)
-        self._there = b""  # of the keys from `_low` on
-        self._low = -1
+    _there: bytes = b""  # of the keys from `_low` on
+    _low: int = -1
 
     def reach(self, end: int) -> int:
         found = self._by_index(end)
