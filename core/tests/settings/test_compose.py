@@ -31,7 +31,7 @@ def test_a_tier_can_be_said_in_each_way(registry: Registry, toml: Toml, way: str
     flags, environ, file = BUCKET_BY[way]
     composed = compose(registry, flags, environ, toml(file))
     tier = composed.settings.l2["cold"]
-    assert (tier.type, tier.adapter.bucket) == ("acme", "b")
+    assert (tier.type, tier.settings.bucket) == ("acme", "b")
     assert composed.origins["l2.cold.bucket"].origin == way.split()[0]
 
 
@@ -64,15 +64,15 @@ def test_a_tier_may_be_spread_over_all_places(registry: Registry, toml: Toml) ->
     )
     tier = composed.settings.l2["cold"]
     assert tier.capacity_bytes == 2 << 30
-    assert tier.adapter.region == "south"
-    assert tier.adapter.token == SecretStr("12345")
-    assert (tier.adapter.retry.attempts, tier.adapter.retry.pause_s) == (7, 2.0)
+    assert tier.settings.region == "south"
+    assert tier.settings.token == SecretStr("12345")
+    assert (tier.settings.retry.attempts, tier.settings.retry.pause_s) == (7, 2.0)
 
 
 def test_lists_are_read_from_commas_and_from_json(registry: Registry) -> None:
     for text in ("a:1,b:2", "a:1, b:2", '["a:1", "b:2"]'):
         flags = ["--l2.cold.type=acme", "--l2.cold.bucket=b", f"--l2.cold.hosts={text}"]
-        assert compose(registry, flags, {}).settings.l2["cold"].adapter.hosts == ("a:1", "b:2")
+        assert compose(registry, flags, {}).settings.l2["cold"].settings.hosts == ("a:1", "b:2")
 
 
 def test_a_switch_needs_no_value_and_hyphens_are_underscores(registry: Registry) -> None:
@@ -264,7 +264,7 @@ def test_settings_are_frozen_through_and_through(registry: Registry) -> None:
     with pytest.raises(ValidationError):
         settings.name = "x"
     with pytest.raises(ValidationError):
-        settings.l2["a"].adapter.bucket = "x"
+        settings.l2["a"].settings.bucket = "x"
     with pytest.raises(TypeError):
         settings.l2["b"] = settings.l2["a"]  # type: ignore[index]  # that it is refused is the claim
     assert isinstance(settings, Settings)

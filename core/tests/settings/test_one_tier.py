@@ -8,6 +8,7 @@ import pytest
 
 from lmcache_core.errors import PluginError, SettingsError
 from lmcache_core.plugins.registry import Registry
+from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.tier import same_but_for_figures, tier_settings, values_of
 
 SECRET = "hunter2-hunter2"
@@ -22,9 +23,9 @@ def test_what_is_not_named_stays_secrets_and_chains_among_it(registry: Registry)
     before = tier_settings(registry, "cold", VALUES, {})
     after = tier_settings(registry, "cold", {}, {"capacity_bytes": "2GiB", "retry.pause_s": "0.25"}, before)
     assert after.capacity_bytes == 2 << 30
-    assert (after.adapter.retry.attempts, after.adapter.retry.pause_s) == (7, 0.25)
-    assert after.adapter.token.get_secret_value() == SECRET
-    assert after.adapter.hosts == ("x", "y")
+    assert (after.settings.retry.attempts, after.settings.retry.pause_s) == (7, 0.25)
+    assert after.settings.token.get_secret_value() == SECRET
+    assert after.settings.hosts == ("x", "y")
     assert after.eviction.settings.tenants == {"a": 1}
     assert [each.type for each in after.serde] == ["identity", "squeeze"]
     assert after.serde[1].settings.secret.get_secret_value() == SECRET
@@ -34,7 +35,7 @@ def test_what_is_not_named_stays_secrets_and_chains_among_it(registry: Registry)
 def test_another_type_leaves_nothing_of_the_former_adapter(registry: Registry) -> None:
     before = tier_settings(registry, "cold", VALUES | {"capacity_bytes": "1GiB"}, {})
     after = tier_settings(registry, "cold", {}, {"type": "plain"}, before)
-    assert (after.type, after.capacity_bytes, after.adapter) == ("plain", 1 << 30, None)
+    assert (after.type, after.capacity_bytes, after.settings) == ("plain", 1 << 30, None)
 
 
 def test_only_figures_change_in_place(registry: Registry) -> None:
@@ -68,3 +69,10 @@ def test_what_is_wrong_is_refused_without_showing_a_secret(
     with pytest.raises(error) as caught:
         tier_settings(registry, "cold", values, texts)
     assert "hsh" not in str(caught.value)
+
+
+def test_a_tiers_own_settings_have_the_name_that_those_of_a_policy_have(registry: Registry) -> None:
+    tier = make_settings(registry, l2={"cold": {"type": "acme", "bucket": "b"}}).l2["cold"]
+    assert tier.settings.bucket == "b"
+    with pytest.warns(DeprecationWarning, match=r"`\.settings`.*`\.adapter` goes in 0\.2"):
+        assert tier.adapter is tier.settings

@@ -25,7 +25,7 @@ def test_a_secret_of_digits_stays_the_text_it_is(registry: Registry) -> None:
         "LMCACHE_CORE_L2__COLD__BUCKET": "b",
         "LMCACHE_CORE_L2__COLD__TOKEN": "0012345",
     }
-    assert compose(registry, [], environ).settings.l2["cold"].adapter.token.get_secret_value() == "0012345"
+    assert compose(registry, [], environ).settings.l2["cold"].settings.token.get_secret_value() == "0012345"
 
 
 def test_a_secret_is_hidden_wherever_settings_are_shown(registry: Registry, toml: Toml) -> None:

@@ -60,7 +60,7 @@ def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, st
         raise SettingsError(f"the settings have no tier {tier!r} (there are: {there}): name its file with --config")
     registry, chosen = arguments.registry, settings.l2[tier]
     context = adapter_context(tier, chosen.connections)
-    adapter = stack.enter_context(registry.build(Kind.L2_ADAPTER, chosen.type, chosen.adapter, context))
+    adapter = stack.enter_context(registry.build(Kind.L2_ADAPTER, chosen.type, chosen.settings, context))
     chain = CodecChain([registry.build(Kind.SERDE, each.type, each.settings) for each in chosen.serde])
     return Walker(adapter, chain, chosen.deadline_s)
 

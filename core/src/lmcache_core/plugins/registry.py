@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # A tier is one table: its adapter's settings stand beside ours, so these names are taken.
 TIER_FIELDS = frozenset(
     {
-        "adapter",
+        "adapter",  # what `settings` was called first: an attribute that warns, until 0.2
         "capacity_bytes",
         "connections",
         "deadline_s",
@@ -33,6 +33,7 @@ TIER_FIELDS = frozenset(
         "eviction",
         "rescan_s",
         "serde",
+        "settings",
         "type",
         "watermark",
     }

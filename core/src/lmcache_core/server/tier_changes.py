@@ -172,4 +172,4 @@ def _closing_if_refused(finish: _Finish, tier: Tier) -> _Finish:
 
 def _shown(settings: TierSettings) -> dict[str, Any]:
     shown: dict[str, Any] = plain(settings)
-    return {**{name: value for name, value in shown.items() if name != "adapter"}, **(shown["adapter"] or {})}
+    return {**{name: value for name, value in shown.items() if name != "settings"}, **(shown["settings"] or {})}

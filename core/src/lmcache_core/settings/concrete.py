@@ -88,7 +88,7 @@ def _tier(registry: Registry, name: str, choice: TierChoice) -> type[TierSetting
     own = registry.settings_model(Kind.L2_ADAPTER, choice.type)
     fields: dict[str, Any] = {
         "type": (Literal[choice.type], Field(description=_description(TierSettings, "type"))),
-        "adapter": (NoneType, None) if own is None else (own, Field()),
+        "settings": (NoneType, None) if own is None else (own, Field()),
     }
     if choice.eviction is not None:
         eviction = component_model(registry, Kind.EVICTION_POLICY, choice.eviction)

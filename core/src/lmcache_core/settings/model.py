@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -217,7 +218,8 @@ class ZmqSettings(Section):
 
 
 class TierSettings(Section):
-    """One L2 tier. The settings of its adapter stand in the same table, and here in `adapter`."""
+    """One L2 tier. The settings of its adapter stand in the same table, and here in `settings`, an
+    instance of the adapter's own model (None where it has none)."""
 
     type: str = Field(description="the adapter")
     capacity_bytes: Size | None = Field(default=None, description="room on the medium; none: not limited by us")
@@ -234,13 +236,20 @@ class TierSettings(Section):
     rescan_s: Seconds | None = Field(
         default=None, description="how often the medium is counted again, where several servers share it; none: never"
     )
-    adapter: Any = None
+    settings: Any = None
+
+    @property
+    def adapter(self) -> Any:
+        """The former name of `settings`. Deprecated since 0.1, gone in 0.2."""
+        said = "a tier's own settings are its `.settings`, as those of a policy or serde are; `.adapter` goes in 0.2"
+        warnings.warn(said, DeprecationWarning, stacklevel=2)
+        return self.settings
 
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, value: Any) -> Any:
-        ours = set(TierSettings.model_fields) - {"adapter"}
-        return gather(value, ours, "adapter", isinstance_of=TierSettings, offers=has_own(cls, "adapter"))
+        ours = set(TierSettings.model_fields) - {"settings"}
+        return gather(value, ours, "settings", isinstance_of=TierSettings, offers=has_own(cls, "settings"))
 
     @field_validator("eviction", mode="before")
     @classmethod

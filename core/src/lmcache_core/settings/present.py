@@ -45,10 +45,8 @@ def value_at(settings: Settings, path: SettingPath) -> Any:
     for part in path:
         if isinstance(value, Mapping):
             value = value[part]
-        elif isinstance(value, Component) and part != "type":
+        elif isinstance(value, Component | TierSettings) and part not in type(value).model_fields:
             value = getattr(value.settings, part)
-        elif isinstance(value, TierSettings) and part not in TierSettings.model_fields:
-            value = getattr(value.adapter, part)
         else:
             value = getattr(value, part)
     return value

@@ -54,7 +54,7 @@ def _in_our_words(message: str) -> str:
 def _as_written(location: Sequence[int | str]) -> SettingPath:
     """pydantic's location without the rooms in which we gather a component's own settings."""
     path = [str(part) for part in location]
-    if path[:1] == ["l2"] and path[2:3] == ["adapter"]:
+    if path[:1] == ["l2"] and path[2:3] == ["settings"]:
         del path[2]
     for at in _component_ends(path):
         if path[at : at + 1] == ["settings"]:

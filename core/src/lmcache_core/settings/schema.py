@@ -20,7 +20,7 @@ from lmcache_core.settings.concrete import Concrete
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.settings.sources import SettingPath
 
-_INNER = {Component: "settings", TierSettings: "adapter"}
+_INNER = (Component, TierSettings)  # whose `settings` stand in the same table as what is theirs
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def fields_of(model: type[BaseModel], at: SettingPath = ()) -> list[SettingField
 
 
 def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
-    inner = next((name for base, name in _INNER.items() if issubclass(model, base)), None)
+    inner = "settings" if issubclass(model, _INNER) else None
     for name, info in model.model_fields.items():
         annotation, path = info.annotation, (*at, name)
         if name == inner:

@@ -46,12 +46,12 @@ def tier_settings(
 def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:
     """What was set, as one table again. `own`: with what belongs to the adapter. Secrets are in the open, as in the
     sources of all settings: whoever words a refusal knows them by that, and leaves them out. Never show this."""
-    values = {name: getattr(settings, name) for name in settings.model_fields_set if name != "adapter"}
+    values = {name: getattr(settings, name) for name in settings.model_fields_set if name != "settings"}
     if "eviction" in values:
         values["eviction"] = "none" if settings.eviction is None else _component(settings.eviction)
     if "serde" in values:
         values["serde"] = [_component(each) for each in settings.serde]
-    return {**values, **(_set(settings.adapter) if own else {})}
+    return {**values, **(_set(settings.settings) if own else {})}
 
 
 def same_but_for_figures(one: TierSettings, other: TierSettings) -> bool:

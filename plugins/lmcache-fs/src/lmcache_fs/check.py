@@ -25,8 +25,8 @@ def check_tiers(settings: Settings) -> list[Finding]:
     """Findings for every tier of type fs."""
     findings: list[Finding] = []
     for name, tier in settings.l2.items():
-        if isinstance(tier.adapter, FsSettings):
-            findings += check_tier(name, tier.adapter)
+        if isinstance(tier.settings, FsSettings):
+            findings += check_tier(name, tier.settings)
     return findings
 
 

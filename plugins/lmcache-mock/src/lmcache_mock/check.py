@@ -18,8 +18,8 @@ def check_tiers(settings: Settings) -> list[Finding]:
     """A finding for every tier of type mock."""
     found = []
     for name, tier in settings.l2.items():
-        if isinstance(tier.adapter, MockSettings):
-            found.append(check_tier(name, tier.adapter))
+        if isinstance(tier.settings, MockSettings):
+            found.append(check_tier(name, tier.settings))
     return found
 
 

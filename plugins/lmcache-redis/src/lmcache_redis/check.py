@@ -24,8 +24,8 @@ def check_tiers(settings: Settings) -> list[Finding]:
     """Findings for every tier of type redis."""
     findings: list[Finding] = []
     for name, tier in settings.l2.items():
-        if isinstance(tier.adapter, RedisSettings):
-            findings += check_tier(name, tier.adapter)
+        if isinstance(tier.settings, RedisSettings):
+            findings += check_tier(name, tier.settings)
     return findings
 
 

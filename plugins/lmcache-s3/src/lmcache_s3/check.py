@@ -27,8 +27,8 @@ def check_tiers(settings: Settings) -> list[Finding]:
     """Findings for every tier of type s3."""
     findings: list[Finding] = []
     for name, tier in settings.l2.items():
-        if isinstance(tier.adapter, S3Settings):
-            findings += check_tier(name, tier.adapter)
+        if isinstance(tier.settings, S3Settings):
+            findings += check_tier(name, tier.settings)
     return findings
 
 
