@@ -278,7 +278,7 @@ def gone_from_tier(at: World) -> None:
         (tier_error_at_store, "tier_error", "tier cold: failed .* ago: .+", {"l2": TIER}),
         (tier_hangs, "late", r"tier cold: did not answer \(late\)", {"l2": TIER}),
         (damaged, "damaged", "tier cold: damaged there, found .* ago: .+", {"l2": TIER}),
-        (evicted_from_tier, "cleared", "tier cold: evicted .* ago by LruEviction",
+        (evicted_from_tier, "cleared", "tier cold: evicted .* ago by lru",
          {"l2": {"cold": {**TIER["cold"], "capacity_bytes": 8 * NBYTES}}}),
         (gone_from_tier, "dropped", "left the pool .* ago", {"l2": TIER, "store_policy": "skip_l1"}),
     ],
@@ -342,17 +342,20 @@ def test_explaining_changes_nothing(make: Callable[..., World]) -> None:
 
 def test_only_namespaces_that_the_session_has_registered_are_explained(make: Callable[..., World]) -> None:
     at = make()
-    keys = at.store("k")
+    at.store("k")
     stranger = at.another(maps_pool=False)
-    with pytest.raises(UsageError, match=r"not registered in this session.*register_layout"):
-        stranger.explain(keys, namespace=NS)
-    with pytest.raises(UsageError, match="not registered in this session"):
-        stranger.explain(tokens=range(600), namespace=NS)
     stranger.register_layout(Namespace("another model", NS.layout))
-    with pytest.raises(UsageError, match="not registered in this session"):
-        stranger.explain(keys, namespace=NS)
-    stranger.register_layout(NS)
-    assert [each.hit for each in stranger.explain(keys, namespace=NS)] == [True]
+    with pytest.raises(UsageError, match=r"not registered in this session.*register_layout"):
+        stranger._links.current().channel.call(lambda rid: m.Explain(rid, NS.id, key("k")))
+
+
+def test_a_new_client_that_can_say_the_namespace_needs_no_other_call_before_it_asks(make: Callable[..., World]) -> None:
+    at = make(chunk_tokens=16)
+    tokens = list(range(32))
+    keys = chunk_keys(tokens, NS, 16)
+    at.client.store(keys[:1], [bytes(NBYTES)], namespace=NS)
+    assert [each.hit for each in at.another().explain(tokens=tokens, namespace=NS)] == [True, False]
+    assert [each.hit for each in at.another(maps_pool=False).explain(keys, namespace=NS)] == [True, False]
 
 
 def test_tokens_are_explained_chunk_by_chunk_with_the_servers_chunk_size(make: Callable[..., World]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -43,3 +44,38 @@ def test_the_hook_bench_ends_quickly_and_sets_hooks_beside_a_direct_method(tmp_p
     assert direct["name"] == "direct method"
     assert len(hooks) == 6
     assert all(result["floor"] == direct["value"] and result["ratio"] > 1 for result in hooks)
+
+
+def test_a_tier_that_lacks_a_setting_is_one_line_that_says_which(tmp_path: Path) -> None:
+    """`acme` is installed as pip would: its adapter needs a bucket."""
+    (tmp_path / "acme.py").write_text(
+        "from lmcache_core import ComponentSpec, Kind, hookimpl\n"
+        "from pydantic import BaseModel, ConfigDict\n"
+        "class Settings(BaseModel):\n"
+        "    model_config = ConfigDict(frozen=True, extra='forbid')\n"
+        "    bucket: str\n"
+        "@hookimpl\n"
+        "def lmcache_components():\n"
+        "    return [ComponentSpec(Kind.L2_ADAPTER, 'acme', 'acme:absent', 'acme:Settings')]\n"
+        "absent = None\n"
+    )
+    info = tmp_path / "lmcache_acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache-acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[lmcache_core]\nacme = acme\n")
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "bench", "l2", "--quick", "--tier"]
+    for words, said in (
+        (["acme"], "bucket is missing: say --set bucket=VALUE"),
+        (["acme", "--set", "bucket=b", "--set", "colour=red"], "colour: Extra inputs are not permitted"),
+    ):
+        done = subprocess.run(
+            [*command, *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1

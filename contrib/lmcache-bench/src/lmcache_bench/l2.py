@@ -26,9 +26,11 @@ from statistics import median
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core.errors import TierError, UsageError
+from lmcache_core.errors import SettingsError, TierError, UsageError
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
+
     from lmcache_core.cli.bench.harness import Bench
     from lmcache_core.tiers.contract import L2Adapter
 
@@ -68,7 +70,17 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, bench: Bench) -> None:
-    """Record every size; of the mock tier, what it costs others."""
+    """Record every size; of the mock tier, what it costs others. Raises `SettingsError` for what the adapter needs and
+    was not given."""
+    from pydantic import ValidationError
+
+    try:
+        _run(options, bench)
+    except ValidationError as error:  # of this package's bench, or of the tier's own
+        raise SettingsError(_refused(options.tier, error)) from error
+
+
+def _run(options: Namespace, bench: Bench) -> None:
     if options.tier == "mock":
         from lmcache_bench import trouble
 
@@ -114,10 +126,20 @@ def _adapter(options: Namespace, folder: Path) -> L2Adapter:
         given[name] = value
     if options.tier == "fs":
         given.setdefault("path", folder)
-    registry = load_plugins()
-    adapter = registry.build(Kind.L2_ADAPTER, options.tier, given or None, adapter_context(options.tier, 4))
+    adapter = load_plugins().build(Kind.L2_ADAPTER, options.tier, given, adapter_context(options.tier, 4))
     assert isinstance(adapter, L2Adapter)
     return adapter
+
+
+def _refused(tier: str, error: ValidationError) -> str:
+    """What is missing or wrong, and how it is said. No value is repeated: it may be a secret."""
+    wrong = [
+        (".".join(map(str, each["loc"])) or "its settings", each["type"], each["msg"])
+        for each in error.errors(include_input=False, include_url=False, include_context=False)
+    ]
+    said = "; ".join(f"{name} is missing" if kind == "missing" else f"{name}: {words}" for name, kind, words in wrong)
+    cure = " ".join(f"--set {name}=VALUE" for name, _, _ in wrong)
+    return f"no tier of type {tier!r} can be made: {said}: say {cure}; lmcache-core plugins show {tier} lists them all"
 
 
 class _Sides:

@@ -480,8 +480,8 @@ class Client:
     ) -> list[KeyExplanation]:
         """Where keys are, or why they are not there: in the pool and on every tier, which are asked for it.
 
-        Give `keys`, or `tokens`, from which they are derived with the server's chunk size. Raises `UsageError` for a
-        namespace that this client has not registered, by `register_layout` or by using it.
+        Give `keys`, or `tokens`, from which they are derived with the server's chunk size. A namespace that this
+        client has not used yet is registered by the question: who can say all of it may ask about it.
         """
         if (keys is None) == (tokens is None):
             raise UsageError("explain takes either keys or tokens: give one of them")
@@ -673,9 +673,7 @@ def _explain(
         keys = chunk_keys(tokens, namespace, link.chunk_tokens)
     assert keys is not None
     keys = checked_keys(keys)
-    if namespace.id not in link.registered:
-        return explain_pages(link, keys, namespace.id)  # and hear what the server says to that
-    link.bind(namespace)  # perhaps in a session that is gone
+    link.bind(namespace)
     try:
         return explain_pages(link, keys, namespace.id)
     except UnknownNamespaceError:

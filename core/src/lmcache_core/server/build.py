@@ -98,7 +98,7 @@ class PrefetchPolicies:
 def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     """One configured tier. Its medium need not be there."""
     context = adapter_context(name, settings.connections)
-    adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.adapter, context)
+    adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.settings, context)
     return Tier(
         name,
         adapter,
@@ -118,6 +118,7 @@ def tier_config(settings: TierSettings) -> TierConfig:
         deadline_s=settings.deadline_s,
         connections=settings.connections,
         rescan_s=settings.rescan_s,
+        eviction_name="" if settings.eviction is None else settings.eviction.type,
     )
 
 

@@ -63,11 +63,14 @@ class Accounting:
         watermark: float,
         evict_ratio: float,
         policy: EvictionPolicy | None,
+        policy_name: str = "",
     ) -> None:
+        """`policy_name`: what people call the policy; without one, the name of its class."""
         self.capacity_bytes = capacity_bytes
         self._watermark = watermark
         self._evict_ratio = evict_ratio
         self.policy = policy
+        self.policy_name = policy_name or type(policy.inner if isinstance(policy, GuardedPolicy) else policy).__name__
         self.bytes_used = 0
         self.bytes_reserved = 0  # stores under way
         self.bytes_guessed = 0  # of that, for objects that may turn out smaller: nothing leaves for their sake
@@ -81,11 +84,6 @@ class Accounting:
         self._scanned: Iterator[ScanEntry] = iter(())
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
-
-    @property
-    def policy_name(self) -> str:
-        """For people: of what chooses the victims."""
-        return type(self.policy.inner if isinstance(self.policy, GuardedPolicy) else self.policy).__name__
 
     # --- whose it is ----------------------------------------------------------------------------------------
     def reserve(self, namespace: int, nbytes: int) -> None:

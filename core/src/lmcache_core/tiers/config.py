@@ -13,7 +13,7 @@ class TierConfig:
 
     `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
     second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own. `rescan_s`: how often
-    the medium is counted again (None: only at the start).
+    the medium is counted again (None: only at the start). `eviction_name`: what people call the eviction policy.
     """
 
     capacity_bytes: int | None = None
@@ -22,3 +22,4 @@ class TierConfig:
     deadline_s: float = TIER_DEADLINE_S
     connections: int = 4
     rescan_s: float | None = None
+    eviction_name: str = ""

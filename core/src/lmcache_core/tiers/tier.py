@@ -90,7 +90,9 @@ class Tier:
         self._quiet_until = 0.0
         self._clock = Clock()  # the server's, from `start` on
         guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
-        self.accounting = Accounting(config.capacity_bytes, config.watermark, config.evict_ratio, guarded)
+        self.accounting = Accounting(
+            config.capacity_bytes, config.watermark, config.evict_ratio, guarded, config.eviction_name
+        )
         self.reads = Breaker()
         self.writes = Breaker()
         self.draining = False
