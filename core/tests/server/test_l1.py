@@ -131,7 +131,7 @@ def test_a_notice_that_ends_a_peer_finds_all_that_was_decided_carried_out(tmp_pa
         seen.append(server.segment.tables.slot(offset)[0])
         kernel.drop(SPACE, [key(3)], 2.0, Reason.DROPPED)
         l1.apply()  # as `Sessions.lost` does
-        seen.append(kernel.effects)
+        seen.append(list(kernel.effects))
 
     l1._notify = ends_a_peer
     kernel.expire(2.0)  # the notice comes first …

@@ -8,7 +8,6 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -331,11 +330,13 @@ class Client:
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
         """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
         keys = checked_keys(keys)
-        with ExitStack() as undo:
-            lease = undo.enter_context(WriteLease(self._links, namespace, threads=self._copy_threads))
+        lease = WriteLease(self._links, namespace, threads=self._copy_threads)
+        try:
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
-            undo.pop_all()  # it is the caller's now
+        except BaseException:
+            lease.close()
+            raise
         return lease
 
     def prepare_retrieve(
@@ -357,10 +358,9 @@ class Client:
         keys = checked_keys(keys)
         if optimistic and promise:
             raise UsageError("a promise is redeemed with the server: give it without optimistic=True")
-        with ExitStack() as undo:
-            lease = undo.enter_context(ReadLease(self._links, namespace))
+        lease = ReadLease(self._links, namespace)
+        try:
             if optimistic and lease.find(self._hits, keys, prefix):
-                undo.pop_all()
                 return lease
             for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
                 lease.ask(keys[first:end], number, prefix)
@@ -368,8 +368,11 @@ class Client:
                 lease.drop_damaged(first)
                 if prefix and lease.hits < len(lease.statuses):
                     break
-            undo.pop_all()  # it is the caller's now
-        lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
+        except BaseException:
+            lease.close()
+            raise
+        if len(lease.statuses) < len(keys):
+            lease.add_ungranted(Status.MISS, Reason.NONE, len(keys) - len(lease.statuses))
         return lease
 
     def free_lookup_locks(self, promise: Promise | Sequence[int] | None) -> int:

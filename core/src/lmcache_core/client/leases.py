@@ -126,13 +126,14 @@ class Lease(ABC):
 
     def _take(self, reply: m.Granted, first: int, count: int) -> None:
         """Note what was granted of a page."""
-        self.statuses += grant_statuses(reply.statuses)
+        answered = grant_statuses(reply.statuses)
+        self.statuses += answered
         self.reasons += miss_reasons(reply.reasons, count)
         self._offsets.extend(unpack_u64(reply.offsets))
         self._checksums.extend(numbers_of(reply.checksums, count))
         self.incarnations.extend(numbers_of(reply.incarnations, count))
-        statuses, granted = self.statuses, Status.GRANTED
-        self._unsettled.update(dict.fromkeys(at for at in range(first, first + count) if statuses[at] is granted))
+        granted = Status.GRANTED
+        self._unsettled.update(dict.fromkeys([at for at, each in enumerate(answered, first) if each is granted]))
         self._holding.page = self._asked = None
 
     def refuse(self, error: CacheError, count: int) -> None:
@@ -239,17 +240,21 @@ class Lease(ABC):
         return self._occupancy.lend(self._holding, lender)
 
     def _offset(self, position: int) -> int:
-        holding = self._holding
-        if holding.barred:
-            raise LeaseExpiredError(f"lease {self.id:x} has ended: {holding.barred}")
-        if holding.over:
-            raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
+        self._check_lent()
         position = _position(position)
         if not 0 <= position < len(self.statuses):
             raise UsageError(f"position {position} is not in this lease of {len(self.statuses)} keys")
         if position not in self._unsettled:
             raise UsageError(f"position {position} has no slot: it is {self.statuses[position]}")
         return self._offsets[position]
+
+    def _check_lent(self) -> None:
+        """Raise `LeaseExpiredError` where no slot is ours to touch any more."""
+        holding = self._holding
+        if holding.barred:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: {holding.barred}")
+        if holding.over:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
 
     def renew(self) -> float:
         """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`."""
@@ -267,10 +272,9 @@ class Lease(ABC):
                 raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
         return link
 
-    def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None, checksums: bytes = b"") -> None:
-        """Tell the server what became of positions (None: of all), and note what it answers. `checksums`: a u64 for
-        each, where they are known."""
-        chosen = list(self._unsettled) if positions is None else self._checked(positions)
+    def _settle(self, kind: type[m.Settle], chosen: Sequence[int], checksums: bytes = b"") -> None:
+        """Tell the server what became of these positions, which are open, in ascending order, and note what it answers.
+        `checksums`: a u64 for each, where they are known."""
         try:
             for first in range(0, len(chosen), BATCH_KEYS_MAX):
                 page = chosen[first : first + BATCH_KEYS_MAX]
@@ -300,8 +304,11 @@ class Lease(ABC):
         with contextlib.suppress(CacheError):  # the positions are ours, so nothing here is the caller's mistake
             self._settle(kind, [position for position in list(self._unsettled) if position >= first], checksums)
 
-    def _checked(self, positions: Iterable[int]) -> list[int]:
-        """In ascending order, each once: runs of them are said as ranges."""
+    def _chosen(self, positions: Iterable[int] | None) -> list[int]:
+        """Open positions that the caller has named (None: all), in ascending order, each once: runs of them are said
+        as ranges."""
+        if positions is None:
+            return list(self._unsettled)
         if not isinstance(positions, Iterable):
             raise UsageError(f"positions is a {type(positions).__name__}: give a list of positions, or None for all")
         chosen = {each if type(each) is int else _position(each) for each in positions}
@@ -326,10 +333,12 @@ class Lease(ABC):
 
     def end(self) -> None:
         """Nothing of it is ours any more: views and tensors die."""
-        self._occupancy.ended(self._holding)
-        self._holding.empty_tensors()
-        # Somebody may still hold a slice of a view: the mapping stays for that slice, the slot does not.
-        self._holding.take_back()
+        holding = self._holding
+        self._occupancy.ended(holding)
+        if holding.tensors:
+            holding.empty_tensors()
+        if holding.views:  # somebody may still hold a slice of one: the mapping stays for that slice, the slot does not
+            holding.take_back()
 
     def close(self) -> None:
         """End it, whatever is left: uncommitted positions are aborted, unfinished ones are finished. Idempotent."""
@@ -380,24 +389,26 @@ class WriteLease(Lease):
         Returns the statuses of all positions of the lease. Raises `LeaseExpiredError` where the lease did not
         live until now, and `ClearedError`; then nothing of what is left was published.
         """
-        chosen = list(self._unsettled) if positions is None else self._checked(positions)
+        chosen = self._chosen(positions)
         self._settle(m.CommitStore, chosen, self._sums(chosen) if checksums and not self._holding.over else b"")
         return self.statuses
 
     def _sums(self, positions: Sequence[int]) -> bytes:
         if not positions:
             return b""
-        offsets, link = [self._offset(position) for position in positions], self._link
+        self._check_lent()
+        offsets, link = self._offsets, self._link
         assert link is not None
         # Nothing is lent for it: another thread that ends the lease meanwhile makes others' bytes of these, and the
         # commit for which they are read fails. The mapping stays for as long as it is held here.
         mapping = link.mapped().mapping
-        addresses = array("Q", [mapping.address + offset for offset in offsets])
+        base = mapping.address
+        addresses = array("Q", [base + offsets[position] for position in positions])
         return checksums_of(addresses, self._namespace.layout.nbytes, self._threads)
 
     def abort(self, positions: Sequence[int] | None = None) -> None:
         """Give these positions back unwritten (None: all that are left)."""
-        self._settle(m.AbortStore, positions)
+        self._settle(m.AbortStore, self._chosen(positions))
 
 
 class ReadLease(Lease):
@@ -461,13 +472,14 @@ class ReadLease(Lease):
 
     def watch(self, keys: Sequence[bytes]) -> None:
         """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""
-        asked = [bytes(key) for key in keys]
+        asked = list(map(bytes, keys))
         self._keys += asked
         self._generations.extend(self._generations_of(asked, self._offsets[-len(asked) :]) if asked else ())
 
     def _generations_of(self, keys: list[bytes], offsets: array[int]) -> array[int]:
-        index = None if self._link is None else self._link.index
-        layout = None if self._link is None else self._link.layout_of(self._namespace)
+        link = self._holding.link
+        index = None if link is None else link.index
+        layout = None if link is None else link.layout_of(self._namespace)
         if index is None or layout is None:
             return _ZERO * len(keys)
         return array("Q", index.generations(self._namespace.id, layout, keys, offsets))
@@ -519,7 +531,7 @@ class ReadLease(Lease):
         """Let go of these, and have the server delete the very objects that they hold. Where there is none now, the
         next reader finds them again."""
         with contextlib.suppress(CacheError):
-            self._settle(m.ReportDamaged, positions)
+            self._settle(m.ReportDamaged, self._chosen(positions))
 
     def view(self, position: int) -> memoryview:
         """Read-only bytes of the slot."""
@@ -528,16 +540,17 @@ class ReadLease(Lease):
     @property
     def hits(self) -> int:
         """Length of the prefix that can be read."""
+        granted, hit = Status.GRANTED, Status.HIT  # Python 3.11 finds a member of an enum in 0.15 µs
         for position, status in enumerate(self.statuses):
-            if status not in (Status.GRANTED, Status.HIT):
+            if status is not granted and status is not hit:
                 return position
         return len(self.statuses)
 
-    def _settle(self, kind: type[m.Settle], positions: Iterable[int] | None, checksums: bytes = b"") -> None:
+    def _settle(self, kind: type[m.Settle], chosen: Sequence[int], checksums: bytes = b"") -> None:
         if not self._optimistic:
-            super()._settle(kind, positions, checksums)
+            super()._settle(kind, chosen, checksums)
             return
-        for position in list(self._unsettled) if positions is None else self._checked(positions):
+        for position in chosen:
             self.statuses[position] = Status.HIT if self._untouched([position]) else Status.MISS
             del self._unsettled[position]
         if not self._unsettled:
@@ -551,7 +564,7 @@ class ReadLease(Lease):
         be shown that they still hold what they held: its successor may have emptied them while they were read, so
         nothing read under the lease can be trusted. Where the index shows it, what was read is right.
         """
-        chosen = list(self._unsettled) if positions is None else self._checked(positions)
+        chosen = self._chosen(positions)
         try:
             self._settle(m.FinishRead, chosen)
         except (DisconnectedError, LeaseExpiredError):

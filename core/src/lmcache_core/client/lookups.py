@@ -7,10 +7,9 @@ import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import msgspec
+from msgspec import structs
 
 from lmcache_core.client.channel import Pending, expect
 from lmcache_core.client.hits import COUNT_HITS, Hits
@@ -25,6 +24,8 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
 from lmcache_core.tokens.namespace import Namespace
+
+_GRANTED, _NO_REASON = Status.GRANTED, Reason.NONE  # Python 3.11 finds a member of an enum in 0.15 µs
 
 
 class LookupOptions(NamedTuple):
@@ -276,11 +277,11 @@ class ClientLookups:
         seen += [0] * (len(keys) - len(seen))
         rest = [at for at, number in enumerate(seen) if not number]
         if not rest:
-            return replace(_all_there(len(keys)), incarnations=seen)
+            return structs.replace(_all_there(len(keys)), incarnations=seen)
         found = self._ask_rest(keys, rest, namespace, options)
         for at, number in zip(rest, found.incarnations, strict=False):
             seen[at] = number
-        return replace(found, incarnations=seen)
+        return structs.replace(found, incarnations=seen)
 
     def by_index(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
         """What the index has, and, if that is to be held, a call that holds it. What is elsewhere is a miss."""
@@ -299,7 +300,7 @@ class ClientLookups:
         if options.identify:
             seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
             seen += [0] * (len(keys) - len(seen))
-            return replace(_found_by_index(bytes(map(bool, seen)), len(keys)), incarnations=seen)
+            return structs.replace(_found_by_index(bytes(map(bool, seen)), len(keys)), incarnations=seen)
         return _found_by_index(found, len(keys))
 
     @property
@@ -331,7 +332,7 @@ class ClientLookups:
         for number, at in enumerate(there):
             statuses[at], reasons[at] = held.statuses[number], held.reasons[number]
             seen[at] = held.incarnations[number] if held.incarnations else 0
-        return replace(held, statuses=statuses, reasons=reasons, incarnations=seen if held.incarnations else ())
+        return structs.replace(held, statuses=statuses, reasons=reasons, incarnations=seen if held.incarnations else ())
 
     def _ask_rest(
         self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, options: LookupOptions
@@ -362,7 +363,7 @@ class ClientLookups:
         so_far = _found_by_index(found or b"", count)
         if options.identify and so_far.hits:
             seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
-            so_far = replace(so_far, incarnations=seen + [0] * (count - len(seen)))
+            so_far = structs.replace(so_far, incarnations=seen + [0] * (count - len(seen)))
             if count and not options.hold and all(so_far.incarnations):
                 rest = ()
         if found is not None and not asks_for_all:
@@ -441,7 +442,7 @@ class ClientLookups:
         if not part.prefix or still.hits == len(had):
             _scatter(found, part.rest, statuses, reasons)
             hits += found.hits
-        return msgspec.structs.replace(found, statuses=bytes(statuses), reasons=bytes(reasons), hits=hits)
+        return structs.replace(found, statuses=bytes(statuses), reasons=bytes(reasons), hits=hits)
 
     def _find(
         self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, counts: int = COUNT_HITS
@@ -489,7 +490,7 @@ class ClientLookups:
 
 
 def _all_there(count: int) -> LookupResult:
-    return LookupResult([Status.GRANTED] * count, [Reason.NONE] * count, count)
+    return LookupResult([_GRANTED] * count, [_NO_REASON] * count, count)
 
 
 def _found_by_index(found: bytes, count: int) -> LookupResult:

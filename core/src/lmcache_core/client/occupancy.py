@@ -181,7 +181,8 @@ class Holding:
         for position in list(self.unsettled):
             self.statuses[position] = Status.ABORTED
         self.unsettled.clear()
-        self._kept_by_lenders(None)
+        if self.lent:
+            self._kept_by_lenders(None)
         self.copying = self.page = self.work = None
         self.life_locks = ()
 

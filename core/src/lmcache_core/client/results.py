@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from lmcache_core.client.promises import Promise
 from lmcache_core.errors import (
@@ -97,8 +98,7 @@ def miss_reasons(blob: bytes, count: int) -> list[Reason]:
     return [_REASONS[byte] for byte in blob] if blob else [Reason.NONE] * count
 
 
-@dataclass(frozen=True)
-class StoreResult:
+class StoreResult(msgspec.Struct, frozen=True):
     """One status a key, in order."""
 
     statuses: Sequence[Status]
@@ -109,8 +109,7 @@ class StoreResult:
         return sum(status in (Status.STORED, Status.EXISTS) for status in self.statuses)
 
 
-@dataclass(frozen=True)
-class RetrieveResult:
+class RetrieveResult(msgspec.Struct, frozen=True):
     """One status and one miss reason a key, in order. `incarnations`: which incarnation of the key was read, a number
     that it never has twice, for `Client.drop` and `Client.report_damaged`; 0 where none was read, or that is not
     known."""
@@ -126,8 +125,7 @@ class RetrieveResult:
         return list(self.statuses).count(Status.HIT)
 
 
-@dataclass(frozen=True)
-class LookupResult:
+class LookupResult(msgspec.Struct, frozen=True):
     """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended. Without
     `prefix` it counts all keys that can be served; of a window it is the end: `keys[hits - window:hits]` are there.
     `promise`, of a lookup with `hold`, is redeemed by `prepare_retrieve` or `retrieve` of its keys, or given back

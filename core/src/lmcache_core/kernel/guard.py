@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 
 _Answer = TypeVar("_Answer")
+_P = ParamSpec("_P")
 
 
 class GuardedPolicy(EvictionPolicy):
@@ -21,38 +22,45 @@ class GuardedPolicy(EvictionPolicy):
         self._on_fault = on_fault
 
     def insert(self, entries: Sequence[Entry]) -> None:
-        self._guarded("insert", lambda: self.inner.insert(entries), None)
+        self._guarded("insert", None, self.inner.insert, entries)
 
     def access(self, entries: Sequence[Entry]) -> None:
-        self._guarded("access", lambda: self.inner.access(entries), None)
+        self._guarded("access", None, self.inner.access, entries)
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        self._guarded("remove", lambda: self.inner.remove(entries), None)
+        self._guarded("remove", None, self.inner.remove, entries)
 
     def held(self, entries: Sequence[Entry]) -> None:
-        self._guarded("held", lambda: self.inner.held(entries), None)
+        self._guarded("held", None, self.inner.held, entries)
 
     def released(self, entries: Sequence[Entry]) -> None:
-        self._guarded("released", lambda: self.inner.released(entries), None)
+        self._guarded("released", None, self.inner.released, entries)
 
     def resize(self, capacity_bytes: int) -> None:
-        self._guarded("resize", lambda: self.inner.resize(capacity_bytes), None)
+        self._guarded("resize", None, self.inner.resize, capacity_bytes)
 
     def charge(self, namespace: int, nbytes: int) -> None:
-        self._guarded("charge", lambda: self.inner.charge(namespace, nbytes), None)
+        self._guarded("charge", None, self.inner.charge, namespace, nbytes)
 
     def victims(self, nbytes: int) -> list[Entry]:
-        return self._guarded("victims", lambda: list(dict.fromkeys(self.inner.victims(nbytes))), [])
+        return self._guarded("victims", [], self._once, self.inner.victims, nbytes)
 
     def surplus(self, nbytes: int) -> list[Entry]:
-        return self._guarded("surplus", lambda: list(dict.fromkeys(self.inner.surplus(nbytes))), [])
+        return self._guarded("surplus", [], self._once, self.inner.surplus, nbytes)
 
     def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
-        return self._guarded("spares", lambda: self.inner.spares(entries, namespace), True)
+        return self._guarded("spares", True, self.inner.spares, entries, namespace)
 
-    def _guarded(self, method: str, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+    @staticmethod
+    def _once(ask: Callable[[int], Sequence[Entry]], nbytes: int) -> list[Entry]:
+        """What it names, each once."""
+        return list(dict.fromkeys(ask(nbytes)))
+
+    def _guarded(
+        self, method: str, otherwise: _Answer, call: Callable[_P, _Answer], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> _Answer:
         try:
-            return call()
+            return call(*args, **kwargs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - the code of others

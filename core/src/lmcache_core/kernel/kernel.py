@@ -57,6 +57,7 @@ class Kernel:
         policy.resize(config.pool_bytes)
         self._allocator = Allocator(config.pool_bytes, config.data_offset, unit_bytes)
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
+        self.effects = self._residents.effects  # what is to be done, oldest first; always this list: every turn looks
         self._residents.shield.yields = not config.keeps_dirty
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)
         self._ledger = Ledger(config.caps)
@@ -77,17 +78,13 @@ class Kernel:
         self._trimmer = Trimmer(self._residents, config.watermark, config.evict_ratio)
         self.adoption = Adoption(self._residents, self._releases, epoch)  # of a dead server's pool
 
-    @property
-    def effects(self) -> list[Effect]:
-        """What is to be done, oldest first."""
-        return self._residents.effects
-
     def take_effects(self) -> list[Effect]:
         """The effects so far; the kernel forgets them."""
-        self._judge_call()
+        if self.call_objects_max is not None:
+            self._judge_call()
         self._residents.flush_slabs()
-        taken = self._residents.effects
-        self._residents.effects = []
+        taken = list(self.effects)
+        self.effects.clear()
         return taken
 
     # --- memory, layouts, sessions --------------------------------------------------------------------------
@@ -614,7 +611,8 @@ class Kernel:
 
     def _expire_due(self, now: float, session_id: int = SERVER_SESSION) -> None:
         """What every call begins with. `session_id`: who is to be named for what this call pushes out."""
-        self._judge_call()
+        if self.call_objects_max is not None:
+            self._judge_call()
         reasons = self._residents.reasons
         reasons.now, reasons.session_id = now, session_id
         leases, pins = self._leases.next_deadline(), self._pins.next_deadline()
@@ -624,7 +622,8 @@ class Kernel:
     def _judge_call(self) -> None:
         """The call before this one has ended."""
         touched = self._residents.touched
-        if self.call_objects_max is not None and touched - self._touched_before > self.call_objects_max:
+        assert self.call_objects_max is not None
+        if touched - self._touched_before > self.call_objects_max:
             self.long_calls.append(touched - self._touched_before)
         self._touched_before = touched
 

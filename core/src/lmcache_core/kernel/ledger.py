@@ -47,7 +47,7 @@ class Account:
 
     def take_first(self, objects: Sequence[Incarnation]) -> int:
         """It holds as many of these once more, from the first on, as its caps allow; how many."""
-        fits = self._first_that_fit(objects)
+        fits = len(objects) if sum(map(_nbytes, objects)) <= self.room else self._first_that_fit(objects)
         self.take(objects if fits == len(objects) else objects[:fits])
         return fits
 
@@ -92,8 +92,6 @@ class Account:
     def _first_that_fit(self, objects: Sequence[Incarnation]) -> int:
         """How many of the objects, from the first on, it may take. What it holds already costs nothing, and what
         another session of its holder holds costs the holder nothing."""
-        if sum(map(_nbytes, objects)) <= self.room:
-            return len(objects)
         whole = self.whole
         own_room = self.nbytes_max - self.nbytes
         whole_room = own_room if whole is None else whole.nbytes_max - whole.nbytes

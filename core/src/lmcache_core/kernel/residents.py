@@ -6,7 +6,7 @@ disagree. All methods take whole batches.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import length_hint
 from typing import TYPE_CHECKING
@@ -81,8 +81,9 @@ class Residents:
         self.count(before, -len(objects), -nbytes)
         if after is State.FREE:
             self.allocator.free(objects)
-            for layout_id, freed in Counter([item.layout_id for item in objects]).items():
-                self.objects_by_layout[layout_id] -= freed
+            by_layout = self.objects_by_layout
+            for item in objects:
+                by_layout[item.layout_id] -= 1
         else:
             self.count(after, len(objects), nbytes)
 

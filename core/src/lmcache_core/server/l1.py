@@ -174,6 +174,7 @@ class L1:
         once and call nobody, so nothing can come in between. Only then others are told; one of them may call the kernel
         and come here again, for instance since a peer that was told of an expiry turned out to be gone.
         """
+        listeners = self.companions is not None or self.taps is not None
         while self.kernel.effects:
             for effect in self.kernel.take_effects():
                 try:
@@ -183,6 +184,8 @@ class L1:
                     self.counters["apply_faults"] += 1
                     self._one_by_one(effect)
                 self._untold.append(effect)
+                if not listeners:
+                    continue
                 try:
                     self._show(effect)
                 except Exception:

@@ -31,12 +31,12 @@ class Share:
 
     def of(self, holder: str) -> int:
         """Places that the holder has."""
-        return self._by_holder[holder]
+        return self._by_holder.get(holder, 0)
 
     def full_for(self, holder: str) -> bool:
         """Whether the holder is refused one more."""
         left = self.total - self.taken - 1
-        more = self._by_holder[holder] + 1
+        more = self._by_holder.get(holder, 0) + 1  # asked by every store; for `[…]` a Counter runs Python code
         return left < 0 or (more > self._few and more * (1 - self._fraction) > left * self._fraction)
 
     def take(self, holder: str, places: int = 1) -> None:
