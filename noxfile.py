@@ -231,11 +231,14 @@ def vllm(session: nox.Session) -> None:
     if not has_vllm(session):
         session.warn(f"NOT TESTED: {VLLM} could not be installed in {VLLM_BUILD_S // 60} minutes")
         return
-    ours = [PACKAGES[name] for name in ("lmcache-fs", "lmcache-redis", "lmcache-core-vllm")]
+    ours = [PACKAGES[name] for name in ("lmcache-fs", "lmcache-redis", "lmcache-core-vllm", "lmcache-bench")]
     install(session, *ours, tools=tuple(TEST_TOOLS), native="require")
     every = "all" in session.posargs
     chosen = [each for each in session.posargs if each != "all"] or ([] if every else ["-m", "not slow"])
-    session.run("python", "-m", "pytest", "-q", "--timeout=600", "contrib/lmcache-core-vllm/tests", *chosen)
+    tested = ["contrib/lmcache-core-vllm/tests", "contrib/lmcache-bench/tests/test_engine_dict.py"]
+    session.run("python", "-m", "pytest", "-q", "--timeout=600", *tested, *chosen)
+    if every:
+        session.run("lmcache-core", "bench", "engine", "--quick")
 
 
 def has_vllm(session: nox.Session) -> bool:

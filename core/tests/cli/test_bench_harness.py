@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import subprocess
@@ -53,7 +54,16 @@ def test_json_is_one_object_with_the_machine_and_every_result(run: Run) -> None:
     assert report["bench"] == "acme"
     assert set(report["machine"]) == {"cpu", "cores", "memory", "kernel", "python", "lmcache_core"}
     assert report["results"] == [
-        {"name": "rounds", "value": 3, "unit": "n", "floor": None, "ratio": None, "target": 5, "met": False}
+        {
+            "name": "rounds",
+            "value": 3,
+            "unit": "n",
+            "floor": None,
+            "ratio": None,
+            "target": 5,
+            "met": False,
+            "doubt": "",
+        }
     ]
 
 
@@ -71,6 +81,16 @@ def test_without_a_terminal_progress_is_plain_lines_and_the_table_is_aligned(run
     assert head.split() == ["name", "value", "unit", "floor", "ratio", "target", "met"]
     assert set(rule) == {"-", " "}
     assert row.split() == ["rounds", "3", "n", "5", "no"]
+
+
+def test_what_a_run_cannot_tell_is_not_met_and_says_why() -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), Bench("x") as bench:
+        bench.record("a", 1.0, "x", target=1.05, doubt="too noisy")
+        bench.record("b", 1.0, "x", target=1.05)
+    assert [result.met for result in bench.results] == [False, True]
+    assert not bench.met
+    assert ["too noisy" in line for line in out.getvalue().splitlines()[-2:]] == [True, False]
 
 
 def test_a_bench_module_is_imported_only_when_it_was_chosen() -> None:

@@ -20,6 +20,7 @@ BENCHES: dict[str, str] = {
     "hash": "the keys of a long prompt, against the bare hash loop in C and hashlib",
     "lookup": "512 hits in one call, against a dict, up to 16 million entries",
     "restart": "a million objects adopted from a dead server's pool, to the first hit",
+    "engine": "time to first token of vLLM or transformers, and what traffic without reuse loses",
     "hooks": "a hook call against a direct method",
 }
 

@@ -36,7 +36,10 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
 # Commands and benches that other packages bring: without the package, they answer with what to install.
 ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
 BENCHES_ELSEWHERE = dict.fromkeys(
-    ("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy", "serde", "hash", "lookup", "restart", "hooks"),
+    [
+        *("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy"),
+        *("serde", "hash", "lookup", "restart", "engine", "hooks"),
+    ],
     "lmcache-bench",
 )
 

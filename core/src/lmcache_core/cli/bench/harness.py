@@ -26,6 +26,7 @@ class BenchResult:
     ratio: float | None
     target: float | None
     met: bool | None  # None: no target
+    doubt: str = ""  # why the target cannot be judged by this run; then it is not met
 
 
 class Bench:
@@ -56,12 +57,14 @@ class Bench:
         target: float | None = None,
         lower_is_better: bool = True,
         target_on: Literal["ratio", "value"] | None = None,
+        doubt: str = "",
     ) -> BenchResult:
         """Add one figure.
 
         `floor` is what the bare machine does, in the same unit, measured in the same run. The target is
         compared with the ratio where a floor is given and with the value otherwise; `target_on` says it
         outright. It is met at `<= target` where lower is better (times), at `>= target` otherwise (rates).
+        `doubt`: why this run cannot tell ("too noisy"); it is shown in place of yes or no, and the target is not met.
         """
         ratio = value / floor if floor else None
         compared = ratio if (target_on or ("ratio" if floor else "value")) == "ratio" else value
@@ -69,8 +72,8 @@ class Bench:
         if target is not None:
             if compared is None:
                 raise ValueError(f"the target of {name!r} is on the ratio, and there is no floor")
-            met = compared <= target if lower_is_better else compared >= target
-        result = BenchResult(name, value, unit, floor, ratio, target, met)
+            met = not doubt and (compared <= target if lower_is_better else compared >= target)
+        result = BenchResult(name, value, unit, floor, ratio, target, met, doubt)
         self.results.append(result)
         return result
 
@@ -125,7 +128,7 @@ class Bench:
                 number(result.floor),
                 number(result.ratio),
                 number(result.target),
-                {True: "yes", False: "no", None: ""}[result.met],
+                result.doubt or {True: "yes", False: "no", None: ""}[result.met],
             )
             for result in self.results
         ]

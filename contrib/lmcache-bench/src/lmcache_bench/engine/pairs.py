@@ -1,0 +1,56 @@
+"""Small differences on a noisy machine: two ways in ABBA order, and how far the median of their ratios may be off.
+
+Medians of two separate series differ by some per cent where nothing does. Measurements that follow each other share
+what the machine does meanwhile, so each pair gives one ratio; the order turns round from pair to pair, so that what
+grows with time falls on both. The interval is a bootstrap's: the pairs drawn again, with replacement, many times. What
+the machine adds by itself is measured the same way, by pairs of one way and itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+DRAWS = 4000
+OUTSIDE = 0.05  # of the draws, half of them on each side
+NOISE_MAX = 1.02  # a way against itself
+
+
+class Interval(NamedTuple):
+    """The median of some ratios, and the interval that holds 95 % of what the bootstrap drew."""
+
+    low: float
+    middle: float
+    high: float
+
+    @property
+    def too_noisy(self) -> bool:
+        """Of a way against itself: whether the machine alone moves the bound by more than a target can bear."""
+        return max(self.high, 1 / self.low) > NOISE_MAX
+
+
+def abba(pairs: int) -> Iterator[tuple[bool, bool]]:
+    """For each pair, whether its first and its second measurement are of the second way: A B, B A, A B, …"""
+    for number in range(pairs):
+        yield (False, True) if number % 2 == 0 else (True, False)
+
+
+def ratios(measure: Callable[[bool], float], pairs: int) -> list[float]:
+    """`measure(True)` ÷ `measure(False)` of each pair, in seconds or whatever it gives."""
+    found = []
+    for order in abba(pairs):
+        took = {second: measure(second) for second in order}
+        found.append(took[True] / took[False])
+    return found
+
+
+def interval(values: Sequence[float], draws: int = DRAWS) -> Interval:
+    """Of at least one ratio. The same values in any order give the same interval."""
+    if not values:
+        raise ValueError("no pairs were measured")
+    known, chooser = sorted(values), random.Random(len(values))
+    medians = sorted(median(chooser.choices(known, k=len(known))) for _ in range(draws))
+    out = int(draws * OUTSIDE / 2)
+    return Interval(medians[out], median(known), medians[draws - 1 - out])

