@@ -206,7 +206,7 @@ def test_a_scan_is_taken_over_oldest_first_across_pages_and_below_what_is_new() 
     accounting.add([(new, 1)])
     pages = [[ScanEntry(old[i], 1, float(i)) for i in page] for page in ((1, 3, 5), (0, 2, 4))]
     accounting.scan_ended(pages)
-    while not accounting.adopt(2, Watch()):
+    while not accounting.adopt(2, Watch(), lambda found: None):
         pass
     assert accounting.policy is not None
     order = [entry.tier_key for entry in accounting.policy.victims(7)]  # type: ignore[attr-defined]

@@ -513,6 +513,37 @@ def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles
     assert len(adapter.objects) == 2
 
 
+def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_began(doubles: Any) -> None:
+    class Mute(type(doubles.adapter())):  # type: ignore[misc]
+        """Keeps the first that it is given, and loses the answer."""
+
+        def store(self, items: Any, deadline: float) -> Any:
+            stored = super().store(items, deadline)
+            if self.calls["store"] == 1:
+                raise TierError("connection reset", retryable=False)
+            return stored
+
+    adapter = Mute()
+    loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
+    adapter.hang("exists")
+    loop.store(doubles.contents(2))
+    loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
+    (tier,) = loop.tiering._tiers.values()
+    adapter.hang("store")
+    for first in (2, 3):  # both threads of the lane
+        loop.store(doubles.contents(1, first))
+        adapter.entered.acquire(timeout=60)
+        loop.until(lambda so_many=first: adapter.calls["store"] == so_many)
+    loop.store(doubles.contents(2))  # once more, behind those
+    loop.until(lambda: tier.order.busy(next(iter(adapter.objects))))
+    loop.jump(tier.config.deadline_s + 1)
+    loop.until(lambda: not tier.order.busy(next(iter(adapter.objects))))
+    adapter.release("exists")
+    loop.until(lambda: not tier.doubts._asked)
+    adapter.release("store")
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
+
+
 def test_what_turns_out_to_be_there_after_a_clear_is_deleted(doubles: Any) -> None:
     class Mute(type(doubles.adapter())):  # type: ignore[misc]
         """Stores, and loses the answer."""

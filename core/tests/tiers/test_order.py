@@ -447,6 +447,31 @@ def test_a_watch_over_some_keys_sees_what_changes_them_until_it_ends(paper: None
     assert not watch.saw(b"c")
 
 
+def test_a_change_that_was_given_up_before_it_began_makes_nothing_out_of_date(paper: None) -> None:
+    order, told, lane = KeyOrder(), list[str](), a_lane()
+    first, second = a_call(told, "first"), a_call(told, "second")
+    order.submit(lane, first, [b"k"], KeyAccess.STORE)  # type: ignore[arg-type]
+    order.submit(lane, second, [b"k"], KeyAccess.DELETE)  # type: ignore[arg-type]
+    watch, every = order.watch([b"k"]), order.watch_all(of_stores=True)
+    for each in (watch, every):
+        assert each.saw(b"k")
+        assert each.undecided(b"k"), "either may still be given up"
+    for call in order.expire(2e9):
+        call.on_late(call)
+    assert watch.saw(b"k"), "the first may have been made since"
+    first.state = CallState.EXPIRED
+    first.on_late(first)
+    assert told == ["second late", "first late"]
+    for each in (watch, every):
+        assert not each.saw(b"k")
+    third = a_call(told, "third")
+    order.submit(lane, third, [b"k"], KeyAccess.STORE)  # type: ignore[arg-type]
+    third.state = CallState.ENDED
+    third.on_end(third)
+    assert watch.saw(b"k")
+    assert not watch.undecided(b"k"), "who made it has told what became of the key"
+
+
 def test_a_call_whose_lane_is_full_by_its_turn_is_late_and_so_is_who_waits_for_it(paper: None) -> None:
     order, lane, told = KeyOrder(), a_lane(), list[str]()
     first, second, third = (a_call(told, name) for name in ("first", "second", "third"))

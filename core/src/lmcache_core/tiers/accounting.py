@@ -8,7 +8,7 @@ medium it is scanned again and again: what others stored comes in, and what they
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -19,6 +19,8 @@ from lmcache_core.tiers.contract import ScanEntry
 from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.order import Watch
 
+InDoubt = Callable[[Mapping[bytes, int]], None]
+"""Told of keys, and their bytes, that a scan has found and that may have left since."""
 _SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
 
 
@@ -302,13 +304,17 @@ class Accounting:
         """Take over what the scan found; each page is sorted by `used_at_s`. `adopt` does the work."""
         self._scanned = heapq.merge(*pages, key=lambda entry: entry.used_at_s)
 
-    def adopt(self, entries_max: int, deleted: Watch) -> bool:
+    def adopt(self, entries_max: int, deleted: Watch, in_doubt: InDoubt) -> bool:
         """Take over the next scanned entries, oldest first. True: that was the last of them. `deleted`: what may have
-        left the medium since it was listed."""
+        left the medium since it was listed; `in_doubt` hears of that of which nobody else may."""
         batch = list(islice(self._scanned, entries_max))
         fresh = []
         for found in batch:
-            if found.key in self._shard(found.key) or deleted.saw(found.key):
+            if found.key in self._shard(found.key):
+                continue
+            if deleted.saw(found.key):
+                if deleted.undecided(found.key):
+                    in_doubt({found.key: found.nbytes})
                 continue
             entry = TierEntry(found.key, found.nbytes)
             entry.seen = self._rescan
@@ -334,11 +340,17 @@ class Accounting:
         """What is neither found nor used from now until `gone` is walked has left the medium."""
         self._rescan += 1
 
-    def found(self, entries: Sequence[ScanEntry]) -> None:
-        """These are on the medium. What was not known is taken to be as old as it is known: the newest."""
+    def found(self, entries: Sequence[ScanEntry], changed: Watch, in_doubt: InDoubt) -> None:
+        """These are on the medium, but for what was `changed` since they were listed. What was not known is taken to be
+        as old as it is known: the newest. `in_doubt`: as for `adopt`."""
         for found in entries:
             entry = self._shard(found.key).get(found.key)
-            if entry is None or entry.nbytes != found.nbytes:
+            if changed.saw(found.key):
+                if changed.undecided(found.key):
+                    if entry is not None:
+                        entry.seen = self._rescan
+                    in_doubt({found.key: found.nbytes})
+            elif entry is None or entry.nbytes != found.nbytes:
                 self.add([(found.key, found.nbytes)])
             else:
                 entry.seen = self._rescan

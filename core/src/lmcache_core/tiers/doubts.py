@@ -110,8 +110,10 @@ class Doubts:
             self._asked, self._pause_s = {}, BREAKER_PAUSE_S
             for key, there in zip(keys, call.result, strict=True):
                 self._end(asked[key])
-                if not changed.saw(key):  # else what changed it has told, or will
+                if not changed.saw(key):
                     self._settle(key, asked[key], there=there)
+                elif changed.undecided(key) and key not in self._keys:  # else what has changed it has told
+                    self.add({key: asked[key].nbytes}, damaged=asked[key].damaged)
 
         def late(call: Call) -> None:
             if call.state is CallState.EXPIRED:  # else it returns some day

@@ -23,30 +23,74 @@ class KeyAccess(Enum):
     DELETE = auto()  # or set aside
 
 
+class Made(Enum):
+    """Whether a call has changed its keys."""
+
+    NOT_YET = auto()  # it may still
+    YES = auto()  # it has returned, and whoever made it has told the books
+    NO = auto()  # its time was up, or it was taken back, before any lane had begun it: nobody tells anything
+
+
+class Change:
+    """A call that changes keys, for who watches these; it outlives the call."""
+
+    __slots__ = ("access", "before", "made")
+
+    def __init__(self, access: KeyAccess, before: Sequence[Change]) -> None:
+        self.access = access
+        self.before = before  # those that it waits for
+        self.made = Made.NOT_YET
+
+
 class Watch:
     """Which keys have been changed, or may be, since it was opened. Open: it goes on taking note."""
 
-    __slots__ = ("_changed", "of_stores")
+    __slots__ = ("_changes", "of_stores")
 
     def __init__(self, of_stores: bool = True) -> None:
-        self._changed: set[bytes] = set()
+        self._changes: dict[bytes, list[Change]] = {}
         self.of_stores = of_stores
 
-    def note(self, keys: Iterable[bytes], access: KeyAccess) -> None:
-        if self.of_stores or access is not KeyAccess.STORE:
-            self._changed.update(keys)
+    def note(self, key: bytes, change: Change) -> None:
+        """This is on its way to the key, or has been begun."""
+        if self.of_stores or change.access is not KeyAccess.STORE:
+            self._changes.setdefault(key, []).append(change)
+
+    def note_all(self, key: bytes, last: Change) -> None:
+        """The same of this one, and of those before it that have not returned."""
+        changes = [last]
+        for change in changes:
+            if change.made is Made.NOT_YET:
+                self.note(key, change)
+                changes.extend(each for each in change.before if each not in changes)
 
     def saw(self, key: bytes) -> bool:
-        """Whether what was found of this key is out of date."""
-        return key in self._changed
+        """Whether what was found of this key is out of date, or may be."""
+        return any(change.made is not Made.NO for change in self._changes.get(key, ()))
+
+    def undecided(self, key: bytes) -> bool:
+        """Whether it may be, and nobody may ever tell: what is on its way to it may yet be given up unmade."""
+        changes = self._changes.get(key, ())
+        return any(change.made is Made.NOT_YET for change in changes) and not any(
+            change.made is Made.YES for change in changes
+        )
 
 
 class _Ticket:
     """One call on its way: before its lane, in it, or late."""
 
-    __slots__ = ("access", "call", "followers", "keys", "lane", "waits_for", "watch")
+    __slots__ = ("access", "call", "change", "followers", "keys", "lane", "waits_for", "watch")
 
-    def __init__(self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        lane: Lane,
+        call: Call,
+        keys: Sequence[bytes],
+        access: KeyAccess,
+        watch: Watch | None,
+        before: Iterable[_Ticket],
+    ) -> None:
+        self.change: Change = Change(access, [each.change for each in before])
         self.lane = lane
         self.call = call
         self.keys = keys
@@ -76,8 +120,8 @@ class KeyOrder:
         From now on it ends as a lane's call does: `on_end` once it has run, `on_late` where it has not by its deadline.
         `watch` notes which of its keys something else begins to change before it has ended.
         """
-        ticket = _Ticket(lane, call, keys, access, watch)
         before = {id(last): last for key in keys if (last := self._last.get(key)) is not None}
+        ticket = _Ticket(lane, call, keys, access, watch, before.values())
         if not before and not lane.submit(call):
             return False
         self._tickets[call] = ticket
@@ -89,7 +133,7 @@ class KeyOrder:
             self._held[ticket] = None
             self._held_by_lane[lane] += 1
         if access is not KeyAccess.LOAD:
-            self._note(keys, access)
+            self._note(keys, ticket.change)
             self._last.update(dict.fromkeys(keys, ticket))
         if watch is not None:
             for key in keys:
@@ -143,14 +187,15 @@ class KeyOrder:
         watch = Watch()
         for key in keys:
             self._watching.setdefault(key, []).append(watch)
-        watch.note([key for key in keys if key in self._last], KeyAccess.DELETE)
+            if key in self._last:
+                watch.note_all(key, self._last[key].change)
         return watch
 
     def watch_all(self, *, of_stores: bool) -> Watch:
         """As `watch`, for every key. `of_stores` False: stores are of no interest."""
         watch = Watch(of_stores)
         for key, ticket in self._last.items():
-            watch.note([key], ticket.access)
+            watch.note_all(key, ticket.change)
         self._watching_all[watch] = None
         return watch
 
@@ -164,13 +209,14 @@ class KeyOrder:
                 if not watches:
                     del self._watching[key]
 
-    def _note(self, keys: Sequence[bytes], access: KeyAccess) -> None:
-        if self._watching:
-            for key in keys:
-                for watch in self._watching.get(key, ()):
-                    watch.note([key], access)
-        for watch in self._watching_all:
-            watch.note(keys, access)
+    def _note(self, keys: Sequence[bytes], change: Change) -> None:
+        if not self._watching and not self._watching_all:
+            return
+        for key in keys:
+            for watch in self._watching.get(key, ()):
+                watch.note(key, change)
+            for watch in self._watching_all:
+                watch.note(key, change)
 
     # --- one after the other --------------------------------------------------------------------------------
     def _wrap(self, ticket: _Ticket) -> None:
@@ -196,6 +242,8 @@ class KeyOrder:
         call = ticket.call
         if self._tickets.pop(call, None) is None:
             return
+        ticket.change.made = Made.NO if call.state in (CallState.EXPIRED, CallState.CANCELLED) else Made.YES
+        ticket.change.before = ()
         # Nothing is called back any more. Call and ticket would keep each other, and all that the callbacks have: the
         # server's collector does not look at what is old, as a call to a slow medium is by now.
         call.on_end = call.on_late = _nothing

@@ -17,7 +17,7 @@ from lmcache_core.limits import (
     RECOUNT_PAUSE_S,
     SCAN_PAUSE_S,
 )
-from lmcache_core.tiers.accounting import Accounting
+from lmcache_core.tiers.accounting import Accounting, InDoubt
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
 from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, Lane
 from lmcache_core.tiers.order import KeyOrder, Watch
@@ -53,6 +53,7 @@ class Rebuild:
         on_done: Callable[[], None],
         on_trouble: Callable[[str], None],
         on_well: Callable[[], None],
+        in_doubt: InDoubt,
     ) -> None:
         self._adapter = adapter
         self._accounting = accounting
@@ -64,6 +65,7 @@ class Rebuild:
         self._on_done = on_done
         self._on_trouble = on_trouble
         self._on_well = on_well
+        self._in_doubt = in_doubt
         self._cursor: str | None = None
         self._pages: list[list[ScanEntry]] = []
         self._call: Call | None = None
@@ -99,7 +101,7 @@ class Rebuild:
         """Start the next page, or take over some of what was found."""
         match self.state:
             case RebuildState.ADOPTING:
-                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed):
+                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed, self._in_doubt):
                     self._order.unwatch(self._changed)
                     self._finish()
                     self._on_done()
@@ -166,7 +168,7 @@ class Rebuild:
         self._next_at = self._clock.now + SCAN_PAUSE_S
         if self.state is RebuildState.RESCANNING:
             self._order.unwatch(self._changed)
-            self._accounting.found([entry for entry in page.entries if not self._changed.saw(entry.key)])
+            self._accounting.found(page.entries, self._changed, self._in_doubt)
             if self._cursor is None:
                 self._gone = self._accounting.gone()
                 self.state = RebuildState.FORGETTING

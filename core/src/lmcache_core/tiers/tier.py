@@ -154,6 +154,7 @@ class Tier:
             self.reclaim.forget_former_epochs,
             lambda error: self._count_failure("scan", error),
             lambda: self._troubles.well("scan", self._clock.now),
+            self.doubts.add,
         )
 
     def watch(self, observer: TierObserver) -> None:
