@@ -31,6 +31,7 @@ from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.client.retrieving import Retriever
+from lmcache_core.client.stored import StoredKey, wait_stored
 from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
@@ -489,6 +490,17 @@ class Client:
         if (keys is None) == (tokens is None):
             raise UsageError("explain takes either keys or tokens: give one of them")
         return self._links.asked(lambda link: _explain(link, keys, namespace, tokens), patient=True)
+
+    def wait_stored(self, keys: Sequence[bytes], *, namespace: Namespace, timeout_s: float = 30.0) -> list[StoredKey]:
+        """Wait until the tiers have these keys, or never will: one `StoredKey` for each, in their order.
+
+        Returns when nothing of them is on its way to a tier any more, at the latest after `timeout_s`; the server holds
+        its answer back until then. By the tiers' books: no medium is asked (`explain` asks them). `stored` says whether
+        every tier that was to have the key has it; `lost` and `why` say what was in the way. What was stored before
+        this call counts, by any client; a store of `client.store` that has returned was. Raises `DisconnectedError`
+        where there is no server, or it goes meanwhile.
+        """
+        return wait_stored(self._links, checked_keys(keys), namespace, timeout_s)
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
         """The same for tools that know an id and a layout and no more; it is registered by that."""

@@ -13,8 +13,10 @@ from lmcache_core.limits import EXPLAIN_KEYS_MAX, TIER_LOOKUP_S
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.stored import Stored
 
 L1_NAME = "l1"
+ON_ITS_WAY = "on_its_way"
 # Of these the L1 knows more than any tier; after the others a tier was the last chance that the key had.
 _L1_HAS_THE_WORD = {
     Reason.BEING_WRITTEN, Reason.OTHER_LAYOUT, Reason.CLEARED, Reason.EXPIRED, Reason.WRITER_DIED, Reason.ABORTED,
@@ -124,11 +126,12 @@ def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[
             lambda rid, blob=blob: m.Explain(rid, namespace_id, blob),  # type: ignore[misc]
             TIER_LOOKUP_S,
         )
-        told += _keys_of(expect(reply, m.Explained), page)
+        told += explained(expect(reply, m.Explained), page)
     return told
 
 
-def _keys_of(reply: m.Explained, keys: Sequence[bytes]) -> list[KeyExplanation]:
+def explained(reply: m.Explained, keys: Sequence[bytes]) -> list[KeyExplanation]:
+    """What a reply says of the keys that were asked about."""
     lost_at, sessions = array("d", reply.lost_at), array("Q", reply.sessions)
     tiers = [(tier, array("d", tier.lost_at)) for tier in reply.tiers]
     told = []
@@ -172,7 +175,10 @@ def _explain(
 
 def _word(now: float, tier: m.TierExplained, times: array[float], at: int) -> TierWord:
     if tier.found is not None and tier.found[at]:
-        return TierWord(tier.tier, True, why="has it")
+        if tier.found[at] == Stored.YES:
+            return TierWord(tier.tier, True, why="has it")
+        trouble = f"; the tier says: {tier.words}" if tier.words else ""
+        return TierWord(tier.tier, False, ON_ITS_WAY, words=tier.words, why=f"it is on its way{trouble}")
     found = None if tier.found is None else False
     if found is None:
         name = "late" if tier.reason == TierReason.LATE else "tier_error"

@@ -106,7 +106,8 @@ class ClearedReply(Message, tag="cleared"):
 
 
 class TierExplained(Message):
-    """What one tier says about the keys of an `Explain`. `found`: one byte a key, or None where it did not answer,
+    """What one tier says about the keys of an `Explain`. `found`: one byte a key (1: it has it; 2, only for
+    `WaitStored`: it is on its way there), or None where it did not answer,
     for `reason`, in its own `words`. `losses`: how it lost each key, or never got it, as far as it remembers: the
     reason (empty: nothing is known), the time (Unix, f64, packed), and an index into `loss_words`."""
 
@@ -121,9 +122,9 @@ class TierExplained(Message):
 
 
 class Explained(Message, tag="explained"):
-    """The answer to `Explain`. Times are Unix time, f64, packed, 0 where none is known. `sessions` (u64, packed): who
-    lost a key or pushed it out, 0 for the server itself; `session_names` of those that are still connected.
-    `remembers_since`: what was lost before is forgotten; 0: nothing is."""
+    """The answer to `Explain` and to `WaitStored`. Times are Unix time, f64, packed, 0 where none is known. `sessions`
+    (u64, packed): who lost a key or pushed it out, 0 for the server itself; `session_names` of those that are still
+    connected. `remembers_since`: what was lost before is forgotten; 0: nothing is."""
 
     rid: int
     now: float

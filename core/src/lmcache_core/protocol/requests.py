@@ -196,6 +196,17 @@ class Explain(Message, tag="explain"):
     keys: bytes
 
 
+class WaitStored(Message, tag="wait_stored"):
+    """Have the tiers these keys? As `Explain`, but by the books of the tiers, which are not asked: the reply waits for
+    `wait_s` at most (no longer than `STORED_WAIT_S_MAX`), until nothing of it is on its way to a tier any more.
+    Answered by `Explained`, where a byte of `found` is 2 for a key that is on its way."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    wait_s: float = 0.0
+
+
 class Pin(Message, tag="pin"):
     rid: int
     namespace: int
@@ -280,6 +291,7 @@ Request = (
     | Clear
     | Drop
     | Explain
+    | WaitStored
     | Pin
     | Unpin
     | Tiers

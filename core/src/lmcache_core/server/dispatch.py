@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
     from lmcache_core.server.sessions import Sessions
+    from lmcache_core.server.stored_waits import StoredWaits
     from lmcache_core.server.stores import Stores
     from lmcache_core.server.tier_changes import TierChanges
     from lmcache_core.settings.model import Settings
@@ -66,6 +67,7 @@ class Dispatch:
         namespaces: Namespaces,
         clears: Clears,
         explains: Explains,
+        stored_waits: StoredWaits,
         tier_changes: TierChanges,
         companions: Companions,
         settings: Settings,
@@ -102,6 +104,7 @@ class Dispatch:
             m.Clear: self._clear,
             m.Drop: self._drop,
             m.Explain: explains.explain,
+            m.WaitStored: stored_waits.wait,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),

@@ -45,21 +45,11 @@ class Explains:
     def explain(self, session: Session, request: m.Explain) -> m.Message | None:
         """The answer, or None: it follows when the tiers have answered, or had their time. Only for namespaces that
         this session has registered: a stranger must not learn what others have stored, and when."""
-        layout_id = session.namespaces.get(request.namespace)
-        if layout_id is None:
-            raise UnknownNamespaceError(
-                f"namespace {request.namespace:016x} is not registered in this session, and only its own are "
-                "explained to it: register_layout first"
-            )
         keys = split_keys(request.keys)
-        if len(keys) > EXPLAIN_KEYS_MAX:
-            raise LimitError(f"{len(keys)} keys to explain in one frame, and the limit is {EXPLAIN_KEYS_MAX}")
-        told = self._kernel.explain(session.id, request.namespace, layout_id, keys, self._l1.clock.now)
+        told = self.look(session, request.namespace, keys)
         tiering = self._l1.tiering
         if tiering is None or not keys:
-            return self._reply(request.rid, told, [])
-        if len(tiering.names) > EXPLAIN_TIERS_MAX:
-            raise LimitError(f"{len(tiering.names)} tiers, and a reply has room for the words of {EXPLAIN_TIERS_MAX}")
+            return self.reply(request.rid, told, [])
         if self._under_way[session.id] >= EXPLAINS_PER_SESSION_MAX or self._share.full_for(session.origin):
             raise LimitError(
                 f"{self._under_way[session.id]} explanations of this session wait for the tiers, "
@@ -70,16 +60,32 @@ class Explains:
         def answered(whereabouts: Whereabouts) -> None:
             self._under_way -= Counter([session.id])
             self._share.give(session.origin)
-            session.send(self._reply(request.rid, told, whereabouts.answers))
+            session.send(self.reply(request.rid, told, whereabouts.answers))
 
         whereabouts = tiering.whereabouts(request.namespace, keys, answered)
         if not whereabouts.pending:
-            return self._reply(request.rid, told, whereabouts.answers)
+            return self.reply(request.rid, told, whereabouts.answers)
         self._under_way[session.id] += 1
         self._share.take(session.origin)
         return None
 
-    def _reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:
+    def look(self, session: Session, namespace: int, keys: Sequence[bytes]) -> Explanation:
+        """What the L1 knows of a frame of keys. Raises `UnknownNamespaceError` and `LimitError`."""
+        layout_id = session.namespaces.get(namespace)
+        if layout_id is None:
+            raise UnknownNamespaceError(
+                f"namespace {namespace:016x} is not registered in this session, and only its own are "
+                "explained to it: register_layout first"
+            )
+        if len(keys) > EXPLAIN_KEYS_MAX:
+            raise LimitError(f"{len(keys)} keys to explain in one frame, and the limit is {EXPLAIN_KEYS_MAX}")
+        tiers = 0 if self._l1.tiering is None else len(self._l1.tiering.names)
+        if tiers > EXPLAIN_TIERS_MAX:
+            raise LimitError(f"{tiers} tiers, and a reply has room for the words of {EXPLAIN_TIERS_MAX}")
+        return self._kernel.explain(session.id, namespace, layout_id, keys, self._l1.clock.now)
+
+    def reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:
+        """The answer to be sent."""
         now, now_unix_s = self._l1.clock.now, time.time()
         since = now_unix_s - now  # from the kernel's clock to everybody's
         names: dict[int, str] = {}

@@ -26,6 +26,7 @@ from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.components import Kind
+from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.backing import Access
 from lmcache_core.pool.hugepages import huge_page_fraction
@@ -54,6 +55,7 @@ from lmcache_core.server.sessions import Sessions
 from lmcache_core.server.shares import Shares
 from lmcache_core.server.status import describe
 from lmcache_core.server.store_waits import StoreWaits
+from lmcache_core.server.stored_waits import StoredWaits
 from lmcache_core.server.stores import Stores
 from lmcache_core.server.taps import EventTaps
 from lmcache_core.server.tier_changes import TierChanges
@@ -70,7 +72,9 @@ log = logging.getLogger(__name__)
 class Server:
     """Built whole from settings, or not at all: the constructor raises before anything is served."""
 
-    def __init__(self, settings: Settings, registry: Registry, clock: Clock | None = None) -> None:
+    def __init__(self, settings: Settings, registry: Registry | None = None, clock: Clock | None = None) -> None:
+        """`registry`: None for all plugins that are installed."""
+        registry = load_plugins() if registry is None else registry
         self.settings = settings
         self.registry = registry
         self.clock = clock or Clock()
@@ -135,6 +139,10 @@ class Server:
                 self._session_ended,
             )
             self.clears = Clears(self.kernel, self.l1, self.store_waits)
+            explains = Explains(
+                self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of, self.shares.explains
+            )
+            self.stored_waits = StoredWaits(self.l1, explains, self.shares.stored_waits)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
                 self.kernel,
@@ -144,7 +152,8 @@ class Server:
                 self.stores,
                 self.namespaces,
                 self.clears,
-                Explains(self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of, self.shares.explains),
+                explains,
+                self.stored_waits,
                 tier_changes,
                 self.companions,
                 settings,
@@ -312,11 +321,12 @@ class Server:
                 make = self.adopting.due
         for carrier in self.carriers:
             more |= carrier.pump()
-        reply = room = tiers = work = None
+        reply = room = tiers = work = stored = None
         if tiering is not None:
             tiering.step()
             self.lookups.after_step()
             more |= self.store_waits.step()
+            self.stored_waits.step()
         due = kernel.next_deadline()
         if due is not None and due <= now:
             kernel.expire(now)
@@ -339,10 +349,11 @@ class Server:
             return now
         if tiering is not None:  # without tiers nobody waits for one, nor for room
             reply, room, tiers = self.lookups.next_reply_s, self.store_waits.next_at_s, tiering.next_deadline()
+            stored = self.stored_waits.next_at_s
         if self.l1.companions is not None:
             work = self.companions.next_step()
         next_s = self._housekeeping_at_s
-        for each in (due, check, make, reply, room, tiers, work):
+        for each in (due, check, make, reply, room, tiers, work, stored):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s

@@ -64,6 +64,7 @@ class Shares:
         self.stores_preparing = Share(limits.STORES_WAITING_MAX, fraction)
         self.stores_waiting = Share(limits.STORES_WAITING_MAX, fraction)
         self.explains = Share(limits.EXPLAINS_UNDER_WAY_MAX, fraction)
+        self.stored_waits = Share(limits.STORED_WAITS_MAX, fraction)
 
     def describe(self, holder: str) -> dict[str, int]:
         """For `status`."""
@@ -74,4 +75,5 @@ class Shares:
             "lookups_waiting": self.lookups.of(holder),
             "stores_waiting": self.stores_preparing.of(holder) + self.stores_waiting.of(holder),
             "explains_waiting": self.explains.of(holder),
+            "stored_waits": self.stored_waits.of(holder),
         }

@@ -89,6 +89,7 @@ def _described(server: Server) -> dict[str, Any]:
         "lookups_throttled": server.lookups.throttled,
         "stores_waiting": len(server.store_waits),
         "stores_waited": server.store_waits.waited,
+        "stored_waits": len(server.stored_waits),
         "stores_waited_in_vain": server.store_waits.waited_in_vain,
         "tiers": None if server.tiering is None else server.tiering.status(),
         "companions": server.companions.status(),

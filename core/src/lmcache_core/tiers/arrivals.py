@@ -19,6 +19,7 @@ class Arrival(NamedTuple):
 
     objects: Sequence[CommittedObject]
     shielded: bool
+    number: int = 0  # they are numbered as they come
 
     @property
     def namespace(self) -> int:
@@ -36,11 +37,22 @@ class Arrival(NamedTuple):
 class Dirty:
     """One object after its plan, which its tiers are still to get."""
 
-    __slots__ = ("drop", "epoch", "failed", "nbytes_on_tier", "object", "reached", "shielded", "targets_left")
+    __slots__ = (
+        "drop",
+        "epoch",
+        "failed",
+        "nbytes_on_tier",
+        "object",
+        "reached",
+        "shielded",
+        "targets_left",
+        "tier_key",
+    )
 
-    def __init__(self, committed: CommittedObject, epoch: int, drop: bool) -> None:
+    def __init__(self, committed: CommittedObject, epoch: int, tier_key: bytes, drop: bool) -> None:
         self.object = committed
         self.epoch = epoch
+        self.tier_key = tier_key
         self.targets_left = 0
         self.drop = drop
         self.failed = False
@@ -84,13 +96,15 @@ class Arrivals:
         self._shields = shields
         self._queue: deque[Arrival] = deque()
         self.objects = 0
+        self.last = 0  # the number of the newest arrival
 
     def add(self, objects: Sequence[CommittedObject], *, shields: bool) -> None:
         """`shields`: they leave the L1 last from now on."""
         for namespace, group in groupby(objects, key=NAMESPACE):
             batch = list(group)
             for at in range(0, len(batch), PLAN_KEYS):
-                arrival = Arrival(batch[at : at + PLAN_KEYS], shields)
+                self.last += 1
+                arrival = Arrival(batch[at : at + PLAN_KEYS], shields, self.last)
                 if shields:
                     self._shields.take(namespace, arrival.names)
                 self._queue.append(arrival)
@@ -101,6 +115,10 @@ class Arrivals:
         arrival = self._queue.popleft()
         self.objects -= len(arrival.objects)
         return arrival
+
+    def is_taken(self, number: int) -> bool:
+        """Whether nothing is left of what came up to the arrival of this number."""
+        return not self._queue or self._queue[0].number > number
 
     def take_if_gone(self) -> Arrival | None:
         """The oldest, if the L1 has nothing of it any more."""

@@ -22,7 +22,8 @@ from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals,
 from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import tier_key, tier_keys
+from lmcache_core.tiers.format import tier_keys
+from lmcache_core.tiers.going import Going
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
 from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.tier import Tier
@@ -57,6 +58,8 @@ class StoreController:
         self._shields = Shields(l1, counts=policy.wants_reuse)
         self._arrived = Arrivals(l1, self._shields)
         self._queues: dict[str, deque[Dirty]] = {}
+        self._going: dict[str, Going] = {}  # what is in them or in flight
+        self.moves = 0  # how often something was planned, or came to its end
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
         self._blocked: set[str] = set()  # tiers that wait for something that a completion will end
@@ -140,6 +143,20 @@ class StoreController:
             and not any(queue for name, queue in self._queues.items() if self._answers(name))
         )
 
+    @property
+    def arrived(self) -> int:
+        """The number of what was committed last."""
+        return self._arrived.last
+
+    def has_planned(self, number: int) -> bool:
+        """Whether all that was committed up to this number is planned, or lost."""
+        return self._arrived.is_taken(number)
+
+    def is_going(self, name: str, tier_key: bytes) -> bool:
+        """Whether an object is planned for a tier, and neither there nor lost for it yet."""
+        going = self._going.get(name)
+        return going is not None and tier_key in going
+
     def clear(self, namespace: int | None) -> None:
         """Take back what has not been begun. What is under way is deleted by the tier if the epoch has moved."""
 
@@ -158,6 +175,8 @@ class StoreController:
         """What waits for it will not be stored there."""
         self._lost(name, self._queues.pop(name, ()), TierReason.CANCELLED)
         self._in_flight.pop(name, None)
+        self._going.pop(name, None)
+        self.moves += 1
 
     def tier_replaced(self, name: str) -> None:
         """What is under way ends without it; what waits stays for the new one."""
@@ -205,6 +224,7 @@ class StoreController:
 
     def _lose_unplanned(self, arrival: Arrival, reason: TierReason) -> None:
         """No tier gets these. They count for each: nobody knows what the policy would have made of them."""
+        self.moves += 1
         self._arrived.let_go(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
         if any(not tier.draining for tier in self._tiers.values()):
@@ -216,6 +236,7 @@ class StoreController:
 
     def _plan(self, arrival: Arrival, planned_for: set[int]) -> None:
         """Puts the positions that go on to some tier into `planned_for`."""
+        self.moves += 1
         batch = arrival.objects
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
         candidates = [StoreCandidate(item.key, item.namespace, item.nbytes, item.reused) for item in batch]
@@ -237,15 +258,19 @@ class StoreController:
             # Equal keys have equal bytes: what the tier has need not be stored again.
             known = self._tiers[view.name].accounting.known(names)
             waiting: list[Dirty] = []
+            going = self._going.get(view.name)
+            if going is None:
+                going = self._going[view.name] = Going()
             for position in plan.targets.get(view.name, ()):
                 if names[position] in known:
                     continue
                 dirty = planned.get(position)
                 if dirty is None:
-                    dirty = planned[position] = Dirty(batch[position], epoch, position in dropped)
+                    dirty = planned[position] = Dirty(batch[position], epoch, names[position], position in dropped)
                     dirty.shielded = arrival.shielded
                     planned_for.add(position)
                 dirty.targets_left += 1
+                going.add(dirty.tier_key)
                 waiting.append(dirty)
             self._enqueue(view.name, waiting)
         self._drop([batch[position] for position in sorted(dropped) if position not in planned])
@@ -389,6 +414,7 @@ class StoreController:
                 self._queues.setdefault(name, deque()).extendleft(reversed(again))
             if finished:
                 self.counts["stored"] += len(finished)
+                self._gone(name, finished)
                 if self.observer is not None:
                     self.observer.stored(name, [dirty.object for dirty in finished])
             self._settle(finished)
@@ -402,14 +428,20 @@ class StoreController:
             self.counts[f"lost_{reason}"] += len(batch)
         tier = self._tiers.get(name)
         if tier is not None and reason is not TierReason.CLEARED:  # that much the L1 knows
-            tier.losses.note(
-                [tier_key(dirty.object.key, dirty.object.namespace, dirty.epoch) for dirty in batch], reason, text
-            )
+            tier.losses.note([dirty.tier_key for dirty in batch], reason, text)
+        self._gone(name, batch)
         for dirty in batch:
             dirty.targets_left -= 1
             dirty.failed = True
             dirty.reached |= reason is TierReason.CLEARED  # as was wished
         self._settle(batch)
+
+    def _gone(self, name: str, batch: Sequence[Dirty] | deque[Dirty]) -> None:
+        """These are no longer on their way to the tier."""
+        self.moves += 1
+        going = self._going.get(name)
+        if going is not None:
+            going.end([dirty.tier_key for dirty in batch])
 
     def _settle(self, batch: Sequence[Dirty] | deque[Dirty]) -> None:
         """Those without a tier left to go to: as all others, and out of the L1 if the policy said so."""

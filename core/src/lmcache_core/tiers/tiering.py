@@ -39,6 +39,7 @@ from lmcache_core.tiers.lanes import Call, Note
 from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
+from lmcache_core.tiers.stored import StoredWatch
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.whereabouts import Whereabouts
 
@@ -134,6 +135,15 @@ class Tiering:
         whereabouts = Whereabouts(on_done)
         whereabouts.ask(self._tiers, namespace, self._epochs.of(namespace), keys, self._clock.now)
         return whereabouts
+
+    def stored(self, namespace: int, keys: Sequence[bytes]) -> StoredWatch:
+        """Look at what becomes of keys that were committed."""
+        return StoredWatch(self._tiers, self._stores, namespace, self._epochs.of(namespace), keys)
+
+    @property
+    def moves(self) -> int:
+        """A number that is another once something was planned, stored or lost."""
+        return self._stores.moves
 
     @property
     def names(self) -> Sequence[str]:

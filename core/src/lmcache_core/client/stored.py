@@ -1,0 +1,68 @@
+"""Waiting until the tiers have what was stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmcache_core.client.channel import expect
+from lmcache_core.client.explaining import L1_NAME, ON_ITS_WAY, KeyExplanation, TierWord, explained
+from lmcache_core.client.links import Links
+from lmcache_core.errors import UsageError
+from lmcache_core.limits import EXPLAIN_KEYS_MAX, STORED_WAIT_S_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
+from lmcache_core.tokens.namespace import Namespace
+
+
+@dataclass(frozen=True)
+class StoredKey:
+    """What has become of one key. `tiers` have it; to those `waiting` it is still on its way; `lost` say why they do
+    not have it and, unless it is stored again, never will. `why`: all of it in a sentence."""
+
+    key: bytes
+    tiers: tuple[str, ...]
+    waiting: tuple[str, ...]
+    lost: tuple[TierWord, ...]
+    why: str
+
+    @property
+    def stored(self) -> bool:
+        """Some tier has it, and every tier that was to have it. A tier that the store policy does not send it to, and
+        one that has none of it for other reasons than a failure, does not count."""
+        return bool(self.tiers) and not self.waiting and not self.lost
+
+
+def wait_stored(links: Links, keys: Sequence[bytes], namespace: Namespace, timeout_s: float) -> list[StoredKey]:
+    """Ask a frame at a time; each answer comes when nothing of it is on its way, or when its time is up."""
+    if not timeout_s >= 0:
+        raise UsageError(f"timeout_s is {timeout_s}: give seconds, 0 or more")
+    end = time.monotonic() + timeout_s
+    told: list[StoredKey] = []
+    for first in range(0, len(keys), EXPLAIN_KEYS_MAX):
+        page = keys[first : first + EXPLAIN_KEYS_MAX]
+        found = _ask(links, page, namespace, end)
+        while time.monotonic() < end and any(each.waiting for each in found):
+            found = _ask(links, page, namespace, end)
+        told += found
+    return told
+
+
+def _ask(links: Links, keys: Sequence[bytes], namespace: Namespace, end: float) -> list[StoredKey]:
+    blob, wait_s = join_keys(keys), min(STORED_WAIT_S_MAX, max(0.0, end - time.monotonic()))
+    reply = links.asked(
+        lambda link: link.ask(namespace, lambda rid: m.WaitStored(rid, namespace.id, blob, wait_s), wait_s),
+        patient=True,
+    )
+    return [_stored_key(each) for each in explained(expect(reply, m.Explained), keys)]
+
+
+def _stored_key(told: KeyExplanation) -> StoredKey:
+    has = tuple(word.tier for word in told.tiers if word.found)
+    waiting = tuple(word.tier for word in told.tiers if word.reason == ON_ITS_WAY)
+    lost = tuple(word for word in told.tiers if word.reason not in ("", ON_ITS_WAY))
+    why = "; ".join(f"tier {word.tier}: {word.why}" for word in told.tiers) or "this server has no tier"
+    if not has and not waiting and L1_NAME not in told.where:
+        why = told.why if told.tiers else f"{told.why}; {why}"
+    return StoredKey(told.key, has, waiting, lost, why)

@@ -1,0 +1,95 @@
+"""Who waits until tiers have what was committed: the answer is held back while any of it is on its way to one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lmcache_core.errors import CacheError, LimitError
+from lmcache_core.limits import HOUSEKEEPING_S, STORED_WAIT_S_MAX, STORED_WAITS_PER_SESSION_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import error_reply, split_keys
+from lmcache_core.server.explains import Explains
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.session import Session
+from lmcache_core.server.shares import Share
+from lmcache_core.tiers.stored import StoredWatch
+
+
+@dataclass(eq=False)
+class _Wait:
+    session: Session
+    rid: int
+    namespace: int
+    keys: list[bytes]
+    watch: StoredWatch
+    reply_at_s: float
+
+
+class StoredWaits:
+    """Lives on the loop's thread. A wait holds nothing but its answer: it ends by itself, whatever becomes of its
+    session."""
+
+    def __init__(self, l1: L1, explains: Explains, share: Share) -> None:
+        self._l1 = l1
+        self._explains = explains
+        self._share = share
+        self._waits: dict[_Wait, None] = {}
+        self._by_session: Counter[int] = Counter()
+        self._moves = 0  # of the tiering, when the waits were last looked at …
+        self._look_at_s = 0.0  # … and when they are looked at although nothing has moved: a scan has ended, say
+
+    def __len__(self) -> int:
+        """Calls that wait."""
+        return len(self._waits)
+
+    def wait(self, session: Session, request: m.WaitStored) -> m.Message | None:
+        """The answer, or None: it follows when nothing of these keys is on its way to a tier, or their time is up."""
+        keys, now, tiering = split_keys(request.keys), self._l1.clock.now, self._l1.tiering
+        told = self._explains.look(session, request.namespace, keys)
+        if tiering is None:
+            return self._explains.reply(request.rid, told, [])
+        watch = tiering.stored(request.namespace, keys)
+        if not request.wait_s > 0 or watch.settled():
+            return self._explains.reply(request.rid, told, watch.answers())
+        if self._by_session[session.id] >= STORED_WAITS_PER_SESSION_MAX or self._share.full_for(session.origin):
+            raise LimitError(
+                f"{self._by_session[session.id]} calls of this session wait for stores, "
+                f"{self._share.of(session.origin)} of {session.origin} and {self._share.taken} of all: wait for one of "
+                "them"
+            )
+        reply_at_s = now + min(request.wait_s, STORED_WAIT_S_MAX)
+        self._waits[_Wait(session, request.rid, request.namespace, keys, watch, reply_at_s)] = None
+        self._by_session[session.id] += 1
+        self._share.take(session.origin)
+        return None
+
+    def step(self) -> None:
+        """Answer those that have nothing more to wait for. A look at one that waits on costs a microsecond."""
+        tiering, now = self._l1.tiering, self._l1.clock.now
+        if tiering is None or not self._waits:
+            return
+        moved = tiering.moves != self._moves or now >= self._look_at_s
+        self._moves, self._look_at_s = tiering.moves, now + HOUSEKEEPING_S if moved else self._look_at_s
+        for wait in list(self._waits):
+            if wait.reply_at_s <= now or (moved and wait.watch.settled()):
+                self._answer(wait)
+
+    @property
+    def next_at_s(self) -> float | None:
+        """When `step` has something to do even if nothing else happens."""
+        if not self._waits:
+            return None
+        return min(self._look_at_s, min(wait.reply_at_s for wait in self._waits))
+
+    def _answer(self, wait: _Wait) -> None:
+        del self._waits[wait]
+        self._by_session -= Counter([wait.session.id])
+        self._share.give(wait.session.origin)
+        if wait.session.peer is None:
+            return
+        try:
+            told = self._explains.look(wait.session, wait.namespace, wait.keys)
+            wait.session.send(self._explains.reply(wait.rid, told, wait.watch.answers()))
+        except CacheError as error:  # it has named so many namespaces since that this one is forgotten
+            wait.session.send(error_reply(wait.rid, error))
