@@ -85,7 +85,7 @@ def test_what_is_being_emptied_is_given_to_nobody_else(make_kernel: Callable[...
     assert all(end <= start or begin >= start + 4 * MIB for begin, end in spans)
 
 
-@pytest.mark.parametrize("how", ["session_dead", "session_closed", "session_lost", "cancel"])
+@pytest.mark.parametrize("how", ["session_dead", "session_closed", "session_lost", "end_session", "cancel"])
 def test_who_goes_while_its_grant_is_prepared_leaves_nothing(full: Kernel, how: str) -> None:
     waiting = begin(full, 9000, layout=HUGE)
     while not full.usage().emptying_bytes or not evicted(full):

@@ -153,3 +153,27 @@ def test_a_held_back_lookup_whose_session_has_all_its_leases_by_then_is_answered
     assert server.loop.faults == 0
     assert server.tiering is not None
     assert server.tiering.status()["faults"] == 0
+
+
+def test_an_end_of_a_session_takes_the_promises_so_far_and_a_lookup_that_waits_promises_when_it_is_answered(
+    with_silent_tier: Server, namespace: Namespace
+) -> None:
+    server = with_silent_tier
+    with server.connect(use_index=False) as client:
+        client.store(keys(1, 0), [bytes(namespace.layout.nbytes)], namespace=namespace)
+        channel = client._links.current().channel
+        held_back = channel.start(
+            lambda rid: m.LookupRequest(rid, namespace.id, join_keys(keys(2, 0)), hold=True, wait_s=60.0)
+        )
+        client.noop()  # the server waits for the tier from here on
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 1
+        channel.call(lambda rid: m.EndSession(rid, leases=None))
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 0
+        assert not held_back.settled, "no wait ends early"
+        channel.call(lambda rid: m.Cancel(rid, held_back.rid))
+        answer = channel.wait(held_back)
+        assert isinstance(answer, m.LookupReply)
+        assert answer.promise
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 1
+        channel.call(lambda rid: m.EndSession(rid, leases=None))
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 0

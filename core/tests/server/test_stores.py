@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.errors import LeaseExpiredError
+from lmcache_core.kernel.answers import Grant
 from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server.server import Server
 from lmcache_core.tiers.l1 import LoadGrant, Loading
 from lmcache_core.tokens.namespace import Namespace
@@ -119,6 +123,58 @@ def test_a_client_that_goes_while_its_grant_is_prepared_leaves_nothing(
     usage = full.kernel.usage()
     assert usage.objects_by_state["writing"] == 0
     assert usage.emptying_bytes == 0
+
+
+def test_an_end_of_a_session_ends_its_grants_in_preparation_and_says_so(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.register_layout(SMALL)
+        other.register_layout(LARGE)
+        channel = other._links.current().channel
+        waiting = [
+            channel.start(lambda rid, at=at: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, (1 << 20) + at))))
+            for at in range(3)
+        ]
+        wait_for(full, lambda: full.stores.under_way == 3)
+        assert isinstance(channel.call(lambda rid: m.EndSession(rid, leases=None)), m.Done)
+        # Each was answered before the end, though the kernel has not taken a step since.
+        for each in waiting:
+            with pytest.raises(LeaseExpiredError, match="session was ended"):
+                channel.poll(each)
+        assert seen(full, lambda: not full.stores.under_way and not full.kernel.preparing)
+        go.set()
+        wait_for(full, lambda: not full.kernel.working)
+        usage = full.kernel.usage()
+        assert (usage.objects_by_state["writing"], usage.emptying_bytes) == (0, 0)
+        assert not any(usage.leases_by_kind.values())
+        # The session goes on, with new ones.
+        assert other.store(keys(1, 1 << 21), [bytes(8 << 20)], namespace=LARGE).stored == 1
+
+
+def test_a_page_in_preparation_of_a_lease_that_its_client_ends_is_granted_nothing(
+    full: Server, client: Client, go: threading.Event
+) -> None:
+    with full.connect("other") as other:
+        other.register_layout(SMALL)
+        other.register_layout(LARGE)
+        channel = other._links.current().channel
+        go.set()
+        first = channel.call(lambda rid: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, 1 << 20))))
+        assert isinstance(first, m.Granted)
+        assert list(first.statuses) == [Grant.GRANTED]
+        wait_for(full, lambda: not full.kernel.working)
+        go.clear()
+        second = channel.start(lambda rid: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, 1 << 21)), first.lease))
+        wait_for(full, lambda: full.stores.under_way == 1)
+        channel.call(lambda rid: m.EndSession(rid, leases=[first.lease]))
+        with pytest.raises(LeaseExpiredError, match="session was ended"):
+            channel.poll(second)
+        go.set()
+        wait_for(full, lambda: not full.kernel.working)
+        usage = full.kernel.usage()
+        assert not usage.objects_by_state["writing"]
+        assert not any(usage.leases_by_kind.values())
 
 
 def test_a_load_from_a_tier_is_given_its_slots_by_the_same_mechanism(

@@ -40,12 +40,13 @@ class Endings:
         """Settle everything, and forget the session. The server's own never ends."""
         session = self._sessions.by_id.get(session_id)
         if session is not None and session_id != SERVER_SESSION:
-            self._rooms.session_ended(session)
             self.settle_all(session, reason)
             self._sessions.forget(session)
 
     def settle_all(self, session: KernelSession, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
-        """Nobody touches any more what it held: its promises, and these leases (None: all)."""
+        """Nobody touches any more what it held: its promises, and these leases (None: all). Nobody waits for what it
+        has asked for, either: it would be granted after the end."""
+        self._rooms.session_ended(session)
         chosen = None if lease_ids is None else frozenset(lease_ids)
         for lease in list(session.leases.values()):
             if chosen is not None and lease.kind is not LeaseKind.PROMISE and lease.id not in chosen:

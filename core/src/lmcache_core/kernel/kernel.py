@@ -524,8 +524,9 @@ class Kernel:
     # --- the end of sessions --------------------------------------------------------------------------------
 
     def end_session(self, session_id: int, now: float, lease_ids: Sequence[int] | None = None) -> None:
-        """Settle what the session holds, as it says itself: its promises, and these leases (None: all). The session
-        stays open. As every end, it is settled by the return; what the leases held follows in steps."""
+        """Settle what the session holds, as it says itself: its promises, and these leases (None: all). Its grants that
+        wait for room are cancelled. The session stays open. As every end, it is settled by the return; what the leases
+        held follows in steps."""
         self._expire_due(now)
         self._endings.settle_all(self._sessions.get(session_id), Reason.ABORTED, lease_ids)
         self._releases.step()

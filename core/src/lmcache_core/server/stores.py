@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.kernel.answers import Grants
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.rooms import Preparation
@@ -24,14 +25,15 @@ class Stores:
         self._l1 = l1
         self._store_waits = store_waits  # for tiers, with what was granted: a page waits for slabs first
         self._share = share
-        self._by_session: Counter[Session] = Counter()  # of those that wait
+        self._waiting: dict[Session, dict[Preparation, m.PrepareStore]] = {}
         self.waited = 0  # stores that could not be answered at once
 
     def prepare(self, session: Session, request: m.PrepareStore, layout_id: int) -> m.Message | None:
         """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` without all of it."""
         now, keys = self._l1.clock.now, split_keys(request.keys)
         self._l1.before_store(layout_id, len(keys))
-        many = self._by_session[session] >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
+        waiting = self._waiting.get(session, {})
+        many = len(waiting) >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin)
         answer = self._kernel.begin_store(
             session.id,
             request.namespace,
@@ -43,11 +45,11 @@ class Stores:
         )
         if isinstance(answer, Grants):
             return self._answer(session, request, layout_id, keys, answer)
-        self._by_session[session] += 1
+        self._waiting.setdefault(session, {})[answer] = request
         session.storing[request.namespace] += 1
         self._share.take(session.origin)
         self.waited += 1
-        self._l1.answer_later(answer, lambda: self._answer_late(session, request, layout_id, keys, answer))
+        self._l1.answer_later(answer, lambda: self._answer_late(session, layout_id, keys, answer))
         return None
 
     @property
@@ -56,14 +58,30 @@ class Stores:
         return self._share.taken
 
     def session_ends(self, session: Session) -> None:
-        """Its leases are about to be settled."""
+        """Its leases are about to be settled, and the kernel cancels what it waits for: it hears of that before."""
+        ended = LeaseExpiredError("the session was ended while this store waited for room: store again")
+        for request in self._forget_all(session):
+            session.send(error_reply(request.rid, ended))
         self._store_waits.session_ends(session)
 
     def session_gone(self, session: Session) -> None:
         """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
-        self._share.give(session.origin, self._by_session.pop(session, 0))
+        self._forget_all(session)
         self._store_waits.session_gone(session)
         session.storing.clear()
+
+    def _forget_all(self, session: Session) -> list[m.PrepareStore]:
+        return [self._forget(session, each) for each in list(self._waiting.get(session, {}))]
+
+    def _forget(self, session: Session, preparation: Preparation) -> m.PrepareStore:
+        """It does not wait any more."""
+        mine = self._waiting[session]
+        request = mine.pop(preparation)
+        if not mine:  # sessions come and go
+            del self._waiting[session]
+        session.storing -= Counter([request.namespace])
+        self._share.give(session.origin)
+        return request
 
     def _answer(
         self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
@@ -73,16 +91,10 @@ class Stores:
             return None
         return granted(request.rid, grants, self._l1.clock.now)
 
-    def _answer_late(
-        self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], done: Preparation
-    ) -> None:
-        if session.peer is None:  # it went in the very step that made room
+    def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
+        if done not in self._waiting.get(session, {}):  # its session went in the very step that made room
             return
-        self._by_session[session] -= 1
-        session.storing -= Counter([request.namespace])
-        self._share.give(session.origin)
-        if not self._by_session[session]:  # sessions come and go
-            del self._by_session[session]
+        request = self._forget(session, done)
         reply: m.Message | None = None
         if done.grants is not None:
             reply = self._answer(session, request, layout_id, keys, done.grants)
