@@ -89,8 +89,9 @@ READ_FRACTION_MAX = 0.5
 READ_FRACTION_PER_SESSION_MAX = 0.5  # the KV of one prompt may be a third of a pool, and is read at once
 PINNED_FRACTION_PER_HOLDER_MAX = 0.1875  # whether or not the sessions that pinned are there still
 PINNED_FRACTION_PER_SESSION_MAX = 0.125
-SHARED_FRACTION_PER_HOLDER_MAX = 0.875  # of each table, for one uid or key that has it alone: 896 of 1,024 worker rows
-SHARE_FEW = 64  # who has less than one in so many is refused only where nothing is left: 16 worker rows
+SHARED_FRACTION_PER_HOLDER_MAX = 0.875  # of each table, for one uid or key that has it alone: 882 of 1,008 worker rows
+SHARE_FEW = 64  # who has less than one in so many is refused only where nothing is left: 15 worker rows
+ROWS_RETURNING_MAX = 16  # of the worker table, for who comes back and still has its former row until it has attached
 
 # --- tiers ------------------------------------------------------------------------------------------------
 TIERING_STEP_S = 50e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it

@@ -14,6 +14,7 @@ import pytest
 from lmcache_core.errors import CacheError, LimitError, NotAttachedError
 from lmcache_core.limits import (
     HELLO_S,
+    ROWS_RETURNING_MAX,
     SEND_QUEUE_FRAMES_MAX,
     SESSIONS_MAX,
     SESSIONS_PER_ORIGIN_MAX,
@@ -25,6 +26,7 @@ from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_reply, encode_request
+from lmcache_core.server import sessions
 from lmcache_core.server.server import Server
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionState
@@ -174,7 +176,7 @@ def test_at_the_limit_of_an_origin_no_worker_of_it_has_to_go(server: Server, nam
 
 def test_rows_that_nobody_took_go_to_who_comes_next(server: Server, namespace: Namespace) -> None:
     def seat_all() -> list[Session]:
-        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX)]
+        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX - ROWS_RETURNING_MAX)]
         for caller in callers:
             caller.can_pass_fd = True
         return [hello(server, caller, wants_pool=True) for caller in callers]
@@ -205,11 +207,31 @@ def test_a_worker_that_was_given_a_row_is_believed_once_it_has_locked_it(server:
         lock.close()
 
 
+def test_the_row_of_a_dead_worker_goes_to_who_comes_before_the_clock_has_looked_at_its_lock(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LIFE_CHECK_S_MIN", 600.0)
+    caller, follower = Caller(), Caller()
+    caller.can_pass_fd = follower.can_pass_fd = True
+    session = on_loop(server, lambda: hello(server, caller, wants_pool=True))
+    with Segment.attach_fd(server.segment.worker_fd(), server.segment.info) as mapped:
+        lock = LifeLock.acquire(mapped, session.row)
+        on_loop(server, lambda: server.sessions.attach(session, session.row, session.nonce, [], server.clock.now))
+        on_loop(server, lambda: server.sessions.lost(caller, server.clock.now))
+        server.shares.rows.total = 1
+        with pytest.raises(LimitError, match="worker rows"):
+            on_loop(server, lambda: hello(server, follower, wants_pool=True))
+        assert session.state is SessionState.LOST, "its end is not proven"
+        lock.close()
+        assert on_loop(server, lambda: hello(server, follower, wants_pool=True)).state is SessionState.SEATED
+    assert session.ended_by == "die"
+
+
 def test_where_all_rows_are_taken_no_session_that_holds_a_promise_has_to_go(
     server: Server, namespace: Namespace
 ) -> None:
     def seat_all() -> list[Session]:
-        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX - 1)]  # one has stored
+        callers = [Caller(f"key {i}") for i in range(WORKERS_MAX - ROWS_RETURNING_MAX - 1)]  # one has stored
         for caller in callers:
             caller.can_pass_fd = True
         return [hello(server, caller, wants_pool=True) for caller in callers]

@@ -21,6 +21,7 @@ from lmcache_core.limits import (
     NAMESPACES_MAX,
     NAMESPACES_PER_SESSION_KEPT,
     NAMESPACES_PER_SESSION_MAX,
+    ROWS_RETURNING_MAX,
     SHARE_FEW,
     SHARED_FRACTION_PER_HOLDER_MAX,
     STORES_WAITING_MAX,
@@ -39,7 +40,8 @@ from .conftest import keys_of, payload
 
 WAIT_S = 60.0
 MINE = f"uid {os.geteuid()}"
-ROWS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * WORKERS_MAX)
+ROWS_MAX = WORKERS_MAX - ROWS_RETURNING_MAX
+ROWS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * ROWS_MAX)
 LAYOUTS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * (LAYOUTS_MAX - 1))
 
 
@@ -81,9 +83,10 @@ def on_loop(server: Server, ask: Callable[[], Any]) -> Any:
     return answers[0]
 
 
-def join(server: Server, origin: str, *, wants_pool: bool = False) -> Session:
+def join(server: Server, origin: str, *, wants_pool: bool = False, client_id: bytes = b"") -> Session:
     """A session of that holder. On the loop."""
-    return server.sessions.open(Caller(origin), os.urandom(16), "test", 0, server.clock.now, wants_pool=wants_pool)
+    client_id = client_id or os.urandom(16)
+    return server.sessions.open(Caller(origin), client_id, "test", 0, server.clock.now, wants_pool=wants_pool)
 
 
 # --- the rule --------------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def test_one_user_has_most_worker_rows_and_leaves_some_to_others(server: Server,
 
         crowded = on_loop(server, crowd)
         assert {session.state for session in crowded} == {SessionState.SEATED}
-        with pytest.raises(LimitError, match=f"{ROWS_ALONE} of {WORKERS_MAX} worker rows.* {ROWS_ALONE - 1} of them"):
+        with pytest.raises(LimitError, match=f"{ROWS_ALONE} of {ROWS_MAX} worker rows.* {ROWS_ALONE - 1} of them"):
             on_loop(server, lambda: join(server, "key A", wants_pool=True))
         with server.connect() as another:  # of mine
             assert another.store(keys_of("b"), [payload(namespace, 2)], namespace=namespace).stored == 1
@@ -173,6 +176,41 @@ def test_at_its_share_of_rows_a_user_loses_one_that_was_never_used(server: Serve
     one_more = on_loop(server, lambda: join(server, "key A", wants_pool=True))
     assert one_more.state is SessionState.SEATED
     assert crowded[0].state is SessionState.ENDED
+
+
+def test_who_says_to_come_back_again_and_again_has_few_rows_more(server: Server, namespace: Namespace) -> None:
+    keys = keys_of("a")
+    with server.connect() as mine:
+        mine.store(keys, [payload(namespace, 1)], namespace=namespace)
+
+        def crowd() -> None:
+            for number in range(WORKERS_MAX):
+                session = join(server, "key A", wants_pool=True, client_id=b"%016d" % (number % 4))
+                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+
+        on_loop(server, crowd)  # who comes back takes its promises along: what it had holds nothing
+        assert on_loop(server, lambda: server.shares.rows.of("key A")) <= ROWS_ALONE + ROWS_RETURNING_MAX
+        assert on_loop(server, lambda: join(server, "key B", wants_pool=True)).state is SessionState.SEATED
+
+
+def test_where_all_rows_are_taken_who_comes_back_gets_one(server: Server, namespace: Namespace) -> None:
+    keys = keys_of("a")
+    with server.connect() as mine:
+        mine.store(keys, [payload(namespace, 1)], namespace=namespace)
+
+        def crowd() -> None:
+            for number in range(ROWS_MAX - 1):
+                session = join(server, f"key {number}", wants_pool=True, client_id=b"%016d" % number)
+                server.kernel.lookup(session.id, namespace.id, keys, server.clock.now, hold=True)
+
+        on_loop(server, crowd)
+        with pytest.raises(LimitError, match=f"{ROWS_MAX} of {ROWS_MAX} worker rows"):
+            on_loop(server, lambda: join(server, "another", wants_pool=True))
+        for number in range(ROWS_RETURNING_MAX):
+            session = on_loop(
+                server, lambda at=number: join(server, f"key {at}", wants_pool=True, client_id=b"%016d" % at)
+            )
+            assert session.state is SessionState.SEATED
 
 
 def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> None:

@@ -17,7 +17,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 
 from lmcache_core.errors import LimitError, NotAttachedError, ProtocolError
 from lmcache_core.kernel.kernel import Kernel
@@ -27,6 +27,7 @@ from lmcache_core.limits import (
     LIFE_CHECK_S_MIN,
     LIFE_CHECKS_PER_TURN_MAX,
     LIMIT_WARNING_PAUSE_S,
+    ROWS_RETURNING_MAX,
     SESSIONS_MAX,
     SESSIONS_PER_ORIGIN_MAX,
     SILENT_SESSION_S,
@@ -117,16 +118,17 @@ class Sessions:
         pool's descriptor now; any other may be on another machine, and gets one when it has shown that it maps it."""
         self._make_room(peer.origin, now)
         gives_row = wants_pool and peer.can_pass_fd
-        row, nonce = self._free_row(peer.origin, peer.pid or pid) if gives_row else (NO_ROW, 0)
+        former = self._of_client(client_id, peer.uid)
+        returns = any(old.row != NO_ROW for old in former)
+        row, nonce = self._free_row(peer.origin, peer.pid or pid, returns=returns) if gives_row else (NO_ROW, 0)
         session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers speak first
         session.client_id, session.name, session.pid, session.heard_at_s = client_id, name, peer.pid or pid, now
         session.move(SessionEvent.HELLO)
         self._kernel.open_session(session.id, session.uid, holder=session.origin)
         self._by_id[session.id] = session
         peer.session = session
-        for old in self:
-            if old.client_id == client_id and old.uid == session.uid and old is not session:
-                self._kernel.keep_promises(old.id, session.id, now)
+        for old in former:  # those that had to make room for this one hold nothing
+            self._kernel.keep_promises(old.id, session.id, now)
         session.wants_pool = wants_pool
         if gives_row:
             self._seat(session, row, nonce)
@@ -140,8 +142,9 @@ class Sessions:
         """The session has shown that it maps the pool. Returns the leases that it goes on holding."""
         if not session.wants_pool:
             raise ProtocolError("this session did not ask for the pool in its hello")
+        former = [old for old in self._of_client(session.client_id, session.uid) if old is not session]
         if session.row == NO_ROW:
-            self._make_row(session.origin)
+            self._make_row(session.origin, returns=any(old.row != NO_ROW for old in former))
             self._seat(session, row, self._segment.take_row(row, nonce, session.pid), chosen=True)
         elif (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
@@ -151,11 +154,12 @@ class Sessions:
         session.maps_pool = True
         self._kernel.attach_session(session.id, row)
         kept: list[int] = []
-        for old in self:
-            if old.client_id == session.client_id and old.uid == session.uid and old is not session:
-                self._on_gone(old)  # its connection may not have been seen to end
-                kept += self._kernel.reclaim(old.id, session.id, held, now)
-                self._end(old, SessionEvent.RETURN, now)
+        for old in former:
+            if old.state is SessionState.ENDED:
+                continue  # to make room for this one's row
+            self._on_gone(old)  # its connection may not have been seen to end
+            kept += self._kernel.reclaim(old.id, session.id, held, now)
+            self._end(old, SessionEvent.RETURN, now)
         if session.carrier != "lifeline":
             self._suspect(session, now)  # no end of file will ever tell
         return kept
@@ -233,6 +237,10 @@ class Sessions:
     def _new(self, peer: Peer, now: float) -> Session:
         return Session(next(self._ids), peer, peer.uid, peer.pid, peer.carrier, peer.origin, heard_at_s=now)
 
+    def _of_client(self, client_id: bytes, uid: int) -> list[Session]:
+        """The sessions of one client instance: more than one while it comes back."""
+        return [each for each in self._by_id.values() if each.client_id == client_id and each.uid == uid]
+
     # --- room ---------------------------------------------------------------------------------------------
 
     def _make_room(self, origin: str, now: float) -> None:
@@ -288,9 +296,9 @@ class Sessions:
             )
         self._end(session, SessionEvent.DROP, now)
 
-    def _free_row(self, origin: str, pid: int) -> tuple[int, int]:
+    def _free_row(self, origin: str, pid: int, *, returns: bool) -> tuple[int, int]:
         """(row, nonce)."""
-        self._make_row(origin)
+        self._make_row(origin, returns=returns)
         try:
             return self._segment.claim_row(pid)
         except LimitError:  # rows that former workers still have are no session's
@@ -298,17 +306,28 @@ class Sessions:
                 raise
             return self._segment.claim_row(pid)
 
-    def _make_row(self, origin: str) -> None:
+    def _make_row(self, origin: str, *, returns: bool) -> None:
         """A row of the worker table for one more session of this origin. Where all are taken, a session that has not
-        attached leaves its own; where the origin has its share of them, one of its own does."""
+        attached leaves its own; where the origin has its share of them, one of its own does. `returns`: the same
+        client has one already, and gives it up as it attaches."""
         rows = self._rows
-        if rows.taken >= rows.total:
+        spare = ROWS_RETURNING_MAX if returns else 0
+        if rows.taken >= rows.total + spare:
             self._end_seated()
-        if rows.full_for(origin) and not self._end_seated(origin):
+        if rows.full_for(origin, spare):
+            self._end_dead(origin)
+        if rows.full_for(origin, spare) and not self._end_seated(origin):
             raise LimitError(
                 f"{rows.taken} of {rows.total} worker rows of pool {self._segment.info.name!r} are taken, "
                 f"{rows.of(origin)} of them by {origin}, which is given no more: close some of its clients"
             )
+
+    def _end_dead(self, origin: str) -> None:
+        """End those lost sessions of the origin whose death is proven by now, before the clock would look at them."""
+        lost = (each for each in list(self._suspects.values()) if each.state is SessionState.LOST)
+        some = islice((each for each in lost if each.origin == origin), LIFE_CHECKS_PER_TURN_MAX)
+        for each in [each for each in some if self._proven_dead(each)]:
+            self._died(each, self._loop.clock.now)
 
     def _end_seated(self, origin: str = "") -> bool:
         """End the longest silent session that has a row, has not attached, and holds no promise; of this origin."""

@@ -33,10 +33,11 @@ class Share:
         """Places that the holder has."""
         return self._by_holder.get(holder, 0)
 
-    def full_for(self, holder: str) -> bool:
-        """Whether the holder is refused one more."""
-        left = self.total - self.taken - 1
-        more = self._by_holder.get(holder, 0) + 1  # asked by every store; for `[…]` a Counter runs Python code
+    def full_for(self, holder: str, beyond: int = 0) -> bool:
+        """Whether the holder is refused one more. `beyond`: places over its share, and over the total, that it may have
+        for a moment."""
+        left = self.total + beyond - self.taken - 1
+        more = self._by_holder.get(holder, 0) + 1 - beyond  # asked by every store; for `[…]` a Counter runs Python code
         return left < 0 or (more > self._few and more * (1 - self._fraction) > left * self._fraction)
 
     def take(self, holder: str, places: int = 1) -> None:
@@ -57,7 +58,7 @@ class Shares:
 
     def __init__(self, fraction: float) -> None:
         """`fraction`: of each table, for one holder while nobody else has anything there."""
-        self.rows = Share(limits.WORKERS_MAX, fraction)
+        self.rows = Share(limits.WORKERS_MAX - limits.ROWS_RETURNING_MAX, fraction)
         self.layouts = Share(limits.LAYOUTS_MAX - 1, fraction)
         self.namespaces = Share(limits.NAMESPACES_MAX, fraction)
         self.lookups = Share(limits.LOOKUPS_WAITING_MAX, fraction)

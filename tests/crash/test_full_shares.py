@@ -1,0 +1,108 @@
+"""A user with all worker rows that it may have: who comes back, or follows one that died, gets a row all the same."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from typing import Any
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.results import Status
+from lmcache_core.limits import ROWS_RETURNING_MAX, SHARE_FEW, WORKERS_MAX
+
+from ..conftest import until
+
+Node = Any  # the fixture of tests/conftest.py
+ROWS = (WORKERS_MAX - ROWS_RETURNING_MAX) // SHARE_FEW  # what a user has whose share is next to nothing
+SMALL_SHARE = ("--holding.shared_fraction_per_holder_max", "0.001")
+
+
+def store(node: Node, client: Client, name: object) -> Status:
+    [status] = client.store([node.key(name)], [node.payload(1)], namespace=node.namespace).statuses
+    return status
+
+
+def crowd(node: Node, workers: int, **options: Any) -> list[Client]:
+    """So many clients that map the pool."""
+    clients = [node.client(**options) for _ in range(workers)]
+    assert [store(node, client, f"{at} joins") for at, client in enumerate(clients)] == [Status.STORED] * workers
+    return clients
+
+
+def cut(client: Client) -> None:
+    """Its connection ends. A call that is under way as it notices that fails: this waits until it has noticed."""
+    channel = client._links.current().channel
+    channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    until(channel.found_lost, "the end of the connection")
+
+
+def back(node: Node, client: Client, name: object) -> Status:
+    """What it stores once it is back. Where it got no row, it hears `LimitError`."""
+    client.ping()
+    return store(node, client, name)
+
+
+def rows(client: Client) -> int:
+    [holder] = client.status()["l1"]["holders"].values()
+    taken: int = holder["rows"]
+    return taken
+
+
+def test_who_is_one_too_many_is_refused(node: Node) -> None:
+    node.serve(*SMALL_SHARE)
+    crowd(node, ROWS)
+    assert store(node, node.client(), "a") is Status.UNREACHABLE
+
+
+def test_a_worker_that_comes_back_gets_its_row_again_at_once(node: Node) -> None:
+    node.serve(*SMALL_SHARE)
+    clients = crowd(node, ROWS)
+    for at, client in enumerate(clients):
+        cut(client)
+        assert back(node, client, f"{at} is back") is Status.STORED
+    assert rows(clients[0]) == ROWS
+    for client in clients:
+        cut(client)
+    assert [back(node, client, f"{at} once more") for at, client in enumerate(clients)] == [Status.STORED] * ROWS
+    assert rows(clients[0]) == ROWS
+    assert store(node, node.client(), "a") is Status.UNREACHABLE, "nobody has more by that"
+
+
+def test_a_worker_that_comes_back_keeps_the_lease_under_which_it_still_writes(node: Node) -> None:
+    node.serve(*SMALL_SHARE)
+    clients = crowd(node, ROWS)
+    lease = clients[0].prepare_store([node.key("a")], namespace=node.namespace)
+    lease.view(0)[:] = node.payload(7)
+    cut(clients[0])
+    assert back(node, clients[0], "back") is Status.STORED
+    assert lease.commit() == [Status.STORED]
+    assert rows(clients[0]) == ROWS
+
+
+def test_who_follows_a_worker_that_was_killed_while_the_server_stood_still_gets_its_row(node: Node) -> None:
+    server = node.serve(*SMALL_SHARE)
+    clients = crowd(node, ROWS - 1)
+    for number in range(2):
+        worker = node.worker(f"say(client.store([key('w{number}')], [b'w' * 65536], namespace=ns).statuses[0]); wait()")
+        worker.expect("stored")
+        server.signal(signal.SIGSTOP)  # the end of its connection and the next hello are seen in one turn
+        worker.kill()
+        follower = node.worker(
+            f"say('here')\nsay(client.store([key('f{number}')], [b'f' * 65536], namespace=ns).statuses[0]); wait()"
+        )
+        follower.expect("here")
+        server.signal(signal.SIGCONT)
+        follower.expect("stored")
+        follower.kill()
+    assert rows(clients[0]) in (ROWS - 1, ROWS)
+
+
+def test_over_zmq_too(node: Node) -> None:
+    address = f"ipc://{node.run / node.name / 'zmq'}"
+    node.serve(*SMALL_SHARE, "--zmq.ipc", "true")
+    clients = crowd(node, ROWS, address=address)
+    assert store(node, node.client(address=address), "a") is Status.UNREACHABLE
+    for at, client in enumerate(clients):
+        client._links.current().channel.connection.close()
+        assert back(node, client, f"{at} is back") is Status.STORED
+    assert rows(clients[0]) == ROWS
