@@ -442,3 +442,75 @@ def test_what_is_loaded_while_there_is_room_stays_and_goes_before_what_no_tier_h
     assert at.in_l1(0, 20) == 0
     assert at.in_l1(100, SLOTS) == SLOTS
     at.goes_on()
+
+
+# --- an object for which whole slabs have to go -----------------------------------------------------------------
+
+LARGE = Namespace("large", Layout("uint8", (64 * NBYTES,)))  # a quarter of the pool: sixteen of its slabs
+
+
+def store_large(at: World, number: int, client: Client | None = None) -> Status:
+    payload = hashlib.sha256(b"large %d" % number).digest() * (LARGE.layout.nbytes // 32)
+    [status] = (client or at.client).store([key(number)], [payload], namespace=LARGE).statuses
+    return status
+
+
+def test_for_a_large_object_what_tiers_have_goes_first_and_then_the_oldest_that_they_lack(
+    start: Callable[..., World],
+) -> None:
+    at = start(dirty="drop", store_in_flight_bytes_max=16 * NBYTES)
+    at.store(0, 64)
+    until(at.quiet, "a quarter of the pool to be stored")
+    at.hangs()
+    at.store(64, SLOTS - 64)
+    assert store_large(at, 1000) is Status.STORED
+    assert at.in_l1(0, 64) == 0, "what the tier has"
+    assert at.in_l1(64, SLOTS - 64) == SLOTS - 64
+    assert at.stores()["reached_no_tier"]["objects"] == 0
+    assert store_large(at, 1001) is Status.STORED
+    assert at.in_l1(64, SLOTS - 64) == SLOTS - 128, "no more than its own room"
+    at.goes_on()
+    until(at.quiet, "what is left to be stored")
+    assert at.stores()["reached_no_tier"]["objects"] == at.stores()["counts"]["lost_evicted"] == 64
+
+
+def test_a_large_object_waits_for_the_slabs_that_its_tiers_make_free(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=5.0)
+    at.hangs()
+    at.store(0, SLOTS)
+    answers: list[Status] = []
+    with at.server.connect() as other:
+        writer = threading.Thread(target=lambda: answers.append(store_large(at, 1000, other)))
+        writer.start()
+        until(lambda: waiting(at) == 1, "the store to wait")
+        assert at.in_l1(0, SLOTS) == SLOTS
+        at.goes_on()
+        writer.join(60)
+    assert answers == [Status.STORED]
+    until(at.quiet, "the stores")
+    assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
+    assert at.client.status()["stores_waited_in_vain"] == 0
+
+
+def test_a_large_object_that_waited_in_vain_has_taken_nothing(start: Callable[..., World]) -> None:
+    at = start(dirty="wait", store_wait_s=0.3, store_in_flight_bytes_max=16 * NBYTES)
+    at.store(0, 32)
+    until(at.quiet, "an eighth of the pool to be stored")
+    at.hangs()
+    at.store(32, SLOTS - 32)
+    assert store_large(at, 1000) is Status.FULL
+    assert at.in_l1(32, SLOTS - 32) == SLOTS - 32, "what no tier has"
+    assert at.stores()["reached_no_tier"] == {"objects": 0, "bytes": 0}
+    assert at.client.status()["l1"]["emptying_bytes"] == 0
+    at.goes_on()
+
+
+def test_keep_refuses_a_large_object_rather_than_lose_a_small_one(start: Callable[..., World]) -> None:
+    at = start(dirty="keep")
+    at.hangs()
+    at.store(0, SLOTS)
+    assert store_large(at, 1000) is Status.FULL
+    assert at.in_l1(0, SLOTS) == SLOTS
+    at.goes_on()
+    until(at.quiet, "the stores")
+    assert store_large(at, 1000) is Status.STORED

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 from kernel_words import BIG, LAYOUT, MIB, NS, NS2, OTHER, WORKER, found, keys, names, offer, read, store
@@ -393,6 +394,60 @@ def test_a_look_past_what_tiers_do_not_have_yet_is_bounded(make_kernel: Callable
     assert longest <= 4 * LOOK_OBJECTS_MAX
     assert waiting.grants is not None
     assert names(waiting.grants.statuses)[:3] == ["GRANTED"] * 3, "the others: in the way of all else something is held"
+
+
+def scattered(kernel: Kernel, *, clean: Sequence[int] = ()) -> list[bytes]:
+    """What is still to get to tiers, the oldest first: all but these, in no order that the slabs know."""
+    names = [(item.key, item.generation) for item in kernel._residents.table.of(NS) if item.key not in keys(*clean)]
+    random.Random(5).shuffle(names)
+    kernel.shield(NS, names)
+    return [key for key, _ in names]
+
+
+def resident(kernel: Kernel) -> set[bytes]:
+    return {item.key for item in kernel._residents.table.of(NS)}
+
+
+@pytest.mark.parametrize("clean", [0, 16, 400], ids=["none clean", "some clean", "more clean, in every slab"])
+def test_for_a_large_object_what_tiers_lack_goes_where_nothing_else_can(full: Kernel, clean: int) -> None:
+    dirty = scattered(full, clean=range(0, TINY_COUNT, TINY_COUNT // clean) if clean else ())
+    waiting = begin(full, 9000, layout=HUGE)
+    full.take_touched()
+    longest = 0
+    while not waiting.done:
+        full.step(0.0)
+        longest = max(longest, full.take_touched())
+    assert waiting.grants is not None
+    assert names(waiting.grants.statuses) == ["GRANTED"]
+    assert evicted(full) == TINY_COUNT // 2, "its own room, and no more"
+    assert longest <= 4 * LOOK_OBJECTS_MAX
+    assert full.shielded == len(resident(full) & set(dirty)), "what stays is shielded as before"
+
+
+def test_for_a_large_object_slabs_of_what_tiers_have_go_first(full: Kernel) -> None:
+    there = TINY_COUNT // 2
+    dirty = scattered(full, clean=range(there, TINY_COUNT))  # the younger half, which is four of the eight slabs
+    assert names(finish(full, begin(full, 9000, layout=HUGE)).statuses) == ["GRANTED"]
+    assert resident(full) >= set(dirty)
+    assert names(finish(full, begin(full, 9001, layout=HUGE)).statuses) == ["GRANTED"]
+    assert not resident(full) & set(dirty)
+    assert full.shielded == 0
+
+
+def test_what_a_lane_reads_goes_for_no_large_object(full: Kernel) -> None:
+    scattered(full)
+    for first in range(0, TINY_COUNT, 256):  # one in each slab
+        read(full, first)
+    assert names(finish(full, begin(full, 9000, layout=HUGE)).statuses) == ["FULL"]
+    assert full.shielded == TINY_COUNT
+    assert full.usage().emptying_bytes == 0
+
+
+def test_what_must_be_kept_goes_for_no_large_object(make_kernel: Callable[..., Kernel]) -> None:
+    full = filled(make_kernel(slots=8, keeps_dirty=True))
+    scattered(full, clean=range(16))
+    assert names(finish(full, begin(full, 9000, layout=HUGE)).statuses) == ["FULL"]
+    assert len(resident(full)) == TINY_COUNT
 
 
 def test_a_grant_that_fails_as_it_is_carried_out_is_answered_and_leaves_nothing(

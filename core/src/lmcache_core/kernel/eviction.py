@@ -19,6 +19,8 @@ def make_room(
     `may_wait`: stops where something of another class is as cold as what would have to go. False: slots are missing
     still, and the slab of something else may be had in steps (`rooms`).
     """
+    if not size_class.slots_used:  # what tiers lack is not uncovered in vain
+        return size_class.slots_free >= slots
     reach = 1
     last = residents.touched + LOOK_OBJECTS_MAX
     while (missing := slots - size_class.slots_free) > 0 and residents.touched < last:

@@ -220,15 +220,35 @@ class Kernel:
         return len(self._rooms.waiting)
 
     def grant_more(
-        self, session_id: int, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
-    ) -> None:
+        self,
+        session_id: int,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        grants: Grants,
+        now: float,
+        *,
+        wait_s: float = 0.0,
+    ) -> Preparation | None:
         """Try again for what was answered FULL in a page that nobody was told of yet; `grants` says the new answers.
 
-        Raises `LeaseExpiredError` once the lease is no more: the page has what it had.
+        Where more has to go than one step may evict, and `wait_s` is given, the answer is a `Preparation` as that of
+        `begin_store`: what it is granted is for `take_more`. Raises `LeaseExpiredError` once the lease is no more: the
+        page has what it had.
         """
         self._expire_due(now, session_id)
         self.adoption.touch(namespace, keys)
-        self._writing.grant_more(self._sessions.attached(session_id), namespace, layout_id, keys, grants, now)
+        session = self._sessions.attached(session_id)
+        more = self._writing.grant_more(session, namespace, layout_id, keys, grants, now, wait_s)
+        if more is not None:
+            self._rooms.add(more)
+        return more
+
+    def take_more(self, session_id: int, namespace: int, grants: Grants, more: Grants, now: float) -> None:
+        """The page whose FULL keys were granted `more` has that in their own positions, under its own lease. Raises
+        `LeaseExpiredError` as `grant_more` does; the lease of `more` is to be aborted then."""
+        self._expire_due(now, session_id)
+        self._writing.take_more(self._sessions.attached(session_id), namespace, grants, more, now)
 
     def commit_store(
         self,

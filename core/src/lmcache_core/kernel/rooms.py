@@ -38,8 +38,8 @@ class Preparation:
 
     __slots__ = (
         "cancelled", "cleared", "deadline", "emptied", "emptying", "error", "existing", "gave_up", "grants", "keys",
-        "known_busy", "layout_id", "lease_id", "live", "looked", "namespace", "session", "size_class", "slots",
-        "until_s", "walk",
+        "known_busy", "layout_id", "lease_id", "live", "looked", "namespace", "sacrifices", "session", "size_class",
+        "slots", "until_s", "walk",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,7 @@ class Preparation:
         self.emptied: list[Emptying] = []
         self.known_busy: set[Slab] = set()
         self.looked = False  # whether there is something of its own class that may go
+        self.sacrifices = False  # nothing else can be had: slabs with what tiers lack, too
         self.gave_up = False  # there is nothing left to wait for
         self.walk: Iterator[Slab | None] | None = None  # once around the pool, where the coldest slabs are busy
         self.grants: Grants | None = None
@@ -90,12 +91,13 @@ class Preparation:
 
 class EmptyingSteps:
     """The slabs of one run of units on their way: first all slots are judged, so that nothing is evicted in vain, then
-    all that stands in them is evicted."""
+    all that stands in them is evicted. `sacrifices`: what a tier is still to get goes, too."""
 
-    def __init__(self, residents: Residents, emptying: Emptying, namespace: int) -> None:
+    def __init__(self, residents: Residents, emptying: Emptying, namespace: int, *, sacrifices: bool) -> None:
         self.emptying = emptying
         self._residents = residents
         self._namespace = namespace
+        self._sacrifices = sacrifices
         self._judging = True
         self._slab = self._slot = 0
         self.busy: Slab | None = None  # the one that something stands in that may not go
@@ -113,13 +115,19 @@ class EmptyingSteps:
                 self._residents.untouched.reveal(slab)
                 return None
             standing = self._next(slab, JUDGED_SLOTS if self._judging else STEP_OBJECTS)
-            held = any(item.state is not State.READY or item.holds for item in standing)
+            held = any(item.state is not State.READY or (item.holds and not self._yields(item)) for item in standing)
             if held or (standing and self._residents.policy.spares(standing, self._namespace)):
                 self.busy = slab
                 return False
             if not self._judging and standing:
+                if self._sacrifices:
+                    self._residents.shield.uncover(standing)
                 self._residents.evict(standing)
         return None
+
+    def _yields(self, item: Incarnation) -> bool:
+        """Whether nobody holds it but for a tier that is to get it, which may be in vain."""
+        return self._sacrifices and item.holds == 1 and self._residents.shield.covers(item)
 
     def _next(self, slab: Slab, slots: int) -> list[Incarnation]:
         """What stands in the next slots of the slab."""
@@ -237,12 +245,25 @@ class Rooms:
                 first.known_busy.add(steps.busy)
 
     def _begin_emptying(self, first: Preparation) -> bool:
-        """Choose the slabs around the coldest object that stands in any that can be had. All that are looked at may
-        stand in few slabs, and something that may not go in each of these: then the slabs behind them, as they lie in
-        the pool, for they were filled in that order. False: none is left."""
+        """Choose the slabs around the coldest object that stands in any that can be had; where there are none, the same
+        once more among those with what tiers lack, if that may go. False: none is left."""
+        if self._begin_coldest(first):
+            return True
+        shield = self._residents.shield
+        if first.sacrifices or not shield.yields or not len(shield):
+            return False
+        first.sacrifices, first.walk = True, None
+        first.known_busy.clear()
+        return True
+
+    def _begin_coldest(self, first: Preparation) -> bool:
+        """All that are looked at may stand in few slabs, and something that may not go in each of these: then the slabs
+        behind them, as they lie in the pool, for they were filled in that order."""
         residents, allocator = self._residents, self._residents.allocator
         mean = max(1, allocator.used_bytes // max(1, residents.objects()))
         coldest = residents.coldest(LOOK_OBJECTS_MAX * mean, LOOK_OBJECTS_MAX)
+        if first.sacrifices:
+            coldest += residents.shield.oldest(LOOK_OBJECTS_MAX)
         if not coldest:
             return False
         if any(self._begin_around(first, slab) for slab in dict.fromkeys(item.slab for item in coldest)):
@@ -268,7 +289,10 @@ class Rooms:
             first.known_busy.add(slab)  # its neighbours are busy: the same for this purpose
             return False
         first.emptying = EmptyingSteps(
-            self._residents, allocator.begin_emptying(first.size_class, run), first.namespace
+            self._residents,
+            allocator.begin_emptying(first.size_class, run),
+            first.namespace,
+            sacrifices=first.sacrifices,
         )
         return True
 

@@ -30,6 +30,14 @@ class Shield:
     def __len__(self) -> int:
         return len(self._covered)
 
+    def covers(self, item: Incarnation) -> bool:
+        """Whether it is on its way."""
+        return item in self._covered
+
+    def oldest(self, objects_max: int) -> list[Incarnation]:
+        """The first of them, to look only."""
+        return list(islice(self._covered, objects_max))
+
     def cover(self, objects: Sequence[Incarnation]) -> None:
         """These are on their way. Those that it has stay in their place."""
         fresh = [item for item in objects if item not in self._covered]
@@ -48,7 +56,7 @@ class Shield:
 
     def uncover_some(self, objects_max: int) -> int:
         """The oldest, up to so many; how many."""
-        oldest = list(islice(self._covered, objects_max))
+        oldest = self.oldest(objects_max)
         self.uncover(oldest)
         return len(oldest)
 
@@ -56,7 +64,7 @@ class Shield:
         """The oldest that can go then, until their bytes suffice; whether there were any. Looks at
         `LOOK_OBJECTS_MAX` at most: those that somebody else holds, too, come to stand behind all others."""
         found: list[Incarnation] = []
-        for item in list(islice(self._covered, LOOK_OBJECTS_MAX)):
+        for item in self.oldest(LOOK_OBJECTS_MAX):
             if nbytes <= 0:
                 break
             if item.holds > 1:

@@ -162,15 +162,31 @@ class Writing:
         return Grants(lease.id, lease.deadline, statuses, bytearray(), offsets, None, self._generation, first)
 
     def grant_more(
-        self, session: KernelSession, namespace: int, layout_id: int, keys: Sequence[bytes], grants: Grants, now: float
-    ) -> None:
+        self,
+        session: KernelSession,
+        namespace: int,
+        layout_id: int,
+        keys: Sequence[bytes],
+        grants: Grants,
+        now: float,
+        wait_s: float,
+    ) -> Preparation | None:
         """Slots for those keys of a page that were answered FULL, in their own positions; `grants` says the new
-        answers. Raises `LeaseExpiredError`: the page has what it had."""
+        answers. A `Preparation` for them: it is for `take_more`. Raises `LeaseExpiredError`: the page has what it
+        had."""
+        self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
+        again = [keys[at] for at, status in enumerate(grants.statuses) if status == Grant.FULL]
+        more = self.prepare(session, namespace, layout_id, again, now, 0, State.WRITING, None, wait_s)
+        if isinstance(more, Preparation):
+            return more
+        self.take_more(session, namespace, grants, more, now)
+        return None
+
+    def take_more(self, session: KernelSession, namespace: int, grants: Grants, more: Grants, now: float) -> None:
+        """What those keys of a page that were FULL are granted now, it has in their own positions."""
         lease = self._lease_to_extend(session, grants.lease_id, namespace, State.WRITING)
         assert lease is not None
         again = [at for at, status in enumerate(grants.statuses) if status == Grant.FULL]
-        more = self.prepare(session, namespace, layout_id, [keys[at] for at in again], now, 0, State.WRITING, None)
-        assert isinstance(more, Grants)  # it does not wait for slabs
         for at, status, offset in zip(again, more.statuses, more.offsets, strict=True):
             grants.statuses[at], grants.offsets[at] = status, offset
         self._leases.take_over(lease, more.lease_id, [grants.first + at for at in again])

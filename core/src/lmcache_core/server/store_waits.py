@@ -7,10 +7,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.answers import Grant, Grants
 from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.limits import HOUSEKEEPING_S, STORES_PER_SESSION_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import pack_u64
@@ -30,6 +32,7 @@ class _Wait:
     keys: list[bytes]
     grants: Grants
     reply_at_s: float
+    preparation: Preparation | None = None  # slabs are being emptied for it
 
 
 class StoreWaits:
@@ -78,17 +81,48 @@ class StoreWaits:
             self._answer(oldest)
         if not self._waits or (kernel.unshielded == self._unshielded and now < self._retry_at_s):
             return False
-        self._unshielded, self._retry_at_s = kernel.unshielded, now + HOUSEKEEPING_S
         oldest = next(iter(self._waits))
+        if oldest.preparation is not None:
+            return False
+        self._unshielded, self._retry_at_s = kernel.unshielded, now + HOUSEKEEPING_S
         try:
-            kernel.grant_more(oldest.session.id, oldest.namespace, oldest.layout_id, oldest.keys, oldest.grants, now)
+            oldest.preparation = kernel.grant_more(
+                oldest.session.id,
+                oldest.namespace,
+                oldest.layout_id,
+                oldest.keys,
+                oldest.grants,
+                now,
+                wait_s=oldest.reply_at_s - now,
+            )
         except CacheError:  # its lease has expired: it has what it had
             self._answer(oldest)
             return bool(self._waits)
-        if Grant.FULL in oldest.grants.statuses and kernel.shielded:
+        if oldest.preparation is not None:
+            self._l1.answer_later(oldest.preparation, partial(self._prepared, oldest, oldest.preparation))
+            return False
+        return self._tried(oldest)
+
+    def _prepared(self, wait: _Wait, done: Preparation) -> None:
+        """The slabs that could be had are empty, and what it was granted there is its own."""
+        wait.preparation = None
+        kernel, session, now = self._kernel, wait.session, self._l1.clock.now
+        try:
+            if done.grants is not None:
+                kernel.take_more(session.id, wait.namespace, wait.grants, done.grants, now)
+        except CacheError:  # its lease has expired, or its session went in the very step that made room
+            assert done.grants is not None
+            with contextlib.suppress(CacheError):
+                kernel.abort_store(session.id, done.grants.lease_id, now)
+        if wait in self._waits:
+            self._tried(wait)
+
+    def _tried(self, oldest: _Wait) -> bool:
+        """It was given what there is: answer it, unless it lacks something that may come. Whether there is another."""
+        if Grant.FULL in oldest.grants.statuses and self._kernel.shielded:
             return False
         self._answer(oldest)
-        self._retry_at_s = now  # the next one: there may be room left
+        self._retry_at_s = self._l1.clock.now  # the next one: there may be room left
         return bool(self._waits)
 
     @property
@@ -135,6 +169,8 @@ class StoreWaits:
 
     def _forget(self, wait: _Wait) -> None:
         del self._waits[wait]
+        if wait.preparation is not None:
+            self._kernel.cancel_store(wait.preparation)
         self._by_session[wait.session] -= 1
         wait.session.storing -= Counter([wait.namespace])
         self._share.give(wait.session.origin)
