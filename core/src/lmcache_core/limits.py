@@ -117,6 +117,10 @@ TIER_LOSSES_REMEMBERED = 1 << 14  # why a tier does not have a key: some 3 MB a 
 TIER_DOUBTS_MAX = (
     4096  # keys that a tier is asked about after calls that failed; what a longer outage leaves, a scan finds
 )
+TENANTS_MAX = 256  # with a quota; the victims of a store are shared out between them
+TENANT_NAME_CHARS_MAX = 64  # it stands in metrics and every status
+TENANT_NAMESPACES_MAX = 1024  # of one tenant, in one frame
+QUOTAS_FRAME_BYTES = 32 << 10  # of an answer, before the last tenant in it
 TIER_CHANGES_MAX = 8  # tiers being built at once while the server runs
 TIER_CLOSE_S = 1.0  # an adapter's close is waited for no longer than this
 TIER_WARNING_PAUSE_S = 30.0  # a tier in trouble logs no more often than this; `status` counts all of it

@@ -90,4 +90,4 @@ def test_every_answer_is_as_the_schema_says(address: str, mode: Any) -> None:
 
         ask()
         asked.add(route.label)
-    assert {"POST /clear", "POST /pin", "POST /explain", "POST /tiers/{name}"} <= asked
+    assert {"POST /clear", "POST /pin", "POST /explain", "POST /tiers/{name}", "PUT /quota/{tenant}"} <= asked

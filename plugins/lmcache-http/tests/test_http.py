@@ -195,6 +195,38 @@ def test_objects_are_explained_pinned_and_cleared(serve: Callable[..., Served], 
     assert served.ask("POST", "/tiers/cold", {"action": "drain"}, authorization=CHANGER)[0] == 400
 
 
+def test_quotas_are_set_changed_and_ended(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+    right = {"authorization": "Bearer correct-horse"}
+    id_ = f"{SPACE.id:016x}"
+    body = {"namespaces": [id_], "stores": {"l1": {"limit_bytes": 8192}}}
+    assert served.ask("PUT", "/quota/chat", body)[0] == 401
+    assert served.ask("PUT", "/quota/chat", body, **right)[0] == 200
+    with served.client() as client:
+        until(lambda: _stored(client) == 2)
+    found = served.get("/quota/chat", **right)[1]
+    assert found["namespaces"] == [id_]
+    assert found["stores"]["l1"] == {"used_bytes": 8192, "reserved_bytes": None, "limit_bytes": 8192}
+    limit = 'tenant_limit_bytes{store="l1",tenant="chat"} 8192.0'
+    metrics = until(lambda: _with(served.get("/metrics", **right)[1], limit))
+    assert 'tenant_used_bytes{store="l1",tenant="chat"} 8192.0' in metrics
+    more_than_it_may = {"stores": {"l1": {"limit_bytes": 1, "reserved_bytes": 2}}}
+    assert served.ask("PUT", "/quota/chat", more_than_it_may, **right)[0] == 400
+    assert served.ask("DELETE", "/quota/chat", **right)[0] == 200
+    assert served.get("/quota/chat", **right)[0] == 404
+    assert served.ask("DELETE", "/quota/chat", **right)[0] == 400
+
+
+def _stored(client: Client) -> int:
+    """How many of four objects are there, once all were offered."""
+    client.store(KEYS, [bytes(4096)] * 4, namespace=SPACE)
+    return [s.name for s in client.lookup(KEYS, namespace=SPACE, prefix=False).statuses].count("GRANTED")
+
+
+def _with(text: str, part: str) -> str | None:
+    return text if part in text else None
+
+
 def test_reading_and_changing_are_two_rights(serve: Callable[..., Served], token: Path, tmp_path: Path) -> None:
     reader = tmp_path / "reader"
     reader.write_text("battery-staple")

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
     "config": (f"{_HERE}.config", "print the settings with their origin", True),
     "check": (f"{_HERE}.check", "validate settings and surroundings before a server starts", True),
     "tiers": (f"{_HERE}.tiers", "list, add, drain, remove and reconfigure the tiers of a running server", False),
+    "quota": (f"{_HERE}.quota", "what tenants have of a running server, and changes to it", False),
     "warm": (f"{_HERE}.warm", "load objects of a tier into the pool, ahead of requests", True),
     "verify": (f"{_HERE}.verify", "read every object of a tier and check it", True),
     "copy": (f"{_HERE}.copy_tiers", "copy the objects of one tier to another", True),

@@ -587,6 +587,34 @@ class Client:
     ) -> None:
         self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
 
+    def quotas(self) -> list[dict[str, Any]]:
+        """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`: of each `used_bytes`,
+        `reserved_bytes`, `limit_bytes`. The one without a name is all namespaces that no tenant has."""
+        found: list[dict[str, Any]] = []
+        while True:
+            first = len(found)
+            reply = expect(self._ask(lambda rid: m.QuotasRequest(rid, first)), m.QuotasReply)  # noqa: B023 - at once
+            found += reply.tenants
+            if not reply.more:
+                return found
+
+    def quota_set(
+        self,
+        tenant: str,
+        stores: Mapping[str, Mapping[str, int | None]],
+        namespaces: Sequence[int] | None = None,
+    ) -> None:
+        """Set or change a tenant's quotas. `stores`: by `l1` or a tier's name `reserved_bytes` and `limit_bytes`;
+        stores that are not named stay as they are, and so do `namespaces`, where they are None. It is kept when this
+        returns, and done in steps. Raises `UsageError` or `SettingsError` with the server's words."""
+        told = {store: dict(figures) for store, figures in stores.items()}
+        ids = None if namespaces is None else list(namespaces)
+        self._ask(lambda rid: m.SetQuota(rid, tenant, ids, told))
+
+    def quota_remove(self, tenant: str) -> None:
+        """End a tenant's quotas; what it has stays. Raises `UsageError` for an unknown one."""
+        self._ask(lambda rid: m.RemoveQuota(rid, tenant))
+
     def companions(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What the server's companions have for workers, by name, as its hello said. None: no server has answered this
         client yet. Makes no call."""

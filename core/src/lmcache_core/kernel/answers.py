@@ -5,6 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_core.kernel.tenants import TenantUsage
 
 
 class Grant(IntEnum):
@@ -16,7 +20,7 @@ class Grant(IntEnum):
     FULL = 3  # no room, even after eviction
     WARMING = 4  # no room yet: the pool is still being populated
     TOO_LARGE = 5  # no pool of this size can hold it
-    QUOTA = 6  # the session's quarantine, or the pinned bytes, are at their cap
+    QUOTA = 6  # the tenant's limit, the session's quarantine, or the pinned bytes, are at their cap
     MISS = 7  # the reason stands beside it
     LOADING = 8  # a lane is bringing it from a tier
     DRAINING = 9  # the server is about to end: it takes nothing new
@@ -155,5 +159,6 @@ class KernelUsage:
     emptying_bytes: int  # of used slots, in slabs that are being emptied for a store that waits
     slabs_free: int  # units that belong to no class
     policy_error: str  # the last thing that the eviction policy raised
+    tenants: list[TenantUsage]  # the others last; none where nobody is a tenant
     classes: list[ClassUsage] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)

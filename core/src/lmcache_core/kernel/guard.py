@@ -22,43 +22,44 @@ class GuardedPolicy(EvictionPolicy):
         self._on_fault = on_fault
 
     def insert(self, entries: Sequence[Entry]) -> None:
-        self._guarded("insert", None, self.inner.insert, entries)
+        self.attempt("insert", None, self.inner.insert, entries)
 
     def access(self, entries: Sequence[Entry]) -> None:
-        self._guarded("access", None, self.inner.access, entries)
+        self.attempt("access", None, self.inner.access, entries)
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        self._guarded("remove", None, self.inner.remove, entries)
+        self.attempt("remove", None, self.inner.remove, entries)
 
     def held(self, entries: Sequence[Entry]) -> None:
-        self._guarded("held", None, self.inner.held, entries)
+        self.attempt("held", None, self.inner.held, entries)
 
     def released(self, entries: Sequence[Entry]) -> None:
-        self._guarded("released", None, self.inner.released, entries)
+        self.attempt("released", None, self.inner.released, entries)
 
     def resize(self, capacity_bytes: int) -> None:
-        self._guarded("resize", None, self.inner.resize, capacity_bytes)
+        self.attempt("resize", None, self.inner.resize, capacity_bytes)
 
     def charge(self, namespace: int, nbytes: int) -> None:
-        self._guarded("charge", None, self.inner.charge, namespace, nbytes)
+        self.attempt("charge", None, self.inner.charge, namespace, nbytes)
 
     def victims(self, nbytes: int) -> list[Entry]:
-        return self._guarded("victims", [], self._once, self.inner.victims, nbytes)
+        return self.attempt("victims", [], self._once, self.inner.victims, nbytes)
 
     def surplus(self, nbytes: int) -> list[Entry]:
-        return self._guarded("surplus", [], self._once, self.inner.surplus, nbytes)
+        return self.attempt("surplus", [], self._once, self.inner.surplus, nbytes)
 
     def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
-        return self._guarded("spares", True, self.inner.spares, entries, namespace)
+        return self.attempt("spares", True, self.inner.spares, entries, namespace)
 
     @staticmethod
     def _once(ask: Callable[[int], Sequence[Entry]], nbytes: int) -> list[Entry]:
         """What it names, each once."""
         return list(dict.fromkeys(ask(nbytes)))
 
-    def _guarded(
+    def attempt(
         self, method: str, otherwise: _Answer, call: Callable[_P, _Answer], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _Answer:
+        """What `call` answers; `otherwise` where the policy's code raises."""
         try:
             return call(*args, **kwargs)
         except KeyboardInterrupt:

@@ -8,7 +8,7 @@ raised, and applies them before it replies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from lmcache_core.errors import UsageError
@@ -20,7 +20,7 @@ from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.effects import Effect
 from lmcache_core.kernel.endings import Endings
-from lmcache_core.kernel.eviction import Trimmer
+from lmcache_core.kernel.eviction import TRIM_STEP_OBJECTS, Trimmer
 from lmcache_core.kernel.explain import Explanation, explain
 from lmcache_core.kernel.fence import STEP_OBJECTS, Fence
 from lmcache_core.kernel.leases import LeaseBook
@@ -34,6 +34,7 @@ from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.rooms import Preparation, Rooms
 from lmcache_core.kernel.sessions import SERVER_SESSION, SessionBook
 from lmcache_core.kernel.states import NO_ROW, State
+from lmcache_core.kernel.tenants import Quota
 from lmcache_core.kernel.usage import usage_of
 from lmcache_core.kernel.writing import Writing, check_batch
 
@@ -47,8 +48,15 @@ class Kernel:
     call_objects_max: ClassVar[int | None] = None  # set by tests, which fail on what then stands in `long_calls`: the
     long_calls: ClassVar[list[int]] = []  # objects that a call has touched where these were more
 
-    def __init__(self, config: KernelConfig, policy: EvictionPolicy, epoch: int) -> None:
-        """`epoch`: 24 bits that no earlier server of this pool had; lease ids start with it."""
+    def __init__(
+        self,
+        config: KernelConfig,
+        policy: EvictionPolicy,
+        epoch: int,
+        make_policy: Callable[[], EvictionPolicy] | None = None,
+    ) -> None:
+        """`epoch`: 24 bits that no earlier server of this pool had; lease ids start with it. `make_policy`: for
+        tenants, each of which gets one."""
         if not 0 <= epoch < 1 << 24:
             raise UsageError(f"epoch {epoch} must have at most 24 bits")
         self.epoch = epoch
@@ -59,6 +67,7 @@ class Kernel:
         self._residents = Residents(self._allocator, policy, config.lost_keys_remembered)
         self.effects = self._residents.effects  # what is to be done, oldest first; always this list: every turn looks
         self._residents.shield.yields = not config.keeps_dirty
+        self._residents.tenancy.make = make_policy
         self._leases = LeaseBook(epoch, config.settled_leases_remembered)
         self._ledger = Ledger(config.caps)
         self._sessions = SessionBook(self._ledger)
@@ -203,16 +212,18 @@ class Kernel:
         self._releases.step()
 
     def step(self, now: float, session_id: int = SERVER_SESSION) -> None:
-        """One bounded step of what was begun: grants that wait for room, and what leases have let go of. To be called
-        while `working`."""
+        """One bounded step of what was begun: grants that wait for room, what leases have let go of, and what tenants
+        are to give. To be called while `working`."""
         self._expire_due(now, session_id)
         self._rooms.step(now)
         self._releases.step()
+        if self._residents.tenants_wait:
+            self._residents.step_tenants(TRIM_STEP_OBJECTS)
 
     @property
     def working(self) -> bool:
         """Whether `step` has something left to do."""
-        return bool(self._rooms.waiting or self._releases.work)
+        return bool(self._rooms.waiting or self._releases.work or self._residents.tenants_wait)
 
     @property
     def preparing(self) -> int:
@@ -615,7 +626,19 @@ class Kernel:
     def trim(self, now: float) -> int:
         """One bounded step towards headroom; the objects it evicted. Call again while it is not 0."""
         self._expire_due(now)
+        self._residents.tenancy.look()
         return self._trimmer.step()
+
+    def set_tenant(self, name: str, namespaces: frozenset[int], quota: Quota, now: float) -> None:
+        """A tenant with these namespaces, of which no other has any. New figures hold for the next store; what is there
+        changes hands, and goes where it is beyond the limit, in `step`s."""
+        self._expire_due(now)
+        self._residents.tenancy.change(name, namespaces, quota, self._allocator.pool_bytes)
+
+    def remove_tenant(self, name: str, now: float) -> None:
+        """Its namespaces are everybody's again. An unknown name is no error."""
+        self._expire_due(now)
+        self._residents.tenancy.remove(name)
 
     def may_evict(self, layout_id: int, keys: int) -> bool:
         """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""

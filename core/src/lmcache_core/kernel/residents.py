@@ -22,6 +22,7 @@ from lmcache_core.kernel.objects import Incarnation, Named, ObjectTable
 from lmcache_core.kernel.reasons import Loss, MissReasons
 from lmcache_core.kernel.shield import Shield
 from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
+from lmcache_core.kernel.tenants import POSITIONS, Tenancy
 from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX
 
 if TYPE_CHECKING:
@@ -35,12 +36,15 @@ class Residents:
 
     def __init__(self, allocator: Allocator, policy: EvictionPolicy, remembered_max: int) -> None:
         self.allocator = allocator
-        self.policy: EvictionPolicy = GuardedPolicy(policy, self._policy_failed)
+        guarded = GuardedPolicy(policy, self._policy_failed)
+        self.policy: EvictionPolicy = guarded
         self.untouched: Untouched | None = None  # what was adopted and is not made yet
         self.unverified = False  # something was adopted that readers are to check
         self.table = ObjectTable()
         self.reasons = MissReasons(remembered_max)
         self.shield = Shield(self)  # what tiers do not have yet
+        self.charged: dict[int, int] = {}  # bytes that take room without being ready, by namespace
+        self.tenancy = Tenancy(guarded, self._bytes_taken, self.charged, self)
         self.clearings: deque[Clearing] = deque()  # what clears took out of the table and steps have yet to free
         self.effects: list[Effect] = []
         self.objects_by_state = [0] * len(State)
@@ -74,9 +78,12 @@ class Residents:
             nbytes += item.nbytes
             offsets.append(item.offset)
         self.effects.append(SlotsMarked(offsets, after, row))
-        if before is READY and after is not State.FREE:
-            self.charge(objects, +1)
-        elif before is not READY and after in (READY, State.FREE):
+        if before is READY:
+            if after is not State.FREE:
+                self.charge(objects, +1)
+        elif after is READY:
+            self.charge_bytes(objects[0].namespace, -nbytes)  # one lease, one namespace
+        elif after is State.FREE:
             self.charge(objects, -1)
         self.count(before, -len(objects), -nbytes)
         if after is State.FREE:
@@ -90,12 +97,25 @@ class Residents:
     def charge(self, objects: Sequence[Incarnation], sign: int) -> None:
         """Tell the policy whose bytes take room without being ready: from the claim of a key until it is committed or
         its slot is free, and from the removal of what is held until its last hold ends."""
+        sums: dict[int, int] = {}
+        for item in objects:
+            sums[item.namespace] = sums.get(item.namespace, 0) + item.nbytes
+        for namespace, nbytes in sums.items():
+            self.charge_bytes(namespace, sign * nbytes)
+
+    def charge_bytes(self, namespace: int, nbytes: int) -> None:
+        """As `charge`, for bytes of one namespace."""
+        left = self.charged.get(namespace, 0) + nbytes
+        if left:
+            self.charged[namespace] = left
+        else:
+            self.charged.pop(namespace, None)
         if self.policy.wants_charges:
-            sums: dict[int, int] = {}
-            for item in objects:
-                sums[item.namespace] = sums.get(item.namespace, 0) + item.nbytes
-            for namespace, nbytes in sums.items():
-                self.policy.charge(namespace, sign * nbytes)
+            self.policy.charge(namespace, nbytes)
+
+    def _bytes_taken(self) -> int:
+        """Of what is ready, and of what is charged."""
+        return self.bytes_by_state[READY] + sum(self.charged.values())
 
     def count(self, state: State, objects: int, nbytes: int) -> None:
         self.objects_by_state[state] += objects
@@ -328,6 +348,67 @@ class Residents:
                 self.cleared(clearing, taken)
                 objects = [item for item in objects if item.state is READY]
         return objects
+
+    # --- tenants --------------------------------------------------------------------------------------------
+
+    def keep_limit(self, namespace: int, objects_max: int) -> int:
+        """Evict of a namespace's owner what is beyond its limit, `objects_max` at most; bytes that it is still over."""
+        over = self.tenancy.over_limit(namespace)
+        if over:
+            own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
+            missing = over - sum(item.nbytes for item in own)
+            if missing > 0 and self.shield.yields and self.shield.uncover_for(missing, namespace):
+                own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
+            if own:
+                self.evict(own)
+        return self.tenancy.over_limit(namespace) if over else 0
+
+    def step_tenants(self, objects_max: int) -> None:
+        """One bounded step of what changes hands, and of what is beyond a limit."""
+        mean = max(1, self.allocator.used_bytes // max(1, self.objects()))
+
+        def evict(named: Sequence[Entry]) -> int:
+            going = self._may_go(named, objects_max)
+            if going:
+                self.evict(going)
+            return len(going)
+
+        self.touched += self.tenancy.step(objects_max * mean, evict)
+
+    @property
+    def tenants_wait(self) -> bool:
+        """Whether `step_tenants` has something to do now: not while an adopted pool is taken over."""
+        return self.tenancy.working and self.untouched is None
+
+    def _may_go(self, named: Sequence[Entry], objects_max: int) -> list[Incarnation]:
+        self.touched += len(named)
+        found = [item for item in named if isinstance(item, Incarnation) and item.state is READY and not item.holds]
+        return found[:objects_max]
+
+    def position(self, entry: Entry) -> int:
+        """For `TenantWalk`: the shard of its key in a large table comes first."""
+        key = entry.key
+        return (key[0] ^ key[31]) << 8 | (key[1] ^ key[30])
+
+    def entries_from(self, namespaces: frozenset[int], low: int, objects_max: int) -> tuple[list[Entry], int]:
+        """For `TenantWalk`: what is ready, also of what clears have taken out of the table and not freed yet."""
+        tables = [self.table.of(namespace) for namespace in namespaces]
+        for clearing in self.clearings:
+            tables += [clearing.tables[namespace] for namespace in namespaces if namespace in clearing.tables]
+        shard = low >> 8
+        counts = [len(table.shards[shard & table.mask]) for table in tables]
+        if any(table.mask for table in tables):  # a part of one shard
+            high = min(low + max(1, 256 * objects_max // max(1, sum(counts))), shard + 1 << 8)
+        else:  # of single dictionaries: as many shards as make a step
+            high = min(low + max(1, POSITIONS * objects_max // max(1, sum(counts))), POSITIONS)
+        found: list[Entry] = [
+            item
+            for table in tables
+            for item in table.shards[shard & table.mask].values()
+            if item.state is READY and low <= self.position(item) < high
+        ]
+        self.touched += sum(counts) // 8  # to look at one is an eighth of what it takes to move it
+        return found, high
 
     # --- telling --------------------------------------------------------------------------------------------
 

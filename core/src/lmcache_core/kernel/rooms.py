@@ -298,9 +298,8 @@ class Rooms:
 
     def _charge(self, preparation: Preparation, sign: int) -> None:
         """What it waits for is its tenant's from the first byte: room is made of what others have too much, then."""
-        policy = self._residents.policy
-        if policy.wants_charges:
-            policy.charge(preparation.namespace, sign * preparation.slots * preparation.size_class.slot_bytes)
+        nbytes = sign * preparation.slots * preparation.size_class.slot_bytes
+        self._residents.charge_bytes(preparation.namespace, nbytes)
 
     def _take_out(self, preparation: Preparation) -> None:
         """It does not wait any more."""

@@ -61,6 +61,7 @@ def usage_of(
         - sum(each.slots_used * each.slot_bytes for each in allocator.classes.values()),
         slabs_free=allocator.units_free,
         policy_error=residents.policy_error,
+        tenants=residents.tenancy.usage(),
         classes=[
             ClassUsage(each.slot_bytes, each.slabs, each.slots, each.slots_used) for each in allocator.classes.values()
         ],

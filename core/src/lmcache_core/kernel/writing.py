@@ -10,7 +10,7 @@ from lmcache_core.kernel.allocator import SizeClass, slot_bytes_for
 from lmcache_core.kernel.answers import Grant, Grants, LeaseKind, Reason, Settled
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.effects import Committed, LeaseExpired
-from lmcache_core.kernel.eviction import make_room
+from lmcache_core.kernel.eviction import TRIM_STEP_OBJECTS, make_room
 from lmcache_core.kernel.fence import Fence
 from lmcache_core.kernel.leases import KernelLease, LeaseBook
 from lmcache_core.kernel.objects import Incarnation, NamespaceTable, check_keys
@@ -130,10 +130,13 @@ class Writing:
         statuses = bytearray(len(keys))
         entries, created, existing = self._claim(table, namespace, layout_id, size_class, keys, live, statuses)
         if created:
-            residents.charge(created, +1)  # before room is made: it is theirs from the first byte
+            # Before room is made: it is theirs from the first byte.
+            residents.charge_bytes(namespace, len(created) * size_class.slot_bytes)
         if existing:
             residents.policy.access(existing[::-1])
         try:
+            if created and residents.tenancy.policy is not None:
+                self._keep_limit(namespace, size_class, created, entries, statuses)
             if cleared:
                 refusal, placed = Grant.FULL, 0
             else:
@@ -297,6 +300,21 @@ class Writing:
                 raise _MustWaitError
             placed += allocator.place(size_class, created[placed:])
         return Grant.FULL, placed
+
+    def _keep_limit(
+        self,
+        namespace: int,
+        size_class: SizeClass,
+        created: list[Incarnation],
+        entries: list[Incarnation | None],
+        statuses: bytearray,
+    ) -> None:
+        """What would be beyond its tenant's limit takes the place of what the tenant has, or is refused."""
+        over = self._residents.keep_limit(namespace, max(TRIM_STEP_OBJECTS, len(created)))
+        if over:
+            fit = max(0, len(created) - -(-over // size_class.slot_bytes))
+            self._deny(created[fit:], entries, statuses, Grant.QUOTA)
+            del created[fit:]
 
     def _deny(
         self, denied: list[Incarnation], entries: list[Incarnation | None], statuses: bytearray, refusal: Grant

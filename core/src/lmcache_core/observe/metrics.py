@@ -199,6 +199,19 @@ def _waited(figures: Figures) -> Iterator[Buckets]:
     yield _buckets((), figures["traffic"]["lookups"]["waited"])
 
 
+def _tenant(field: str) -> Callable[[Figures], Iterator[Sample]]:
+    """Of each tenant in each store; the one without a name is all namespaces without a tenant."""
+
+    def read(figures: Figures) -> Iterator[Sample]:
+        stores = [("l1", figures["l1"]["tenants"]), *((tier["name"], tier["tenants"]) for tier in _tiers(figures))]
+        for store, rows in stores:
+            for row in rows:
+                if row[field] is not None:
+                    yield Sample((row["name"] or "others", store), float(row[field]))
+
+    return read
+
+
 NAMESPACES = "traffic.namespaces"
 METRICS: tuple[Metric, ...] = (
     Metric("info", "gauge", "1; says which server this is", ("server", "version", "eviction_policy"), _info),
@@ -418,6 +431,24 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "prefetches_in_flight", "gauge", "lookups that tiers are asked for now", (), _value("tiers.lookups.in_flight")
+    ),
+    # tenants with a quota
+    Metric(
+        "tenant_used_bytes",
+        "gauge",
+        "bytes that a tenant has, writes included",
+        ("tenant", "store"),
+        _tenant("used_bytes"),
+    ),
+    Metric(
+        "tenant_reserved_bytes",
+        "gauge",
+        "bytes that nobody takes from a tenant",
+        ("tenant", "store"),
+        _tenant("reserved_bytes"),
+    ),
+    Metric(
+        "tenant_limit_bytes", "gauge", "bytes that a tenant never exceeds", ("tenant", "store"), _tenant("limit_bytes")
     ),
     # the server itself
     Metric(

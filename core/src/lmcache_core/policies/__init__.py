@@ -1,5 +1,6 @@
 """Eviction, store and prefetch policies: the contracts, and the built-in ones."""
 
+from lmcache_core.kernel.tenants import Quota, TenantedPolicy
 from lmcache_core.policies.contracts import (
     Entry,
     EvictionPolicy,
@@ -16,8 +17,10 @@ __all__ = [
     "EvictionPolicy",
     "PrefetchPlan",
     "PrefetchPolicy",
+    "Quota",
     "StoreCandidate",
     "StorePlan",
     "StorePolicy",
+    "TenantedPolicy",
     "TierView",
 ]

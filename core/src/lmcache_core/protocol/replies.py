@@ -160,6 +160,15 @@ class TiersReply(Message, tag="tiers_reply"):
     tiers: list[dict[str, Any]]
 
 
+class QuotasReply(Message, tag="quotas_reply"):
+    """In each row a tenant (the last, without a name: all namespaces that have none), its namespaces and its stores.
+    `more`: ask again for the rest."""
+
+    rid: int
+    tenants: list[dict[str, Any]]
+    more: bool = False
+
+
 class Operated(Message, tag="operated"):
     """What the companion's operation gave, plain values."""
 
@@ -209,6 +218,7 @@ Reply = (
     | ChunkSize
     | StatusReply
     | TiersReply
+    | QuotasReply
     | Operated
     | Pong
     | Done

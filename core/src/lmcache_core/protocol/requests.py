@@ -237,6 +237,31 @@ class ChangeTier(Message, tag="change_tier"):
     texts: dict[str, str] = {}
 
 
+class QuotasRequest(Message, tag="quotas"):
+    """The tenants with a quota and what they use, from number `first` on."""
+
+    rid: int
+    first: int = 0
+
+
+class SetQuota(Message, tag="set_quota"):
+    """A tenant's namespaces (None: as they are) and its figures in these stores, `l1` or a tier: `reserved_bytes` and
+    `limit_bytes`, None where there is none. Stores that are not named stay as they are. Answered by `Done`. Over the
+    lifeline only, and only for the server's own user."""
+
+    rid: int
+    tenant: str
+    namespaces: list[int] | None = None
+    stores: dict[str, dict[str, int | None]] = {}
+
+
+class RemoveQuota(Message, tag="remove_quota"):
+    """There is no such tenant any more. Answered by `Done`. For whom `SetQuota` is."""
+
+    rid: int
+    tenant: str
+
+
 class Operate(Message, tag="operate"):
     """Call an operation of a companion, by names that it has documented. Answered by `Operated`. Over the lifeline
     only, and only for the server's own user."""
@@ -296,6 +321,9 @@ Request = (
     | Unpin
     | Tiers
     | ChangeTier
+    | QuotasRequest
+    | SetQuota
+    | RemoveQuota
     | Operate
     | GetChunkSize
     | StatusRequest

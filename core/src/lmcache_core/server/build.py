@@ -67,7 +67,12 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
     epoch = former = segment.former_epoch
     while epoch == former:  # or leases of the former server would seem to be ours
         epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
-    kernel = Kernel(config, build_eviction(registry, settings.l1.eviction), epoch)
+    kernel = Kernel(
+        config,
+        build_eviction(registry, settings.l1.eviction),
+        epoch,
+        lambda: build_eviction(registry, settings.l1.eviction),
+    )
     kernel.attach_session(SERVER_SESSION, NO_ROW)  # slots that lanes write belong to no worker
     return kernel
 
@@ -99,12 +104,14 @@ def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     """One configured tier. Its medium need not be there."""
     context = adapter_context(name, settings.connections)
     adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.settings, context)
+    component = settings.eviction
     return Tier(
         name,
         adapter,
         tier_config(settings),
         serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
-        eviction=None if settings.eviction is None else build_eviction(registry, settings.eviction),
+        eviction=None if component is None else build_eviction(registry, component),
+        make_eviction=None if component is None else lambda: build_eviction(registry, component),
         context=context,
     )
 

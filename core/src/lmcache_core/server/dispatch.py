@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.explains import Explains
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
+    from lmcache_core.server.quotas import Quotas
     from lmcache_core.server.sessions import Sessions
     from lmcache_core.server.stored_waits import StoredWaits
     from lmcache_core.server.stores import Stores
@@ -69,6 +70,7 @@ class Dispatch:
         explains: Explains,
         stored_waits: StoredWaits,
         tier_changes: TierChanges,
+        quotas: Quotas,
         companions: Companions,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
@@ -109,6 +111,9 @@ class Dispatch:
             m.Unpin: self._unpin,
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),
             m.ChangeTier: tier_changes.change,
+            m.QuotasRequest: quotas.describe,
+            m.SetQuota: quotas.set,
+            m.RemoveQuota: quotas.remove,
             m.Operate: companions.operate,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
             m.StatusRequest: lambda s, r: m.StatusReply(r.rid, status()),

@@ -49,6 +49,7 @@ from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.namespaces import Namespaces
+from lmcache_core.server.quotas import Quotas
 from lmcache_core.server.service_manager import ServiceManager
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
@@ -120,6 +121,13 @@ class Server:
                 if self.l1.index is not None:
                     self.l1.index.keep_places(True)
             self.tiering: Tiering | None = None
+            self.quotas = Quotas(
+                settings.state_dir / f"{settings.name}.quotas.json",
+                self.kernel,
+                self.clock,
+                lambda: self.tiering,
+                self._hurry,
+            )
             if settings.l2:
                 undo.callback(self._tiering_made().close)
             self.companions = Companions(registry, settings.companions(), settings.name, self.l1)
@@ -155,6 +163,7 @@ class Server:
                 explains,
                 self.stored_waits,
                 tier_changes,
+                self.quotas,
                 self.companions,
                 settings,
                 lambda: describe(self),
@@ -204,6 +213,7 @@ class Server:
         """The tiering; without tiers there is none until the first is added."""
         if self.tiering is None:
             self.tiering = build_tiering(self.settings, self.registry, self.l1, self.loop.wake)
+            self.quotas.watch(self.tiering)
             if self.l1.taps is not None:
                 self.tiering.watch(self.l1.taps)
         return self.tiering
@@ -357,6 +367,10 @@ class Server:
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
+
+    def _hurry(self) -> None:
+        """Keep house in the next turn."""
+        self._housekeeping_at_s = 0.0
 
     def _keep_house(self, now: float) -> None:
         """What workers read, headroom, and the pool's name. The first two go in bounded steps. While there is more to

@@ -25,7 +25,7 @@ STATUS_BYTES_MAX = FRAME_BYTES_MAX - 64  # around it stand the reply's tag and i
 # is left of the first. Rows that say most come first in each.
 SHORTENED = (
     ("sessions", "companions", "l1.holders", "l1.held_by_session", "l1.quarantine_by_session",
-     "l1.quarantine_by_holder", "l1.classes"),
+     "l1.quarantine_by_holder", "l1.classes", "l1.tenants"),
     ("tiers.tiers", "helpers", "events.subscribers", "counters", "traffic.namespaces"),
 )  # fmt: skip
 
@@ -43,11 +43,13 @@ def _described(server: Server) -> dict[str, Any]:
     kept = server.kernel.usage()
     usage = asdict(kept)
     usage["eviction_policy"] = server.settings.l1.eviction.type
-    tables = ("classes", "holders", "held_by_session", "quarantine_by_session", "quarantine_by_holder")
+    usage["tenants"] = sorted(usage["tenants"], key=lambda row: -row["used_bytes"])
+    tables = ("tenants", "classes", "holders", "held_by_session", "quarantine_by_session", "quarantine_by_holder")
     left_out = {f"l1.{name}": len(usage[name]) - ROWS_SHOWN_MAX for name in tables}
     usage["classes"] = sorted(usage["classes"], key=lambda row: -row["slots"] * row["slot_bytes"])[:ROWS_SHOWN_MAX]
     usage["holders"] = _holders(server, kept)
     usage["held_by_session"] = dict(_most(kept.held_by_session))
+    usage["tenants"] = usage["tenants"][:ROWS_SHOWN_MAX]
     for name in ("quarantine_by_session", "quarantine_by_holder"):
         usage[name] = dict(sorted(usage[name].items(), key=lambda item: -item[1])[:ROWS_SHOWN_MAX])
     segment = server.segment

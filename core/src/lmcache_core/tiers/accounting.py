@@ -13,15 +13,16 @@ from itertools import islice
 from typing import Any
 
 from lmcache_core.kernel.guard import GuardedPolicy
+from lmcache_core.kernel.tenants import POSITIONS, Tenancy
 from lmcache_core.limits import KEY_BYTES
-from lmcache_core.policies.contracts import EvictionPolicy
+from lmcache_core.policies.contracts import Entry, EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
 from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.order import Watch
 
 InDoubt = Callable[[Mapping[bytes, int]], None]
 """Told of keys, and their bytes, that a scan has found and that may have left since."""
-_SHARDS = 1024  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
+_SHARDS = 1 << 10  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
 
 
 class TierEntry:
@@ -86,6 +87,10 @@ class Accounting:
         self._scanned: Iterator[ScanEntry] = iter(())
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
+        self._charged: dict[int, int] = {}  # what `charge` was told, by namespace
+        self.tenancy: Tenancy | None = None  # without an eviction policy there is none
+        if isinstance(policy, GuardedPolicy):
+            self.tenancy = Tenancy(policy, self._bytes_taken, self._charged, self)
 
     # --- whose it is ----------------------------------------------------------------------------------------
     def reserve(self, namespace: int, nbytes: int) -> None:
@@ -94,6 +99,11 @@ class Accounting:
         self._charge(namespace, nbytes)
 
     def _charge(self, namespace: int, nbytes: int) -> None:
+        left = self._charged.get(namespace, 0) + nbytes
+        if left:
+            self._charged[namespace] = left
+        else:
+            self._charged.pop(namespace, None)
         if self.policy is not None and self.policy.wants_charges:
             self.policy.charge(namespace, nbytes)
 
@@ -135,6 +145,8 @@ class Accounting:
             fresh.append(entry)
         if self.policy is None:
             return
+        if self.tenancy is not None and fresh:
+            self.tenancy.look()
         if self.scanning:
             for entry in fresh:
                 self._aside[entry] = None
@@ -296,6 +308,65 @@ class Accounting:
         if entry.listed and self.policy is not None:
             self.policy.released([entry])
 
+    # --- tenants ------------------------------------------------------------------------------------------
+    def over_limit(self, namespace: int, wanted_bytes: int) -> int:
+        """Bytes by which whoever owns the namespace is over its limit, with so many more on their way."""
+        if self.tenancy is None or self.tenancy.policy is None:
+            return 0
+        self._charge(namespace, wanted_bytes)
+        over = self.tenancy.over_limit(namespace)
+        self._charge(namespace, -wanted_bytes)
+        return over
+
+    def victims_of(self, namespace: int, nbytes: int) -> list[TierEntry]:
+        """What the namespace's owner is to lose for what it stores. As for `victims`, `remove` or `stays` follows."""
+        assert self.tenancy is not None
+        chosen = [e for e in self.tenancy.victims_of(namespace, nbytes) if isinstance(e, TierEntry)]
+        self.leave(chosen)
+        return chosen
+
+    def step_tenants(self, objects_max: int) -> list[TierEntry]:
+        """One bounded step of what changes hands, and what leaves as it is beyond a limit. As for `victims`, `remove`
+        or `stays` follows."""
+        chosen: list[TierEntry] = []
+
+        def leave(named: Sequence[Entry]) -> int:
+            chosen.extend(e for e in named[:objects_max] if isinstance(e, TierEntry) and not e.holds)
+            self.leave(chosen)
+            return len(chosen)
+
+        if self.tenancy is not None:
+            mean = max(1, self.bytes_used // max(1, self.objects))
+            self.tenancy.step(objects_max * mean, leave)
+        return chosen
+
+    def _bytes_taken(self) -> int:
+        """Of what the policy has, and of what is charged."""
+        return self.bytes_used - sum(entry.nbytes for entry in self._aside) + sum(self._charged.values())
+
+    def position(self, entry: Entry) -> int:
+        """For `TenantWalk`: the shard comes first."""
+        assert isinstance(entry, TierEntry)
+        return hash(entry.tier_key) >> 34 & POSITIONS - 1
+
+    def entries_from(self, namespaces: frozenset[int], low: int, objects_max: int) -> tuple[list[Entry], int]:
+        """For `TenantWalk`: what the policy has been given."""
+        a_shard = POSITIONS // _SHARDS
+        found: list[Entry] = []
+        looked = 0
+        while low < POSITIONS and looked < 4 * objects_max:
+            shard = self._shards[low // a_shard]
+            end = (low // a_shard + 1) * a_shard
+            high = min(end, low + max(1, a_shard * objects_max // max(1, len(shard))))
+            looked += len(shard)
+            found += [
+                entry
+                for entry in shard.values()
+                if entry.listed and low <= self.position(entry) < high and entry.namespace in namespaces
+            ]
+            low = high
+        return found, low
+
     # --- the scan -----------------------------------------------------------------------------------------
     def scan_begins(self) -> None:
         self.scanning = True
@@ -322,6 +393,8 @@ class Accounting:
             fresh.append(entry)
         if self.policy is not None and fresh:
             self._list(fresh)
+            if self.tenancy is not None:
+                self.tenancy.look()
         if len(batch) == entries_max:
             return False
         self.scanning = False

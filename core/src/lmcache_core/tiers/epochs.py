@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.files import replace_file
 from lmcache_core.limits import KEY_BYTES
 from lmcache_core.tiers.format import split_tier_key
 
@@ -66,7 +64,7 @@ class Epochs:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed; others hold it for one small write
                 self._merge()
                 moved = _moved(self._stored, namespace)
-                _replace(self._path, msgspec.json.encode(moved))
+                replace_file(self._path, msgspec.json.encode(moved))
         except (OSError, msgspec.MsgspecError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise SettingsError(
@@ -114,23 +112,3 @@ def former_epochs(tier_keys: Sequence[bytes], epochs: Epochs) -> list[bytes]:
     if not any(former.values()):
         return []
     return [tier_key for tier_key in tier_keys if former[tier_key[KEY_BYTES:]]]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
-        raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)  # the name too must survive a power cut
-    finally:
-        os.close(folder)

@@ -17,6 +17,7 @@ from lmcache_core.tiers.losses import Losses
 from lmcache_core.tiers.order import KeyAccess, KeyOrder
 from lmcache_core.tiers.retry import call_batch
 
+_TENANT_BATCHES_OUT = 4  # of deletes, while what is beyond limits leaves
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 
 _Method = Callable[[Sequence[bytes], float], Sequence[Outcome]]
@@ -65,6 +66,9 @@ class Reclaim:
         if self._clock.now < self._paused_until:
             return
         self._evict(self._accounting.victims())
+        tenancy = self._accounting.tenancy
+        if tenancy is not None and tenancy.working and self._out < _TENANT_BATCHES_OUT:
+            self._evict(self._accounting.step_tenants(self._batch_keys_max))
         if self._out:
             return
         if self._walk is not None and len(self._former) < self._batch_keys_max:
@@ -93,6 +97,9 @@ class Reclaim:
         """When `step` has something to do."""
         if self._clock.now < self._paused_until:
             return self._paused_until
+        tenancy = self._accounting.tenancy
+        if tenancy is not None and tenancy.working and self._out < _TENANT_BATCHES_OUT:
+            return self._clock.now
         return self._clock.now if (self._former or self._walk is not None) and not self._out else None
 
     def make_room(self, nbytes: int, namespace: int) -> TierReason | None:
@@ -100,6 +107,12 @@ class Reclaim:
         counts = self._accounting
         if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
             return TierReason.FULL  # and nothing leaves in vain
+        over = counts.over_limit(namespace, nbytes)
+        if over:
+            if self._clock.now >= self._paused_until:
+                self._evict(counts.victims_of(namespace, over))
+            if counts.over_limit(namespace, nbytes):
+                return TierReason.FULL  # what its tenant has cannot go, or is too little
         if not counts.fits(nbytes) and self._clock.now >= self._paused_until:
             self._evict(counts.victims(nbytes, namespace))
         if counts.fits(nbytes):
@@ -175,6 +188,8 @@ class Reclaim:
             self._refused(keys, "the queue of deletes is full")
 
     def _refused(self, keys: Sequence[bytes], error: str) -> None:
+        if self._accounting.tenancy is not None:
+            self._accounting.tenancy.look()
         for key in keys:
             self._accounting.stays(key)
             entry = self._accounting.entry_of(key)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from lmcache_core.kernel.tenants import TenantUsage
 
 if TYPE_CHECKING:
     from lmcache_core.tiers.tier import Tier
+
+TENANTS_SHOWN_MAX = 50  # of one tier: `status` is one frame, and `quota` tells all
 
 
 def tier_status(tier: Tier) -> dict[str, Any]:
@@ -23,6 +28,7 @@ def tier_status(tier: Tier) -> dict[str, Any]:
         "bytes_leaving": counts.bytes_leaving,
         "objects": counts.objects,
         "capacity_bytes": counts.capacity_bytes,
+        "tenants": [] if counts.tenancy is None else _tenants(counts.tenancy.usage()),
         "scan": str(tier.rebuild.state),
         "leads": counts.leads,
         "deletes": {
@@ -40,3 +46,8 @@ def tier_status(tier: Tier) -> dict[str, Any]:
         "counts": dict(tier.counts),
         "latencies": {what: latency.status() for what, latency in tier.latencies.items()},
     }
+
+
+def _tenants(usage: list[TenantUsage]) -> list[dict[str, Any]]:
+    """Those that use most."""
+    return [asdict(each) for each in sorted(usage, key=lambda each: -each.used_bytes)[:TENANTS_SHOWN_MAX]]

@@ -350,7 +350,7 @@ class StoreController:
         while queue and len(batch) < most and (queue[0].object.namespace, queue[0].object.layout_id) == of_kind:
             nbytes, _ = tier.bytes_to_reserve(layout, queue[0].nbytes_on_tier)
             total += nbytes
-            if not tier.accounting.fits(total):
+            if not tier.accounting.fits(total) or tier.accounting.over_limit(first.namespace, total):
                 break
             batch.append(queue.popleft())
             reserved.append(nbytes)

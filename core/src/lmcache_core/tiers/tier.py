@@ -59,7 +59,7 @@ class Tier:
     """Give it to `Tiering`, which starts it.
 
     `eviction` is a policy object of its own (one orders one store); None: the tier runs none, and answers FULL
-    at its capacity.
+    at its capacity. `make_eviction` makes one more such object, for each tenant.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Tier:
         *,
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
+        make_eviction: Callable[[], EvictionPolicy] | None = None,
         context: AdapterContext | None = None,
     ) -> None:
         if eviction is not None and config.capacity_bytes is not None and not adapter.capabilities.delete:
@@ -93,6 +94,8 @@ class Tier:
         self.accounting = Accounting(
             config.capacity_bytes, config.watermark, config.evict_ratio, guarded, config.eviction_name
         )
+        if self.accounting.tenancy is not None:
+            self.accounting.tenancy.make = make_eviction
         self.reads = Breaker()
         self.writes = Breaker()
         self.draining = False

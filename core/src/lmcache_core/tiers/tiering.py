@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,7 @@ class Tiering:
         )
         self._draining = False
         self._faults = 0
+        self.on_tier: Callable[[Tier], None] = lambda tier: None  # told of each that is added or replaced from now on
         self._observer: TierObserver | None = None
         for tier in tiers:
             self.add_tier(tier)
@@ -246,6 +247,7 @@ class Tiering:
         if self._observer is not None:
             tier.watch(self._observer)
         self._tiers[tier.name] = tier
+        self.on_tier(tier)
         self._changed(tier.name, "add")
 
     def reconfigure_tier(self, name: str, config: TierConfig) -> None:
@@ -264,10 +266,20 @@ class Tiering:
         if self._observer is not None:
             tier.watch(self._observer)
         self._tiers[tier.name] = tier
+        self.on_tier(tier)
         self._stores.tier_replaced(tier.name)
         self._changed(tier.name, "replace")
         old.abandon()
         old.close(waits=False)
+
+    @property
+    def tiers(self) -> Iterable[Tier]:
+        """In their order."""
+        return self._tiers.values()
+
+    def tenants_changed(self) -> None:
+        """Have every tier look at what its tenants are to give."""
+        self._settled = True
 
     def drain_tier(self, name: str) -> None:
         """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""

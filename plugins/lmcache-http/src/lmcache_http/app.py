@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from lmcache_core import __version__
 from lmcache_core.errors import UsageError
-from lmcache_core.limits import EXPLAIN_KEYS_MAX, PIN_TTL_S
+from lmcache_core.limits import EXPLAIN_KEYS_MAX, PIN_TTL_S, TENANT_NAMESPACES_MAX
 from lmcache_core.observe.exposition import text_of
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
 from lmcache_core.protocol.codec import encode
 from lmcache_http.events import TYPE as EVENTS_TYPE
 from lmcache_http.events import EventStreams
-from lmcache_http.guard import Guard, Right
+from lmcache_http.guard import Guard, RefusedError, Right
 from lmcache_http.node import Node
 from lmcache_http.readiness import why_not_ready
 from lmcache_http.refusals import BodyLimit, Refusal, answer_in_words, refusals
@@ -32,6 +32,8 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ID, KEY = "^(0x)?[0-9a-fA-F]{1,16}$", "^[0-9a-fA-F]{64}$"
 _ID, _KEY = re.compile(ID), re.compile(KEY)
 SHAPE_MAX = 16
+STORES_MAX = 64
+Bytes = Annotated[int, Field(ge=0, le=1 << 60, strict=True)]
 Plain = dict[str, Any]
 PROBED = refusals(403, 421, 500, 503)
 READ = refusals(401, 403, 421, 429, 500, 503)
@@ -105,6 +107,24 @@ class TierBody(Body):
         except (ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"the server cannot be told these: {error}") from error
         return settings
+
+
+class StoreQuota(Body):
+    """Of one store. What is not given is not set."""
+
+    reserved_bytes: Bytes | None = Field(default=None, description="what nobody takes from the tenant")
+    limit_bytes: Bytes | None = Field(default=None, description="what the tenant never exceeds")
+
+
+class QuotaBody(Body):
+    """A tenant's quotas. Stores that are not named stay as they are."""
+
+    namespaces: list[Annotated[str, Field(json_schema_extra={"pattern": ID})]] | None = Field(
+        default=None, max_length=TENANT_NAMESPACES_MAX, description="ids; of a new tenant, or all it is to have now"
+    )
+    stores: dict[str, StoreQuota] = Field(
+        default={}, max_length=STORES_MAX, description="by l1, the pool, or a tier's name"
+    )
 
 
 def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
@@ -181,6 +201,19 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         """The tiers in their order, with their settings; secrets are hidden."""
         return node.client.tiers_list()
 
+    @app.get("/quota", dependencies=read, responses=READ)
+    def quotas() -> list[Plain]:
+        """The tenants with a quota: in each store what they use, have reserved and may have; the others without one."""
+        return node.client.quotas()
+
+    @app.get("/quota/{tenant}", dependencies=read, responses={**READ, **refusals(404, 422)})
+    def quota(tenant: str) -> Plain:
+        """One tenant's."""
+        for row in node.client.quotas():
+            if row["tenant"] == tenant:
+                return row
+        raise RefusedError(404, f"there is no tenant {tenant[:80]!r}")
+
     streams = EventStreams(node.server_uid)
 
     @app.get(
@@ -218,6 +251,19 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         keys = body.key_bytes()
         statuses = node.client.pin_by_id(_id(body.namespace), body.layout(), keys, ttl_s=body.ttl_s)
         return [status.name for status in statuses]
+
+    @app.put("/quota/{tenant}", dependencies=change, responses=ASKED)
+    def set_quota(tenant: str, body: QuotaBody) -> Plain:
+        """Set or change a tenant's quotas: they are kept now, and hold as fast as objects can leave."""
+        ids = None if body.namespaces is None else [_id(each) for each in body.namespaces]
+        node.client.quota_set(tenant, {store: each.model_dump() for store, each in body.stores.items()}, ids)
+        return {"tenant": tenant, "done": "set"}
+
+    @app.delete("/quota/{tenant}", dependencies=change, responses=ASKED)
+    def remove_quota(tenant: str) -> Plain:
+        """End a tenant's quotas. What it has stays."""
+        node.client.quota_remove(tenant)
+        return {"tenant": tenant, "done": "removed"}
 
     @app.post("/tiers/{name}", dependencies=change, responses=ASKED)
     def change_tier(name: str, body: TierBody) -> Plain:

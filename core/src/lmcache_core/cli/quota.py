@@ -1,0 +1,115 @@
+"""`lmcache-core quota`: what tenants have of a running server, and changes to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from lmcache_core.cli import connecting
+from lmcache_core.cli.table import print_table
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, and one subcommand for each thing to do."""
+    shared = argparse.ArgumentParser(add_help=False)
+    connecting.add_options(shared)
+    actions = parser.add_subparsers(
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+    )
+    summary = "the tenants, what they have reserved, may have, and use"
+    got = actions.add_parser("get", parents=[shared], help=summary, description=f"get: {summary}")
+    got.add_argument("tenant", metavar="TENANT", nargs="?", help="this one only")
+    got.add_argument("--json", action="store_true", help="print a JSON list")
+    summary = "set or change a tenant's quota; it holds at once, and outlives the server"
+    one = actions.add_parser("set", parents=[shared], help=summary, description=f"set: {summary}")
+    one.add_argument("tenant", metavar="TENANT", help="a name of your choice")
+    one.add_argument(
+        "--namespace",
+        action="append",
+        metavar="ID",
+        help="one of its namespaces, as hexadecimal text; repeatable. Those of a new tenant, or all it is to have now",
+    )
+    one.add_argument("--store", default="l1", help="l1, the pool, or the name of a tier (default: l1)")
+    one.add_argument("--reserved", metavar="SIZE", help="what nobody takes from it, as in 10GiB; or none")
+    one.add_argument("--limit", metavar="SIZE", help="what it never exceeds, as in 20GiB; or none")
+    summary = "end a tenant's quotas; what it has stays"
+    gone = actions.add_parser("delete", parents=[shared], help=summary, description=f"delete: {summary}")
+    gone.add_argument("tenant", metavar="TENANT")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask the server; 0. Raises what it answers as an error, and DisconnectedError where nobody answers."""
+    with connecting.connect(arguments, "quota") as client:
+        if arguments.action == "get":
+            _print(client.quotas(), arguments.tenant, as_json=arguments.json)
+        elif arguments.action == "delete":
+            client.quota_remove(arguments.tenant)
+        else:
+            stores = {}
+            if arguments.reserved is not None or arguments.limit is not None:
+                figures = _figures_now(client.quotas(), arguments.tenant, arguments.store)
+                for name, text in (("reserved_bytes", arguments.reserved), ("limit_bytes", arguments.limit)):
+                    if text is not None:
+                        figures[name] = _size(text)
+                stores[arguments.store] = figures
+            ids = None if arguments.namespace is None else [_namespace(text) for text in arguments.namespace]
+            client.quota_set(arguments.tenant, stores, ids)
+    return 0
+
+
+def _figures_now(tenants: list[dict[str, Any]], tenant: str, store: str) -> dict[str, int | None]:
+    """What is not said stays as it is."""
+    for row in tenants:
+        if row["tenant"] == tenant and store in row["stores"]:
+            return {name: row["stores"][store][name] for name in ("reserved_bytes", "limit_bytes")}
+    return {}
+
+
+def _size(text: str) -> int | None:
+    from lmcache_core.errors import UsageError
+    from lmcache_core.settings.sizes import parse_size
+
+    if text == "none":
+        return None
+    try:
+        return int(parse_size(text))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _namespace(text: str) -> int:
+    from lmcache_core.errors import UsageError
+
+    try:
+        return int(text, 16)
+    except ValueError as error:
+        raise UsageError(f"{text[:80]!r} is no namespace's id: give its 16 hexadecimal digits") from error
+
+
+def _print(tenants: list[dict[str, Any]], tenant: str | None, *, as_json: bool) -> None:
+    from lmcache_core.errors import UsageError
+
+    if tenant is not None:
+        tenants = [row for row in tenants if row["tenant"] == tenant]
+        if not tenants:
+            raise UsageError(f"there is no tenant {tenant!r}")
+    if as_json:
+        print(json.dumps(tenants, indent=2))
+        return
+    if not tenants:
+        print("no tenant has a quota: `lmcache-core quota set` gives one")
+        return
+    figures = ("used_bytes", "reserved_bytes", "limit_bytes")
+    rows = [
+        (row["tenant"] or "(others)", store, *(_text(told[name]) for name in figures))
+        for row in tenants
+        for store, told in row["stores"].items()
+    ]
+    print_table(("tenant", "store", "used", "reserved", "limit"), rows, right=(2, 3, 4))
+
+
+def _text(nbytes: int | None) -> str:
+    from lmcache_core.settings.sizes import size_text
+
+    return "" if nbytes is None else size_text(nbytes)

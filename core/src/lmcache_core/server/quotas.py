@@ -1,0 +1,277 @@
+"""Quotas of tenants, set while the server runs: kept in the state directory, and told to the pool and to every tier.
+
+What is set is kept first and done then: a server that dies in between does it when it comes back. What it means for
+objects happens in bounded steps, in the kernel and on the tiers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lmcache_core.clock import Clock
+from lmcache_core.errors import LimitError, SettingsError, UsageError
+from lmcache_core.files import replace_file
+from lmcache_core.kernel.kernel import Kernel
+from lmcache_core.kernel.tenants import Quota
+from lmcache_core.limits import QUOTAS_FRAME_BYTES, TENANT_NAME_CHARS_MAX, TENANT_NAMESPACES_MAX, TENANTS_MAX
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import encode
+from lmcache_core.server.session import Session
+from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.tiering import Tiering
+
+L1 = "l1"  # how the pool is called beside the tiers
+_TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_U64 = 1 << 64
+
+
+class _Figures(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    reserved_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+class _Kept(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A tenant, as the file has it."""
+
+    namespaces: list[int]
+    stores: dict[str, _Figures] = {}
+
+
+class Quotas:
+    """Serves `QuotasRequest`, `SetQuota` and `RemoveQuota`. Lives on the loop's thread. Raises `SettingsError` where
+    what was kept cannot be read: without it tenants would take each other's room."""
+
+    def __init__(
+        self, path: Path, kernel: Kernel, clock: Clock, tiering: Callable[[], Tiering | None], hurry: Callable[[], None]
+    ) -> None:
+        """`hurry` has the loop look at once at what is to be done."""
+        self._path = path
+        self._kernel = kernel
+        self._clock = clock
+        self._tiering = tiering
+        self._hurry = hurry
+        self._tenants = _read(path)
+        self._told: set[tuple[str, str]] = set()  # which stores have a tenant of this name by us
+        self._tell_l1(self._tenants)
+
+    def watch(self, tiering: Tiering) -> None:
+        """Tell these tiers, and those that come."""
+        tiering.on_tier = self._tell_tier
+        for tier in tiering.tiers:
+            self._tell_tier(tier)
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def describe(self, session: Session, request: m.QuotasRequest) -> m.QuotasReply:
+        """The tenants, as many as one frame holds: of each store what they use, and their figures."""
+        rows = self._described()[max(0, request.first) :]
+        nbytes = 0
+        for at, row in enumerate(rows):
+            nbytes += len(encode(row))
+            if nbytes > QUOTAS_FRAME_BYTES:
+                return m.QuotasReply(request.rid, rows[: at + 1], at + 1 < len(rows))
+        return m.QuotasReply(request.rid, rows)
+
+    def _described(self) -> list[dict[str, Any]]:
+        used: dict[str, dict[str, Any]] = {}
+        for store, rows in self._usage():
+            for row in rows:
+                told = asdict(row)
+                used.setdefault(told.pop("name"), {})[store] = told
+        tenants = []
+        for name in sorted(self._tenants.keys() | used.keys(), key=lambda each: (not each, each)):
+            kept = self._tenants.get(name)
+            stores = used.get(name, {})
+            for store, figures in ({} if kept is None else kept.stores).items():
+                stores.setdefault(store, {"used_bytes": None, **msgspec.to_builtins(figures)})  # no such tier now
+            namespaces = [] if kept is None else [f"{each:016x}" for each in kept.namespaces]
+            tenants.append({"tenant": name, "namespaces": namespaces, "stores": stores})
+        return tenants
+
+    def set(self, session: Session, request: m.SetQuota) -> m.Message:
+        """Keep it, and begin to act on it."""
+        _check_may(session)
+        before = self._tenants.get(request.tenant)
+        if not _TENANT_NAME.fullmatch(request.tenant) or len(request.tenant) > TENANT_NAME_CHARS_MAX:
+            raise UsageError(
+                f"{request.tenant[:80]!r} is no tenant's name: use letters, digits, - _ and ., at most "
+                f"{TENANT_NAME_CHARS_MAX}"
+            )
+        if before is None and len(self._tenants) >= TENANTS_MAX:
+            raise LimitError(f"there are {TENANTS_MAX} tenants already, the limit: remove one first")
+        namespaces = self._namespaces(request, before)
+        stores = {} if before is None else dict(before.stores)
+        for store, figures in request.stores.items():
+            stores[store] = self._figures(request.tenant, store, figures)
+        tenant = _Kept(namespaces, {name: each for name, each in stores.items() if each != _Figures()})
+        self._keep({**self._tenants, request.tenant: tenant})
+        self._tell_l1({request.tenant: tenant})
+        self._tell_tiers(request.tenant)
+        return m.Done(request.rid)
+
+    def remove(self, session: Session, request: m.RemoveQuota) -> m.Message:
+        """Its namespaces are everybody's again; nothing of what they have goes for that."""
+        _check_may(session)
+        if request.tenant not in self._tenants:
+            raise UsageError(f"there is no tenant {request.tenant[:80]!r}: {self._who()}")
+        self._keep({name: kept for name, kept in self._tenants.items() if name != request.tenant})
+        self._tell_l1_of(request.tenant, None)
+        self._tell_tiers(request.tenant)
+        self._hurry()
+        return m.Done(request.rid)
+
+    # --- what may be set ----------------------------------------------------------------------------------
+
+    def _namespaces(self, request: m.SetQuota, before: _Kept | None) -> list[int]:
+        if request.namespaces is None:
+            if before is None:
+                raise UsageError(f"tenant {request.tenant!r} is new: say which namespaces it has")
+            return before.namespaces
+        found = sorted(set(request.namespaces))
+        if not found or len(found) > TENANT_NAMESPACES_MAX:
+            raise UsageError(
+                f"a tenant has 1 to {TENANT_NAMESPACES_MAX} namespaces, and these are {len(found)}; to end a "
+                "quota, remove it"
+            )
+        if found[0] < 0 or found[-1] >= _U64:
+            raise UsageError("a namespace's id has 64 bits")
+        for name, kept in self._tenants.items():
+            taken = set(kept.namespaces).intersection(found)
+            if taken and name != request.tenant:
+                raise UsageError(
+                    f"namespace {min(taken):016x} is tenant {name!r}'s: take it from there first, or remove that quota"
+                )
+        return found
+
+    def _figures(self, tenant: str, store: str, told: Mapping[str, Any]) -> _Figures:
+        capacity = self._capacity(store)
+        try:
+            figures = msgspec.convert(told, _Figures)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"quota of {store}: {error}; give reserved_bytes, limit_bytes, or both") from error
+        reserved, limit = figures.reserved_bytes, figures.limit_bytes
+        if min(reserved or 0, limit or 0) < 0 or max(reserved or 0, limit or 0) >= _U64 >> 1:
+            raise UsageError(f"quota of {store}: a number of bytes is 0 or more")
+        if limit is not None and (reserved or 0) > limit:
+            raise UsageError(f"quota of {store}: {reserved:,} bytes reserved are more than the limit of {limit:,}")
+        if reserved:
+            if capacity is None:
+                raise UsageError(
+                    f"tier {store!r} has no capacity_bytes, so nothing of it can be reserved: give it one, or set "
+                    "limit_bytes alone"
+                )
+            others = sum(
+                kept.stores.get(store, _Figures()).reserved_bytes or 0
+                for name, kept in self._tenants.items()
+                if name != tenant
+            )
+            if reserved + others > capacity:
+                raise UsageError(
+                    f"{store} has {capacity:,} bytes, other tenants have reserved {others:,} of them, and "
+                    f"{reserved:,} more do not fit: reserve less, or use a limit"
+                )
+        return figures
+
+    def _capacity(self, store: str) -> int | None:
+        """Bytes of a store. Raises `UsageError` where there is none of that name, or it can have no tenants."""
+        if store == L1:
+            return self._kernel.usage().pool_bytes
+        tiering = self._tiering()
+        tiers = {} if tiering is None else {tier.name: tier for tier in tiering.tiers}
+        if store not in tiers:
+            raise UsageError(f"there is no store {store[:80]!r}: there are {', '.join([L1, *tiers])}")
+        accounting = tiers[store].accounting
+        if accounting.tenancy is None:
+            raise UsageError(f"tier {store!r} evicts nothing (eviction none, or a medium that cannot delete): no quota")
+        return accounting.capacity_bytes
+
+    def _who(self) -> str:
+        return f"there are {', '.join(sorted(self._tenants))}" if self._tenants else "there is none"
+
+    # --- keeping and telling ------------------------------------------------------------------------------
+
+    def _keep(self, tenants: dict[str, _Kept]) -> None:
+        try:
+            replace_file(self._path, msgspec.json.format(msgspec.json.encode(tenants)))
+        except OSError as error:
+            raise SettingsError(
+                f"the quota is not set: it cannot be kept in {self._path}: {error.strerror}; let the server write "
+                "there, or set state_dir to a directory where it may"
+            ) from error
+        self._tenants = tenants
+
+    def _tell_l1(self, tenants: Mapping[str, _Kept]) -> None:
+        for name, kept in tenants.items():
+            self._tell_l1_of(name, kept)
+        self._hurry()
+
+    def _tell_l1_of(self, name: str, kept: _Kept | None) -> None:
+        """In a store where it has no figures, it is one of the others."""
+        if kept is None or L1 not in kept.stores:
+            if (L1, name) in self._told:  # another of this name may stand in the settings
+                self._told.discard((L1, name))
+                self._kernel.remove_tenant(name, self._clock.now)
+        else:
+            self._told.add((L1, name))
+            self._kernel.set_tenant(name, frozenset(kept.namespaces), _quota(kept, L1), self._clock.now)
+
+    def _tell_tiers(self, name: str) -> None:
+        tiering = self._tiering()
+        if tiering is not None:
+            for tier in tiering.tiers:
+                self._tell_one(tier, name)
+            tiering.tenants_changed()
+
+    def _tell_tier(self, tier: Tier) -> None:
+        for name in self._tenants:
+            self._tell_one(tier, name)
+
+    def _tell_one(self, tier: Tier, name: str) -> None:
+        tenancy, kept = tier.accounting.tenancy, self._tenants.get(name)
+        if tenancy is None:
+            return
+        if kept is None or tier.name not in kept.stores:
+            if (tier.name, name) in self._told:
+                self._told.discard((tier.name, name))
+                tenancy.remove(name)
+        else:
+            self._told.add((tier.name, name))
+            tenancy.change(
+                name, frozenset(kept.namespaces), _quota(kept, tier.name), tier.accounting.capacity_bytes or 0
+            )
+
+    def _usage(self) -> Iterable[tuple[str, Any]]:
+        yield L1, self._kernel.usage().tenants
+        tiering = self._tiering()
+        for tier in () if tiering is None else tiering.tiers:
+            if tier.accounting.tenancy is not None:
+                yield tier.name, tier.accounting.tenancy.usage()
+
+
+def _quota(kept: _Kept, store: str) -> Quota:
+    figures = kept.stores.get(store, _Figures())
+    return Quota(figures.reserved_bytes, figures.limit_bytes)
+
+
+def _check_may(session: Session) -> None:
+    if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
+        raise UsageError("quotas are changed over the lifeline, by the server's own user: run the command there")
+
+
+def _read(path: Path) -> dict[str, _Kept]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, _Kept])
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SettingsError(
+            f"cannot read the quotas of tenants from {path}: {error}. Restore the file, or delete it and set the "
+            "quotas anew"
+        ) from error
