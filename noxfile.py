@@ -29,13 +29,14 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for those that
+# With sessions of their own: native, compatibility, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for those that
 # need a server.
 LONG = [
     "contrib/deploy",
     "contrib/lmcache-core-vllm/tests/engine",
     "tests/containers",
     "core/tests/native",
+    "tests/compatibility",
     "tests/crash",
     "tests/fuzz",
     "tests/matrix",
@@ -81,7 +82,7 @@ def install(
 LEFT_OUT = ("build", "dist", "tests", "*.egg-info", "*.so", "__pycache__", ".*")
 
 
-def wheel(session: nox.Session, package: Path, native: str) -> Path:
+def wheel(session: nox.Session, package: Path, native: str, root: Path = ROOT) -> Path:
     """A local package's wheel, built once for its sources, however many sessions install it.
 
     It is built from a copy: nothing is left in the checkout, and nothing that a former build left there comes along.
@@ -95,7 +96,7 @@ def wheel(session: nox.Session, package: Path, native: str) -> Path:
         digest = hashlib.sha256("\0".join(told).encode()).hexdigest()[:32]
         target = Path(session.cache_dir, "wheels", digest)
         if not target.exists():
-            session.log(f"building a wheel of {package.relative_to(ROOT)}")
+            session.log(f"building a wheel of {package.relative_to(root)}")
             command = [builder(session), "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
             env = {**os.environ, "LMCACHE_CORE_NATIVE": native} if native else None
             subprocess.run([*command, "-w", str(out), str(source)], env=env, check=True)
@@ -331,6 +332,47 @@ def release(session: nox.Session) -> None:
     """Everything of a release into dist/: built twice, compared, checked and installed. `-- --help` for the choices."""
     session.install("-q", *RELEASE_TOOLS)
     session.run("python", "tools/release.py", *session.posargs)
+
+
+@nox.session
+def compatibility(session: nox.Session) -> None:
+    """The former release beside this one, as client, as server, and in its pool; `-- --former REF` for another one.
+
+    Without a name it is the newest tag. Both are installed from wheels made here, each into an environment of its own.
+    """
+    arguments = list(session.posargs)
+    at = arguments.index("--former") if "--former" in arguments else -1
+    former = arguments.pop(at + 1) if at >= 0 else newest_tag()
+    if at >= 0:
+        arguments.remove("--former")
+    if not former:
+        session.error("no tag says which release came before: name a commit, as in `-- --former v0.1.0`")
+    pythons = {}
+    with tempfile.TemporaryDirectory() as folder:
+        former_tree = Path(folder) / "former"
+        former_tree.mkdir()
+        archive = subprocess.run(["git", "archive", former], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+        subprocess.run(["tar", "-x", "-C", str(former_tree)], input=archive.stdout, check=True)
+        for side, tree in (("former", former_tree), ("present", ROOT)):
+            home = Path(session.create_tmp()) / side
+            venv.create(home, clear=True, with_pip=True)
+            pythons[side] = str(home / "bin/python")
+            ours = [str(wheel(session, tree / each, "require", tree)) for each in ("core", "plugins/lmcache-fs")]
+            command = [pythons[side], "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), *ours]
+            subprocess.run(command, check=True)
+    session.install("-q", "pytest", "pytest-timeout")
+    session.env["LMCACHE_CORE_FORMER_PYTHON"] = pythons["former"]
+    session.env["LMCACHE_CORE_PRESENT_PYTHON"] = pythons["present"]
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/compatibility", "--noconftest", *arguments)
+
+
+def newest_tag() -> str:
+    """The newest tag before this commit; "" where there is none."""
+    told = subprocess.run(
+        ["git", "describe", "--tags", "--abbrev=0"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, check=False,
+    )  # fmt: skip
+    return told.stdout.strip()
 
 
 @nox.session
