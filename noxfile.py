@@ -29,8 +29,8 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, compatibility, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for those that
-# need a server.
+# With sessions of their own: native, compatibility, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for
+# those that need a server.
 LONG = [
     "contrib/deploy",
     "contrib/lmcache-core-vllm/tests/engine",
