@@ -187,6 +187,9 @@ class Schedule:
             "leases": sum(usage.leases_by_kind.values()),
             "bytes in quarantine": sum(usage.quarantine_by_holder.values()),
             "bytes that are not ready objects": usage.used_bytes - usage.bytes_by_state["ready"],
+            "bytes that are kept from eviction": sum(
+                each.promised_bytes + each.read_bytes for each in usage.holders.values()
+            ),
             "worker rows": sum(server.segment.tables.row_claimed(row) for row in range(64)),
             "lookups under way": server.lookups.under_way,
             "threads inside slots": self.shadow.inside,

@@ -48,7 +48,7 @@ class Store:
         self._world = world
         self._name = name
         self._policy = policy
-        self._quotas = {namespace: tenant.quota_bytes for namespace, tenant in policy._owner.items()}
+        self._quotas = {namespace: tenant.quota.reserved_bytes for namespace, tenant in policy._owner.items()}
 
     def used(self) -> Counter[int]:
         """Bytes of each namespace: there, or on their way."""
