@@ -22,6 +22,7 @@ def test_a_misspelt_setting_is_told_with_its_name() -> None:
         ({"verify": "yes"}, "use 'never' or 'first' or 'always'"),
         ({"step_wait_s": 0}, "must be positive, got 0"),
         ({"saves_in_flight": -1}, "must be positive"),
+        ({"store_cpu_share": 0}, "must be positive, got 0"),
         ({"retry_s": "1"}, "give a number"),
         ({"save_generated": 1}, "give true or false"),
         ({"model": 3}, "give a string"),

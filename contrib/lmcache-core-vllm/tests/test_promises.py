@@ -21,6 +21,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm import lookups
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -163,7 +164,7 @@ def test_what_tiers_had_to_load_stays_until_it_is_read(engine: Engine, kept: boo
     request = Request()
     assert matched(engine, request) == BLOCKS * BLOCK
     assert engine.scheduler.counters.take()["lookup_held"] == 1
-    assert engine.promised() == 2 * BLOCKS * BYTES
+    assert engine.promised() == (BLOCKS + 2) * BYTES  # all that the group of full attention has, and a window
     if not kept:
         found = engine.scheduler._requests["a"].found
         assert found is not None
@@ -215,12 +216,70 @@ def test_a_request_may_end_after_the_connector(engine: Engine) -> None:
 
 
 def test_nothing_is_kept_of_what_is_no_hit(engine: Engine) -> None:
-    """The window's last blocks are missing everywhere: no boundary is left."""
+    """The window's blocks are missing everywhere: no boundary is left."""
     engine.client.clear()
     window = engine.scheduler._namespaces[0][1]
     engine.client.clear(window, tiers=True)
     assert matched(engine, Request()) == 0
     until(lambda: engine.promised() == 0)
+
+
+def loaded_objects(engine: Engine) -> int:
+    (disk,) = engine.client.status()["tiers"]["tiers"]
+    return int(disk["counts"].get("loaded", 0))
+
+
+def drop(engine: Engine, group: int, block: int) -> None:
+    """One block of one group, wherever it is."""
+    namespace = engine.scheduler._namespaces[0][group]
+    keys = HASHING.keys([bytes([block]) * 32], namespace)
+    found = engine.client.lookup_nowait(keys, namespace=namespace, identify=True).wait(20)
+    assert found is not None
+    engine.client.drop(keys, incarnations=found.incarnations, namespace=namespace, tiers=True)
+    until(lambda: not engine.client.status()["tiers"]["tiers"][0]["deletes"]["waiting"])
+
+
+def test_tiers_load_of_a_window_what_is_read_of_it_and_no_more(engine: Engine) -> None:
+    engine.client.clear()
+    before = loaded_objects(engine)
+    request = Request()
+    assert matched(engine, request) == BLOCKS * BLOCK
+    assert loaded_objects(engine) - before == BLOCKS + 2
+    assert engine.load(request)["load_blocks"] == BLOCKS + 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "boundary"),
+    [
+        ([(1, 7)], 7),  # the window of the boundary before it
+        ([(0, 4)], 4),  # the window was asked for behind that, and is asked for again
+        ([(0, 6), (1, 5)], 5),
+        ([(0, 6), (1, 5), (1, 3)], 3),  # down to a boundary whose window is whole
+        ([(0, 0)], 0),
+    ],
+)
+def test_the_boundary_is_where_the_tiers_have_what_every_group_needs(
+    engine: Engine, missing: list[tuple[int, int]], boundary: int
+) -> None:
+    for group, block in missing:
+        drop(engine, group, block)
+    engine.client.clear()
+    request = Request()
+    assert matched(engine, request) == boundary * BLOCK
+    found = engine.scheduler._requests["a"].found
+    assert found is not None
+    kept = sum(len([number for number in promise.ids if number]) for ranks in found.promises for promise in ranks)
+    assert kept >= boundary + min(boundary, 2)
+    engine.scheduler.finished(request)
+    until(lambda: engine.promised() == 0)
+
+
+def test_a_window_far_from_the_end_is_found_frame_by_frame(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "BATCH_KEYS_MAX", 3)
+    for block in (3, 5, 7):
+        drop(engine, 1, block)
+    engine.client.clear()
+    assert matched(engine, Request()) == 3 * BLOCK
 
 
 def test_what_the_index_answered_is_looked_up_again_until_there_is_room(engine: Engine) -> None:
@@ -249,5 +308,5 @@ def test_a_worker_redeems_what_it_reads_without_the_index(engine: Engine, server
     worker._loading["a"].job.wait()
     worker.arrived((), idle=False)
     assert worker.counters.take()["load_blocks"] == BLOCKS + 2
-    until(lambda: engine.promised() == (BLOCKS - 2) * BYTES)  # what the window does not need
+    until(lambda: engine.promised() == 0)
     worker.close()

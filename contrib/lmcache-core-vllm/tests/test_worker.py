@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,12 @@ def server() -> Iterator[ServerProcess]:
 class Rank:
     """A worker with memory of its own."""
 
-    def __init__(self, client: Client, groups: int, salt: str) -> None:
+    def __init__(self, client: Client, groups: int, salt: str, **own: Any) -> None:
         self.memory = [torch.randint(0, 256, (BLOCKS, 1, 1, BYTES), dtype=torch.uint8) for _ in range(groups)]
         regions = [layer_regions(["a"], {"a": each}, BLOCKS) for each in self.memory]
         facts = tuple(GroupFacts((("group", str(at)),), BYTES) for at in range(groups))
-        settings = ConnectorConfig(**{**vars(SETTINGS), "salt": salt})
-        self.side = WorkerSide(settings, client, RankFacts("m", "", (0, 1), True, facts), regions)
+        settings = ConnectorConfig(**{**vars(SETTINGS), "salt": salt, **own.pop("settings", {})})
+        self.side = WorkerSide(settings, client, RankFacts("m", "", (0, 1), True, facts), regions, **own)
 
     def save(self, step: Step) -> None:
         self.side.start_loads(step)
@@ -105,6 +106,36 @@ def test_nothing_is_stored_until_a_failed_step_is_confirmed(rank: Rank) -> None:
     assert "save_blocks" not in figures
     rank.save(Step(HASHING, 4, saves=blocks(rank, [5, 6, 7, 8])))
     assert rank.side.counters.take()["save_blocks"] == count
+
+
+class Slow:
+    """A processor on which every save takes a second and a half, and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = self.used_s = 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def cpu_clock(self) -> float:
+        self.used_s += 1.5
+        return self.used_s
+
+
+def test_saves_take_their_share_of_the_processor_and_no_more(server: ServerProcess) -> None:
+    slow = Slow()
+    with server.client() as client:
+        rank = Rank(client, 1, "share", settings={"store_cpu_share": 0.1}, clock=slow.clock, cpu_clock=slow.cpu_clock)
+        rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))  # it had saved up a second
+        rank.side.save(Step(HASHING, saves=[Blocks(0, hashes(10, 13), [5, 6, 7])]))
+        figures = rank.side.counters.take()
+        assert (figures["save_blocks"], figures["save_paced_blocks"]) == (4, 3)
+        slow.now_s += 4.9
+        rank.side.save(Step(HASHING, saves=[Blocks(0, hashes(10, 11), [5])]))
+        assert rank.side.counters.take() == {"save_paced_blocks": 1}
+        slow.now_s += 0.2  # the half second that was too much, at a tenth
+        rank.save(Step(HASHING, saves=[Blocks(0, hashes(10, 13), [5, 6, 7])]))
+        assert rank.side.counters.take() == {"save_blocks": 3, "save_bytes": 3 * BYTES}
 
 
 def test_the_null_block_is_neither_read_nor_written(rank: Rank) -> None:

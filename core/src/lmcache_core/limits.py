@@ -96,6 +96,7 @@ ROWS_RETURNING_MAX = 16  # of the worker table, for who comes back and still has
 # --- tiers ------------------------------------------------------------------------------------------------
 TIERING_STEP_S = 50e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it
 LANE_NICE = 10  # a tenth of the loop's share of the processor, where there is not enough of it
+STORE_CPU_FRACTION = 0.25  # of the machine, for stores to one tier in the long run: the rest is the engines'
 LANE_QUEUE_MAX = 256  # batches waiting for a tier; beyond it the answer is THROTTLED
 TIER_ERROR_KEPT_S = 60.0  # an error that nothing has confirmed since, of a tier that answers, is over
 TIER_NAME_CHARS_MAX = 64  # it stands in every log line, metric and status, and in the names of threads

@@ -26,7 +26,8 @@ class ConnectorConfig:
     at first, and for so long at most.
 
     `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
-    owe an answer for; further ones are dropped, and counted. `verify`: checksums on loads, "never", "first" or
+    owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep
+    busy in the long run; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
     "always". `copy_threads`: as `Client.connect` takes it.
     """
 
@@ -43,6 +44,7 @@ class ConnectorConfig:
     retry_s: float = 1.0
     save_generated: bool = True
     saves_in_flight: int = 8
+    store_cpu_share: float = 0.1
     verify: str = "never"
     copy_threads: int = 0
 
@@ -59,7 +61,14 @@ class ConnectorConfig:
         made = cls(**given)
         _check_choice("load", made.load, ("async", "sync"))
         _check_choice("verify", made.verify, ("never", "first", "always"))
-        for name in ("load_timeout_s", "lookup_timeout_s", "step_wait_s", "retry_s", "saves_in_flight"):
+        for name in (
+            "load_timeout_s",
+            "lookup_timeout_s",
+            "step_wait_s",
+            "retry_s",
+            "saves_in_flight",
+            "store_cpu_share",
+        ):
             if getattr(made, name) <= 0:
                 raise SettingsError(f"kv_connector_extra_config: {name} must be positive, got {getattr(made, name)}")
         return made

@@ -22,6 +22,7 @@ FIGURES = {
     "save_existing_blocks": "Blocks that were there already",
     "save_refused_blocks": "Blocks for which the server had no room or no time",
     "save_dropped_blocks": "Blocks that were not offered, because the server was slow or away",
+    "save_paced_blocks": "Blocks that were not offered, because saves had used up their share of the processor",
     "save_tainted_blocks": "Blocks that were not offered, because a load had failed in their step",
 }
 

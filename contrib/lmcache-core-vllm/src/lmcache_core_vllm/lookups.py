@@ -11,10 +11,10 @@ from lmcache_core.client.boundaries import KeyGroup, Need
 from lmcache_core.client.client import Client
 from lmcache_core.client.lookups import LookupHandle
 from lmcache_core.client.promises import Promise
-from lmcache_core.client.results import LookupResult, Status
+from lmcache_core.client.results import Status
 from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.tokens.namespace import Namespace
-from lmcache_core_vllm.groups import Group, Kind, longest_boundary
+from lmcache_core_vllm.groups import Group, Kind, boundary_step, longest_boundary
 from lmcache_core_vllm.namespaces import Hashing
 
 _THERE = (Status.GRANTED, Status.HIT)
@@ -98,8 +98,13 @@ def _need(group: Group) -> Need:
 
 
 class Lookup:
-    """A question to the server, which asks its tiers, loads what they have, and keeps what it has found. Nothing here
-    waits but `wait`."""
+    """Questions to the server, which asks its tiers, loads what they have, and keeps what it has found. Nothing here
+    waits but `wait`.
+
+    Of a window or a state the server is asked for the last blocks in front of a boundary alone, and tells the last
+    boundary that it has these for. Where groups tell different ones, those that have not what the first of these needs
+    are asked again, up to there.
+    """
 
     def __init__(
         self,
@@ -113,18 +118,30 @@ class Lookup:
         self.by_index = by_index
         self.bounds = question.bounds
         self.began_s = clock()
+        self.outdated: list[int] = []  # promises of answers that others have replaced: the caller gives them back
+        self._client = client
+        self._wait_s = wait_s
         self._clock = clock
         self._groups = question.groups
-        self._handles = [
-            [_ask(client, keys, namespace, group.kind is Kind.FULL, wait_s) for namespace, keys in ranks]
-            for group, ranks in zip(question.groups, question.keys, strict=True)
-        ]  # by group, rank, and frame of keys
+        self._step_tokens = boundary_step(question.groups)
+        self._keys = question.keys
+        self._boundary = question.bounds.limit
+        self._asked = [self._ask(group) for group in question.groups]
+        self._settled = False
+
+    def _ask(self, group: Group) -> list[_Asked]:
+        """A group of all ranks, for what it needs up to the boundary."""
+        count = (self._boundary - self.bounds.start) // group.block_tokens
+        return [
+            _Asked(self._client, keys[:count], namespace, group, self._wait_s)
+            for namespace, keys in self._keys[group.number]
+        ]
 
     def wait(self, timeout_s: float) -> None:
         """Until the answer is there, at most for that long."""
         until = self._clock() + timeout_s
-        for handle in self._all():
-            if not handle.done:
+        while not self.done:
+            for handle in [each for each in self._handles() if not each.done]:
                 left = until - self._clock()
                 if left <= 0:
                     return
@@ -132,50 +149,105 @@ class Lookup:
 
     @property
     def done(self) -> bool:
-        """Whether the server has answered, or cannot."""
-        return all(handle.done for handle in self._all())
+        """Whether the server has answered, or cannot. Asks on where an answer was not the last one."""
+        while not self._settled:
+            if not all(handle.done for handle in self._handles()):
+                return False
+            self._settled = self._unreachable or not self._ask_on()
+        return True
+
+    def _ask_on(self) -> bool:
+        """Whether groups have to be asked again: the boundary moves down to the first that any of them told."""
+        start = self.bounds.start
+        told = min(self._told(group) for group in self._groups)
+        self._boundary = max(start, told - told % self._step_tokens)
+        if self._boundary == start:
+            return False
+        again = [group for group in self._groups if self._reach(group) < self._boundary]
+        for group in again:
+            self.outdated += self._numbers(group)
+            self._asked[group.number] = self._ask(group)
+        return bool(again)
+
+    def _reach(self, group: Group) -> int:
+        """The last boundary that the group can go on from by what was answered."""
+        ranks = [each.there for each in self._asked[group.number]]
+        there = [all(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+        return longest_boundary([group], [there], self.bounds.start, self._boundary)
+
+    def _told(self, group: Group) -> int:
+        """The same, or the first boundary that it has not been asked for."""
+        found = self._reach(group)
+        before = max(each.before for each in self._asked[group.number])
+        if found == self.bounds.start and before:
+            return found + (before + group.window_blocks - 1) * group.block_tokens
+        return found
+
+    def _numbers(self, group: Group) -> list[int]:
+        return [number for each in self._asked[group.number] for number in each.promise.numbers]
 
     @property
     def found(self) -> Found:
         """The answer, once it is done; what the index has, where there was no server to ask. Its promises are the
         caller's, to be given back once what they keep is loaded, or not wanted."""
-        results = [[[handle.result for handle in rank] for rank in ranks] for ranks in self._handles]
-        there = []
-        for ranks in results:
-            of_ranks = [[status in _THERE for each in rank if each for status in each.statuses] for rank in ranks]
-            there.append([all(ranks_have) for ranks_have in zip(*of_ranks, strict=True)])
-        flat = [each for ranks in results for rank in ranks for each in rank if each]
-        promises = tuple(tuple(_joined(rank) for rank in ranks) for ranks in results)
+        promises = tuple(tuple(each.promise for each in ranks) for ranks in self._asked)
         if not any(promise for ranks in promises for promise in ranks):
             promises = ()
-        if any(Status.UNREACHABLE in each.statuses for each in flat):
+        if self._unreachable:
             return self.by_index._replace(reachable=False, promises=promises)
-        boundary = longest_boundary(self._groups, there, self.bounds.start, self.bounds.limit)
-        return Found(self.bounds.start, boundary, self.bounds.tokens, self._clock(), promises=promises)
+        return Found(self.bounds.start, self._boundary, self.bounds.tokens, self._clock(), promises=promises)
 
-    def cancel(self) -> None:
-        """Nobody wants to know any more."""
-        for handle in self._all():
+    @property
+    def _unreachable(self) -> bool:
+        return any(Status.UNREACHABLE in handle.result.statuses for handle in self._handles() if handle.result)
+
+    def cancel(self) -> list[int]:
+        """Nobody wants to know any more: the numbers of all promises so far, to be given back."""
+        made = self.outdated + [number for group in self._groups for number in self._numbers(group)]
+        for handle in self._handles():
             handle.cancel()
+        return made
 
-    def _all(self) -> list[LookupHandle]:
-        return [handle for ranks in self._handles for rank in ranks for handle in rank]
-
-
-def _ask(
-    client: Client, keys: Sequence[bytes], namespace: Namespace, prefix: bool, wait_s: float
-) -> list[LookupHandle]:
-    frames = [keys[first : first + BATCH_KEYS_MAX] for first in range(0, len(keys), BATCH_KEYS_MAX)]
-    return [
-        client.lookup_nowait(frame, namespace=namespace, prefix=prefix, wait_s=wait_s, hold=True) for frame in frames
-    ]
+    def _handles(self) -> list[LookupHandle]:
+        return [handle for ranks in self._asked for each in ranks for handle in each.handles]
 
 
-def _joined(frames: Sequence[LookupResult | None]) -> Promise:
-    """One of all keys that were asked for; frames of which nothing is kept have no number in it."""
-    parts = []
-    for frame in frames:
-        if frame is not None:
-            unkept = Promise((0,) * len(frame.statuses), (b"",) * len(frame.statuses), math.inf)
-            parts.append(frame.promise or unkept)
-    return Promise.joined(parts) or Promise((), (), math.inf)
+class _Asked:
+    """One rank's keys of a group, up to a boundary: all of them are asked for, or the last frame of them where only a
+    window in front of the boundary is needed."""
+
+    def __init__(
+        self, client: Client, keys: Sequence[bytes], namespace: Namespace, group: Group, wait_s: float
+    ) -> None:
+        window = min(len(keys), _need(group).window)
+        self.before = max(0, len(keys) - BATCH_KEYS_MAX) if window else 0  # keys that are not asked for
+        self.handles = [
+            client.lookup_nowait(
+                keys[first : first + BATCH_KEYS_MAX],
+                namespace=namespace,
+                prefix=not window,
+                window=window,
+                wait_s=wait_s,
+                hold=True,
+            )
+            for first in range(self.before, len(keys), BATCH_KEYS_MAX)
+        ]
+
+    @property
+    def there(self) -> list[bool]:
+        """Of each key."""
+        statuses = [status for handle in self.handles if handle.result for status in handle.result.statuses]
+        return [False] * self.before + [status in _THERE for status in statuses]
+
+    @property
+    def promise(self) -> Promise:
+        """One of all keys; frames of which nothing is kept have no number in it."""
+        parts = [_unkept(self.before)] if self.before else []
+        for handle in self.handles:
+            if handle.result is not None:
+                parts.append(handle.result.promise or _unkept(len(handle.result.statuses)))
+        return Promise.joined(parts) or Promise((), (), math.inf)
+
+
+def _unkept(count: int) -> Promise:
+    return Promise((0,) * count, (b"",) * count, math.inf)

@@ -164,10 +164,11 @@ class SchedulerSide:
             self._waited_s += self._clock() - began
         if lookup.done:
             self._patience.answered()
+            self._returns.give_back(lookup.outdated)
             return lookup.found
         if self._clock() - lookup.began_s <= self._config.lookup_timeout_s:
             return None
-        lookup.cancel()
+        self._returns.give_back(lookup.cancel())
         self._patience.waited_in_vain()
         self.counters.add("lookup_timeouts")
         return lookup.by_index
@@ -333,7 +334,7 @@ class SchedulerSide:
 
     def _let_go(self, tracked: Tracked) -> None:
         if tracked.lookup is not None:
-            tracked.lookup.cancel()
+            self._returns.give_back(tracked.lookup.cancel())
         self._forget_answer(tracked)
         self._forget_load(tracked)
 

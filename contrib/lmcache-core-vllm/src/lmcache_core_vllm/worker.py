@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.copying import threads_to_copy
 from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
 from lmcache_core.client.regions import PageGroup
 from lmcache_core.client.results import Status
+from lmcache_core.cpu_share import CpuShare
 from lmcache_core.errors import CacheError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core_vllm.config import ConnectorConfig
@@ -28,6 +30,7 @@ from lmcache_core_vllm.tensors import LayerRegions
 log = logging.getLogger("vllm.lmcache_core")
 
 NULL_BLOCK = 0
+BYTES_A_THREAD = 4 << 20  # that a thread must have to copy, for the extension to make one
 CLOSE_S = 2.0  # for answers to the last saves
 
 
@@ -66,8 +69,9 @@ class WorkerSide:
         memory: Sequence[Sequence[LayerRegions]],
         *,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`memory`: of each group its layers' regions."""
+        """`memory`: of each group its layers' regions. `cpu_clock`: processor seconds of the calling thread."""
         self._config = config
         self._client = client
         self._rank = rank
@@ -90,6 +94,8 @@ class WorkerSide:
         self._arrived = Arrived()
         self._tainted_epoch = -1
         self._patience = Patience(config.retry_s, clock)
+        self._cpu_clock = cpu_clock
+        self._share = CpuShare(config.store_cpu_share, clock)
         self.counters = Counters()
 
     # --- loads --------------------------------------------------------------------------------------------------
@@ -208,6 +214,16 @@ class WorkerSide:
         if self._patience.over or len(self._saving) >= self._config.saves_in_flight:
             self.counters.add("save_dropped_blocks", count)
             return
+        if self._share.rests:
+            self.counters.add("save_paced_blocks", count)
+            return
+        began_s = self._cpu_clock()
+        try:
+            self._store(step, count)
+        finally:
+            self._share.charge((self._cpu_clock() - began_s) * self._threads_that_copy(step))
+
+    def _store(self, step: Step, count: int) -> None:
         try:
             entries = self._entries(step.saves, step.hashing)
             job = self._pages.store_start(entries, deadline_s=self._config.step_wait_s)
@@ -218,6 +234,12 @@ class WorkerSide:
             return
         self._saving.append(_Saving(job, [self._rank.groups[each.group].block_bytes for each in step.saves]))
         self._hear_saves()
+
+    def _threads_that_copy(self, step: Step) -> int:
+        """This one, and those that are made for a large copy: they take as long."""
+        block_bytes = [group.block_bytes for group in self._rank.groups]
+        nbytes = sum(len(blocks.hashes) * block_bytes[blocks.group] for blocks in step.saves)
+        return max(1, min(threads_to_copy(self._config.copy_threads), nbytes // BYTES_A_THREAD))
 
     def _hear_saves(self) -> None:
         """Count the saves that the server has answered."""

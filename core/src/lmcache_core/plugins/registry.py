@@ -32,6 +32,8 @@ TIER_FIELDS = frozenset(
         "evict_ratio",
         "eviction",
         "rescan_s",
+        "store_cpu_share",
+        "store_io",
         "serde",
         "settings",
         "type",

@@ -12,11 +12,13 @@ from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.sessions import SERVER_SESSION
+from lmcache_core.limits import STORE_CPU_FRACTION
 from lmcache_core.native import why_not as native_missing
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.pool.backing import Access
+from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.ownership import OnStale
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
@@ -125,6 +127,8 @@ def tier_config(settings: TierSettings) -> TierConfig:
         deadline_s=settings.deadline_s,
         connections=settings.connections,
         rescan_s=settings.rescan_s,
+        store_cpu_share=settings.store_cpu_share or STORE_CPU_FRACTION * usable_cores(),
+        store_io=settings.store_io,
         eviction_name="" if settings.eviction is None else settings.eviction.type,
     )
 

@@ -11,7 +11,6 @@ turn of the loop picks one step's objects and settles those of the step before.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from array import array
@@ -21,10 +20,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from lmcache_core.kernel.objects import Incarnation
-from lmcache_core.limits import LANE_NICE, VERIFY_LOG_S, VERIFY_STEP_BYTES, VERIFY_STEP_LOOKS, VERIFY_STEP_OBJECTS
+from lmcache_core.limits import VERIFY_LOG_S, VERIFY_STEP_BYTES, VERIFY_STEP_LOOKS, VERIFY_STEP_OBJECTS
 from lmcache_core.native import native
 from lmcache_core.pool.mapping import Mapping
 from lmcache_core.server.l1 import L1
+from lmcache_core.tiers.background import step_behind
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Verifying:
     # --- on a thread of its own ---------------------------------------------------------------------------
 
     def _work(self) -> None:
-        os.nice(LANE_NICE)  # on Linux of this thread alone
+        step_behind()
         while (step := self._steps.get()) is not None:
             self._read(step)
             self._call(lambda step=step: self._settle(step))  # type: ignore[misc]

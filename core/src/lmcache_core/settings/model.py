@@ -236,6 +236,12 @@ class TierSettings(Section):
     rescan_s: Seconds | None = Field(
         default=None, description="how often the medium is counted again, where several servers share it; none: never"
     )
+    store_cpu_share: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = Field(
+        default=None, description="cores that stores to it may keep busy in the long run; none: a quarter of all"
+    )
+    store_io: Literal["idle", "normal"] = Field(
+        default="idle", description="whether what is stored waits for a disk that others read or write"
+    )
     settings: Any = None
 
     @property

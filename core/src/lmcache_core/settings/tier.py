@@ -13,7 +13,7 @@ from lmcache_core.settings.model import Component, TierSettings, check_tier_name
 from lmcache_core.settings.sources import Leaf, Origin, Source, read_values
 
 # Settings that a running tier can take over; any other means a new adapter, lanes or codec chain.
-FIGURES = frozenset({"capacity_bytes", "watermark", "evict_ratio", "deadline_s", "rescan_s"})
+FIGURES = frozenset({"capacity_bytes", "watermark", "evict_ratio", "deadline_s", "rescan_s", "store_cpu_share"})
 
 
 def tier_settings(

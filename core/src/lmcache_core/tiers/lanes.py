@@ -14,13 +14,13 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
-from lmcache_core.limits import LANE_NICE, LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
+from lmcache_core.tiers.background import step_behind
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +98,23 @@ class Lane:
 
     `post(call)` is called from lane threads when a call has ended; it must be thread-safe. A thread whose call
     hangs past its deadline is replaced, a bounded number of times (`replaces` False: never, for adapters that
-    are not thread-safe), so that a tier that comes back is used even if the old calls never return.
+    are not thread-safe), so that a tier that comes back is used even if the old calls never return. `idle_disk`: its
+    threads read and write disks when nobody else does, which is for what nobody waits for.
     """
 
-    def __init__(self, name: str, threads: int, post: Callable[[Call], None], *, replaces: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        post: Callable[[Call], None],
+        *,
+        replaces: bool = True,
+        idle_disk: bool = False,
+    ) -> None:
         self.name = name
         self._threads_max = threads
         self._replacements_max = LANE_REPLACEMENTS_MAX if replaces else 0
+        self._idle_disk = idle_disk
         self._post = post
         self._wakeup = threading.Condition()
         self._queue: list[Call] = []
@@ -232,7 +242,7 @@ class Lane:
 
     # --- lane threads -------------------------------------------------------------------------------------
     def _work(self) -> None:
-        os.nice(LANE_NICE)  # on Linux of this thread alone: where both could run, the loop does
+        step_behind(idle_disk=self._idle_disk)
         while (call := self._take()) is not None:
             try:
                 call.result = call.work()

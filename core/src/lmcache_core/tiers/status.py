@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,11 @@ def tier_status(tier: Tier) -> dict[str, Any]:
             lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in tier.lanes
         },
         "counts": dict(tier.counts),
+        "store_cpu": {
+            "used_s": tier.store_cpu.used_s,
+            "share": None if math.isinf(tier.store_cpu.share) else tier.store_cpu.share,
+            "rests": tier.store_cpu.rests,
+        },
         "latencies": {what: latency.status() for what, latency in tier.latencies.items()},
     }
 

@@ -125,13 +125,16 @@ class StoreController:
         )
 
     def next_at(self, now: float) -> float | None:
-        """When a tier that is not answering should be tried again, if something waits for it. One whose time has come
-        and that still takes nothing waits for something else, such as room: a completion ends that."""
+        """When a tier that is not answering should be tried again, or one that rests goes on, if something waits for
+        it. One whose time has come and that still takes nothing waits for something else, such as room: a completion
+        ends that."""
         times = [
             self._tiers[name].writes.probe_at
             for name, queue in self._queues.items()
             if queue and not self._answers(name)
         ]
+        if self._arrived or any(self._queues.values()):
+            times += [tier.stores_rest_until for tier in self._tiers.values()]
         return min((at for at in times if at > now), default=None)
 
     @property

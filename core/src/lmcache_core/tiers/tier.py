@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from lmcache_core.clock import Clock
+from lmcache_core.cpu_share import CpuShare
 from lmcache_core.errors import SettingsError
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.limits import (
@@ -96,6 +99,7 @@ class Tier:
         )
         if self.accounting.tenancy is not None:
             self.accounting.tenancy.make = make_eviction
+        self.hurries = False  # the server ends: what is owed goes out now
         self.reads = Breaker()
         self.writes = Breaker()
         self.draining = False
@@ -110,12 +114,14 @@ class Tier:
         """Called once, by Tiering."""
         self._post = post
         self._clock = clock
+        self.store_cpu = CpuShare(self.config.store_cpu_share, lambda: clock.now)
         self.losses = Losses(clock)
         connections = max(1, self.config.connections)
         if self.adapter.capabilities.thread_safe:
             self._lookups = Lane(f"{self.name}-lookup", min(2, connections), post)
             self._loads = Lane(f"{self.name}-load", min(4, connections), post)
-            self._stores = Lane(f"{self.name}-store", min(2, connections), post)
+            idle = self.config.store_io == "idle"
+            self._stores = Lane(f"{self.name}-store", min(2, connections), post, idle_disk=idle)
         else:
             self._lookups = Lane(self.name, 1, post, replaces=False)
             self._loads = self._stores = self._lookups
@@ -304,6 +310,7 @@ class Tier:
         keys = [transfer.tier_key for transfer in batch]
         fingerprint, namespace = batch[0].kind.layout.fingerprint, batch[0].namespace
         held = guessed = 0
+        used_s = 0.0
 
         def hold(nbytes: int, of_that_guessed: int = 0) -> None:
             nonlocal held, guessed
@@ -318,12 +325,18 @@ class Tier:
             hold(room, not_encoded)
 
         def work() -> list[Outcome]:
-            if self.chain.is_identity:
-                return self._carrier.store(batch, deadline)
-            return self._carrier.store(batch, deadline, reserved, lambda *known: self._post(Note(noted, known)))
+            nonlocal used_s
+            began_s = time.thread_time()
+            try:
+                if self.chain.is_identity:
+                    return self._carrier.store(batch, deadline)
+                return self._carrier.store(batch, deadline, reserved, lambda *known: self._post(Note(noted, known)))
+            finally:
+                used_s = time.thread_time() - began_s
 
         def ended(call: Call) -> None:
             self._timed("store", call)
+            self.store_cpu.charge(used_s)
             hold(0)
             outcomes: Sequence[Outcome] = call.result or [
                 Outcome(Result.FAILED, nbytes, error=repr(call.error)) for nbytes in reserved
@@ -356,7 +369,14 @@ class Tier:
     @property
     def has_room_for_stores(self) -> bool:
         """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""
+        if self.stores_rest_until > self._clock.now:
+            return False
         return self._stores.backlog + self.order.held(self._stores) < 2
+
+    @property
+    def stores_rest_until(self) -> float:
+        """Stores have used their share of the processor until then; what is owed waits, or is evicted first."""
+        return -math.inf if self.hurries else self.store_cpu.rests_until
 
     def stores_allowed(self) -> bool:
         """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
@@ -373,6 +393,7 @@ class Tier:
         self.accounting.resize(config.capacity_bytes, config.watermark, config.evict_ratio)
         self.reclaim.deadline_s = config.deadline_s
         self.rebuild.retime(config.deadline_s, config.rescan_s)
+        self.store_cpu.share = config.store_cpu_share
 
     # --- the loop's turn ----------------------------------------------------------------------------------
     def step(self) -> None:

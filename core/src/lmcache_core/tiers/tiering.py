@@ -299,6 +299,8 @@ class Tiering:
     def begin_drain(self) -> None:
         """No new lookups; everything dirty goes out."""
         self._draining = self._settled = True
+        for tier in self._tiers.values():
+            tier.hurries = True
         self._lookups.cancel_all()
 
     @property
