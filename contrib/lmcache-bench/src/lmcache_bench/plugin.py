@@ -8,6 +8,7 @@ from typing import Any
 from lmcache_core import PluginInfo, hookimpl
 
 BENCHES: dict[str, str] = {
+    "all": "every bench several times, and a page of what they found",
     "rpc": "round trips and two-phase calls on each carrier, against a bare echo",
     "copy": "store and retrieve end to end, against the best plain copy",
     "pages": "an engine's pages stored and retrieved, against bare strided copies of the same pages",

@@ -39,7 +39,7 @@ ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
 BENCHES_ELSEWHERE = dict.fromkeys(
     [
         *("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy"),
-        *("serde", "hash", "lookup", "restart", "engine", "hooks"),
+        *("serde", "hash", "lookup", "restart", "engine", "hooks", "all"),
     ],
     "lmcache-bench",
 )
