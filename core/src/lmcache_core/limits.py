@@ -118,6 +118,11 @@ TIER_LOSSES_REMEMBERED = 1 << 14  # why a tier does not have a key: some 3 MB a 
 TIER_DOUBTS_MAX = (
     4096  # keys that a tier is asked about after calls that failed; what a longer outage leaves, a scan finds
 )
+KV_EVENT_BATCH_HASHES = 4096  # of one KV event, and events of one batch of a snapshot
+KV_EVENTS_PENDING_MAX = 65_536  # objects whose blocks were reported, and that are not stored yet
+BLOCK_HASH_BYTES_MAX = 64  # of an engine: SHA-256 has 32
+REPORT_HASHES_MAX = 512  # of engines' blocks, in one frame
+REPORT_TOKENS_MAX = 4096  # in one frame, with 512 hashes of 64 bytes
 TENANTS_MAX = 256  # with a quota; the victims of a store are shared out between them
 TENANT_NAME_CHARS_MAX = 64  # it stands in metrics and every status
 TENANT_NAMESPACES_MAX = 1024  # of one tenant, in one frame

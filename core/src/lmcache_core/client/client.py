@@ -18,6 +18,7 @@ from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.boundaries import CommonHits, CommonLookups, KeyGroup
 from lmcache_core.client.channel import expect
 from lmcache_core.client.copying import copy_in, spans, threads_to_copy
+from lmcache_core.client.engine_blocks import EngineBlocks
 from lmcache_core.client.explaining import KeyExplanation, explain_pages
 from lmcache_core.client.hits import Hits, checked_keys, verify_level
 from lmcache_core.client.leases import ReadLease, WriteLease
@@ -152,14 +153,24 @@ class Client:
             )
         return True
 
-    def store(self, keys: Sequence[bytes], sources: Sequence[Any], *, namespace: Namespace) -> StoreResult:
-        """Store one object a key. `sources`: torch tensors or contiguous buffers of the namespace's layout.
+    def store(
+        self,
+        keys: Sequence[bytes],
+        sources: Sequence[Any],
+        *,
+        namespace: Namespace,
+        blocks: EngineBlocks | None = None,
+    ) -> StoreResult:
+        """Store one object a key. `sources`: torch tensors or contiguous buffers of the namespace's layout. `blocks`:
+        which of an engine's blocks these are, for routers; see `report_block_allocation`, which it calls first.
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
         keys = checked_keys(keys)
         layout = namespace.layout
         found = spans(sources, len(keys), layout, writable=False)
+        if blocks is not None:
+            self.report_block_allocation(keys, blocks, namespace=namespace)
         with WriteLease(self._links, namespace, Presence()) as lease:
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
@@ -586,6 +597,21 @@ class Client:
         texts: Mapping[str, str] | None = None,
     ) -> None:
         self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
+
+    def report_block_allocation(self, keys: Sequence[bytes], blocks: EngineBlocks, *, namespace: Namespace) -> int:
+        """Say which of an engine's blocks these keys hold, in the order of a prefix, so that routers which hear the
+        server's KV events learn it. Before or after the store; for objects that are on tiers, too. Of how many keys
+        somebody is told: 0 where nobody asks, and nothing need be reported for now.
+
+        Raises `UsageError` where `blocks` does not have as many hashes for each key.
+        """
+        keys = checked_keys(keys)
+        told = 0
+        for first, part in blocks.pages(len(keys)):
+            make = partial(part.message, namespace_id=namespace.id, keys=join_keys(keys[first : first + part.keys]))
+            asked = self._links.asked(partial(_ask_in, namespace, make), patient=True)
+            told += expect(asked, m.Done).count
+        return told
 
     def quotas(self) -> list[dict[str, Any]]:
         """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`: of each `used_bytes`,

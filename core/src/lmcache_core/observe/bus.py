@@ -21,7 +21,7 @@ from lmcache_core.limits import (
     EVENTS_CLOSE_S,
     SUBSCRIBER_HANG_S,
 )
-from lmcache_core.observe.events import CacheEvent, Maker
+from lmcache_core.observe.events import CacheEvent, EventsMissed, Maker, one
 from lmcache_core.observe.subscriber import EventSubscriber
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class EventBus:
         self.queue_size = queue_size
         self.emitted = 0
         self.dropped = 0
+        self._untold = 0  # of these, what subscribers have not been told of
         self._now = now
         self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
         self._queue: deque[_Happened] = deque()
@@ -75,7 +76,10 @@ class EventBus:
         waiting = self._objects_in - self._objects_out
         if len(self._queue) >= self.queue_size or (waiting and waiting + objects > EVENT_BUS_OBJECTS_MAX):
             self.dropped += 1
+            self._untold += 1
             return
+        if self._untold:
+            self._tell_missed()
         self._queue.append(_Happened(self._now(), make, arguments, more, objects))
         self._objects_in += objects
         self.emitted += 1
@@ -85,6 +89,9 @@ class EventBus:
 
     def check(self) -> None:
         """Put a subscriber aside that has not come back for too long, and go on without it. Call it now and then."""
+        if self._untold and len(self._queue) < self.queue_size:
+            self._tell_missed()
+            self._wake.set()
         with self._lock:
             busy = self._busy
             if busy is None or time.monotonic() - busy[1] <= SUBSCRIBER_HANG_S:
@@ -93,6 +100,11 @@ class EventBus:
             self._busy = None
         self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s")
         self._thread = self._start()
+
+    def _tell_missed(self) -> None:
+        """In its place: behind what was left before, and before what is left from now on."""
+        self._queue.append(_Happened(self._now(), one, (EventsMissed,), {"events": self._untold}, 0))
+        self._untold = 0
 
     def close(self) -> None:
         """Tell what is left, and end the subscribers; a hanging one is waited for no longer than a moment."""

@@ -60,6 +60,38 @@ class ObjectsTiered(ObjectsEvent, tag="tier_stored", frozen=True):
     tier: str
 
 
+class ObjectsUntiered(CacheEvent, tag="tier_removed", frozen=True):
+    """A tier does not have these any more: evicted, damaged, or deleted by others. What a clear has made unreachable is
+    not told."""
+
+    namespace: int
+    keys: list[bytes]
+    tier: str
+
+
+class BlocksReported(CacheEvent, tag="blocks_reported", frozen=True):
+    """An engine said which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in the order of a
+    prefix: each block follows the one before it, the first one `parent`. `media`: of each key, a bit for each place
+    that has it, 1 for the L1 and 2 for any tier. `token_ids`: of all blocks, where it was to be told; never shown."""
+
+    namespace: int
+    keys: list[bytes]
+    hashes: list[bytes]
+    parent: bytes | None
+    media: bytes
+    block_size: int
+    lora_id: int | None
+    lora_name: str | None
+    group: int | None
+    token_ids: list[int]
+
+
+class EventsMissed(CacheEvent, tag="missed", frozen=True):
+    """So many things that happened are not told: the bus was full."""
+
+    events: int
+
+
 class TierStateChanged(CacheEvent, tag="tier_state", frozen=True):
     """A tier's breaker moved. `what`: reads or writes; `state`: closed (it is used), open (it is left alone)."""
 
@@ -156,6 +188,9 @@ EVENTS: tuple[type[CacheEvent], ...] = (
     ObjectsEvicted,
     ObjectsRemoved,
     ObjectsTiered,
+    ObjectsUntiered,
+    BlocksReported,
+    EventsMissed,
     TierStateChanged,
     TierListChanged,
     LookupAnswered,

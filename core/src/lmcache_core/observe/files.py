@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
-from lmcache_core.observe.events import CacheEvent
+from lmcache_core.observe.events import BlocksReported, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.settings.model import Section
 from lmcache_core.settings.sizes import Size
@@ -65,6 +65,10 @@ def plain(event: CacheEvent) -> Any:
     fields = msgspec.to_builtins(event, builtin_types=(bytes,))
     if "keys" in fields and isinstance(fields["keys"], list):
         fields["keys"] = [key.hex() for key in fields["keys"]]
+    if isinstance(event, BlocksReported):
+        fields |= {"hashes": [each.hex() for each in event.hashes], "media": list(event.media)}
+        fields["parent"] = None if event.parent is None else event.parent.hex()
+        del fields["token_ids"]  # content
     if isinstance(fields.get("namespace"), int):
         fields["namespace"] = f"{fields['namespace']:016x}"
     return fields

@@ -32,6 +32,9 @@ class EventSubscriber(ABC):
     nothing more, and `status` says why. It keeps no event's lists that it has changed: others hear the same events.
     """
 
+    wants_blocks: bool = False  # True: engines are asked to report their blocks
+    wants_tokens: bool = False  # and the tokens in them, which are content
+
     @abstractmethod
     def hear(self, events: Sequence[CacheEvent]) -> None:
         """What has happened, a batch at a time, at most some thousand events."""

@@ -237,6 +237,23 @@ class ChangeTier(Message, tag="change_tier"):
     texts: dict[str, str] = {}
 
 
+class ReportBlocks(Message, tag="report_blocks"):
+    """Which of its blocks an engine keeps under these keys: `hashes` in the order of a prefix, as many for each key,
+    and the hash before the first of them. For a namespace of this session. Answered by `Done`: of how many keys
+    somebody is told; 0 where nobody asks for blocks."""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    hashes: list[bytes]
+    parent: bytes | None
+    block_size: int
+    lora_id: int | None = None
+    lora_name: str | None = None
+    group: int | None = None
+    token_ids: list[int] = []
+
+
 class QuotasRequest(Message, tag="quotas"):
     """The tenants with a quota and what they use, from number `first` on."""
 
@@ -321,6 +338,7 @@ Request = (
     | Unpin
     | Tiers
     | ChangeTier
+    | ReportBlocks
     | QuotasRequest
     | SetQuota
     | RemoveQuota

@@ -20,7 +20,7 @@ from lmcache_core.errors import (
 )
 from lmcache_core.kernel.answers import Reason, Settled
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.limits import BATCH_KEYS_MAX, SESSION_NAME_BYTES_MAX
+from lmcache_core.limits import BATCH_KEYS_MAX, BLOCK_HASH_BYTES_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import (
@@ -111,6 +111,7 @@ class Dispatch:
             m.Unpin: self._unpin,
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),
             m.ChangeTier: tier_changes.change,
+            m.ReportBlocks: self._report_blocks,
             m.QuotasRequest: quotas.describe,
             m.SetQuota: quotas.set,
             m.RemoveQuota: quotas.remove,
@@ -325,6 +326,23 @@ class Dispatch:
         if session.uid not in (0, os.geteuid()):
             raise UsageError("settings are shown to the server's own user: ask as that one")
         return m.StatusReply(request.rid, plain(self._settings))
+
+    def _report_blocks(self, session: Session, request: m.ReportBlocks) -> m.Message:
+        self._layout_of(session, request.namespace)
+        keys = split_keys(request.keys)
+        if not keys or len(request.hashes) % len(keys) or not request.hashes or request.block_size < 1:
+            raise UsageError(
+                f"{len(request.hashes)} hashes of blocks of {request.block_size} tokens for {len(keys)} keys: give as "
+                "many for each key, and a size above 0"
+            )
+        hashes = [*request.hashes, *(() if request.parent is None else (request.parent,))]
+        if any(not 0 < len(each) <= BLOCK_HASH_BYTES_MAX for each in hashes):
+            raise UsageError(f"a block's hash has 1 to {BLOCK_HASH_BYTES_MAX} bytes")
+        taps = self._l1.taps
+        if taps is None or not taps.wants_blocks:
+            return m.Done(request.rid, 0)
+        taps.blocks(request, keys, self._l1.media_of(request.namespace, keys))
+        return m.Done(request.rid, len(keys))
 
     def _pin(self, session: Session, request: m.Pin) -> m.Message:
         self._layout_of(session, request.namespace)

@@ -321,6 +321,12 @@ class L1:
         if self.index is not None and self.kernel.may_evict(layout_id, keys):
             self.note_uses()
 
+    def media_of(self, namespace: int, keys: Sequence[bytes]) -> bytes:
+        """Where the keys are, a byte for each: 1 in the pool, 2 on a tier, or both."""
+        ready = {item.key for item in self.kernel.kept(namespace, keys)}
+        on_tiers = set() if self.tiering is None else self.tiering.known(namespace, keys)
+        return bytes((key in ready) | (key in on_tiers) << 1 for key in keys)
+
     # --- what tiering asks of the L1 ----------------------------------------------------------------------
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:

@@ -206,7 +206,9 @@ class Server:
                 undo.callback(subscribers[name].close)
             bus = EventBus(subscribers, settings.event_bus_queue_size)
             undo.pop_all()
-        self.l1.taps = EventTaps(bus, settings.l1.eviction.type)
+        wants_blocks = any(each.wants_blocks for each in subscribers.values())
+        wants_tokens = any(each.wants_tokens for each in subscribers.values())
+        self.l1.taps = EventTaps(bus, settings.l1.eviction.type, wants_blocks, wants_tokens)
         return bus
 
     def _tiering_made(self) -> Tiering:

@@ -9,6 +9,7 @@ from lmcache_core.kernel.effects import Committed, Effect, Evicted, LeaseExpired
 from lmcache_core.kernel.states import State
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import (
+    BlocksReported,
     CacheCleared,
     DrainBegun,
     LeaseTimedOut,
@@ -18,6 +19,7 @@ from lmcache_core.observe.events import (
     ObjectsLoaded,
     ObjectsRemoved,
     ObjectsTiered,
+    ObjectsUntiered,
     PoolAdopted,
     ServerFault,
     SessionClosed,
@@ -29,6 +31,7 @@ from lmcache_core.observe.events import (
     one,
 )
 from lmcache_core.pool.tables import NO_ROW
+from lmcache_core.protocol import messages as m
 
 if TYPE_CHECKING:
     from lmcache_core.server.session import Session
@@ -39,8 +42,10 @@ class EventTaps:
     """There is one where there are subscribers, and none else: then nothing of this runs. Lives on the loop's thread;
     implements `tiers.observer.TierObserver`."""
 
-    def __init__(self, bus: EventBus, eviction_policy: str) -> None:
+    def __init__(self, bus: EventBus, eviction_policy: str, wants_blocks: bool, wants_tokens: bool) -> None:
         self.bus = bus
+        self.wants_blocks = wants_blocks
+        self.wants_tokens = wants_tokens
         self._policy = eviction_policy
         self._faults = 0
 
@@ -65,6 +70,27 @@ class EventTaps:
 
     def stored(self, tier: str, objects: Sequence[CommittedObject]) -> None:
         self.bus.emit(of_objects, ObjectsTiered, objects, objects=len(objects), tier=tier)
+
+    def removed(self, tier: str, namespace: int, keys: Sequence[bytes]) -> None:
+        self.bus.emit(one, ObjectsUntiered, objects=len(keys), namespace=namespace, keys=list(keys), tier=tier)
+
+    def blocks(self, request: m.ReportBlocks, keys: Sequence[bytes], media: bytes) -> None:
+        """An engine has said which of its blocks these keys hold."""
+        self.bus.emit(
+            one,
+            BlocksReported,
+            objects=len(keys) + len(request.hashes),
+            namespace=request.namespace,
+            keys=list(keys),
+            hashes=request.hashes,
+            parent=request.parent,
+            media=media,
+            block_size=request.block_size,
+            lora_id=request.lora_id,
+            lora_name=request.lora_name,
+            group=request.group,
+            token_ids=request.token_ids if self.wants_tokens else [],
+        )
 
     def breaker_moved(self, tier: str, what: str, state: str, error: str) -> None:
         self.bus.emit(one, TierStateChanged, tier=tier, what=what, state=state, error=error)

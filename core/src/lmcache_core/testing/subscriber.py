@@ -29,6 +29,10 @@ _SAMPLES: dict[Any, Any] = {
     bool: True,
     str: "words",
     list[bytes]: _KEYS,
+    bytes: bytes(len(_KEYS)),
+    bytes | None: None,
+    str | None: None,
+    list[int]: [1, 2, 3],
     dict[str, int]: {"evicted": 3},
     int | None: None,
 }

@@ -87,6 +87,7 @@ class Accounting:
         self._scanned: Iterator[ScanEntry] = iter(())
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
+        self.on_removed: Callable[[list[bytes]], None] | None = None  # told of what was there and is not
         self._charged: dict[int, int] = {}  # what `charge` was told, by namespace
         self.tenancy: Tenancy | None = None  # without an eviction policy there is none
         if isinstance(policy, GuardedPolicy):
@@ -137,7 +138,7 @@ class Accounting:
                     entry.seen, entry.damaged = self._rescan, False
                     known.append(tier_key)
                     continue
-                self.remove([tier_key])
+                self._remove([tier_key])
                 fresh = [other for other in fresh if other is not entry]  # twice in a batch, in two sizes
             entry = TierEntry(tier_key, nbytes)
             entry.seen = self._rescan
@@ -180,11 +181,19 @@ class Accounting:
 
     def remove(self, tier_keys: Sequence[bytes]) -> None:
         """They are no longer on the tier. Unknown ones are no error."""
+        removed = self._remove(tier_keys)
+        if removed and self.on_removed is not None:
+            self.on_removed(removed)
+
+    def _remove(self, tier_keys: Sequence[bytes]) -> list[bytes]:
+        """Those that were there."""
         listed: list[TierEntry] = []
+        removed: list[bytes] = []
         for tier_key in tier_keys:
             entry = self._shard(tier_key).pop(tier_key, None)
             if entry is None:
                 continue
+            removed.append(tier_key)
             self.bytes_used -= entry.nbytes
             self.objects -= 1
             if entry.holds:
@@ -197,6 +206,7 @@ class Accounting:
                 entry.listed = False
         if listed and self.policy is not None:
             self.policy.remove(listed)
+        return removed
 
     def shards(self) -> Iterator[list[TierEntry]]:
         """All entries, a small part at a time: a walk over everything is made in many turns of the loop."""

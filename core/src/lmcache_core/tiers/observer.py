@@ -14,6 +14,9 @@ class TierObserver(Protocol):
     def stored(self, tier: str, objects: Sequence[CommittedObject]) -> None:
         """The tier has these now."""
 
+    def removed(self, tier: str, namespace: int, keys: Sequence[bytes]) -> None:
+        """The tier does not have these any more."""
+
     def breaker_moved(self, tier: str, what: str, state: str, error: str) -> None:
         """`what`: "reads" or "writes". The tier is left alone (`open`), or used again (`closed`)."""
 

@@ -34,7 +34,7 @@ from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Outcome, Recount, Result
 from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, object_kind
+from lmcache_core.tiers.format import HEADER_BYTES, TIER_KEY_BYTES, ObjectKind, object_kind, split_tier_key
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.latency import Latency
@@ -113,6 +113,7 @@ class Tier:
     def start(self, post: Callable[[Call | Note], None], epochs: Epochs, clock: Clock) -> None:
         """Called once, by Tiering."""
         self._post = post
+        self._epochs = epochs
         self._clock = clock
         self.store_cpu = CpuShare(self.config.store_cpu_share, lambda: clock.now)
         self.losses = Losses(clock)
@@ -170,6 +171,18 @@ class Tier:
         """Have somebody told when the tier is left alone, and when it is used again."""
         for what, breaker in (("reads", self.reads), ("writes", self.writes)):
             breaker.on_move = partial(self._told, observer, what, breaker)
+        self.accounting.on_removed = partial(self._tell_removed, observer)
+
+    def _tell_removed(self, observer: TierObserver, names: Sequence[bytes]) -> None:
+        """Not of what a clear has made unreachable: what is stored since then has other names."""
+        by_namespace: dict[int, list[bytes]] = {}
+        for name in names:
+            if len(name) == TIER_KEY_BYTES:
+                key, namespace, epoch = split_tier_key(name)
+                if epoch >= self._epochs.of(namespace):
+                    by_namespace.setdefault(namespace, []).append(key)
+        for namespace, keys in by_namespace.items():
+            observer.removed(self.name, namespace, keys)
 
     def _told(self, observer: TierObserver, what: str, breaker: Breaker, state: BreakerState) -> None:
         observer.breaker_moved(self.name, what, state, breaker.last_error if state is BreakerState.OPEN else "")

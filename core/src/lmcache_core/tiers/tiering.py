@@ -277,6 +277,14 @@ class Tiering:
         """In their order."""
         return self._tiers.values()
 
+    def known(self, namespace: int, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that some tier is thought to have."""
+        names = tier_keys(keys, namespace, self._epochs.of(namespace))
+        known: set[bytes] = set()
+        for tier in self._tiers.values():
+            known |= tier.accounting.known(names)
+        return {key for key, name in zip(keys, names, strict=True) if name in known}
+
     def tenants_changed(self) -> None:
         """Have every tier look at what its tenants are to give."""
         self._settled = True

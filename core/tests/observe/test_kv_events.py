@@ -1,0 +1,311 @@
+"""KV events for routers, read as a router reads them: by MessagePack from a socket, with nothing of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+import zmq
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.events import BlocksReported, CacheEvent, EventsMissed, ObjectsAdmitted, of_objects
+from lmcache_core.observe.files import plain
+from lmcache_core.observe.kv_events import SNAPSHOT, KvEvents, KvEventsSettings, offset_endpoint
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing import EventSubscriberContract
+from lmcache_core.tokens.namespace import Namespace
+
+LAYOUT = Layout("uint8", (4096,))
+SPACE = Namespace("kv", LAYOUT)
+WAIT_MS = 60_000
+END = b"\xff" * 8
+
+
+def digest(what: str, number: int) -> bytes:
+    return hashlib.sha256(f"{what} {number}".encode()).digest()
+
+
+def keys(first: int, count: int) -> list[bytes]:
+    return [digest("key", number) for number in range(first, first + count)]
+
+
+def hashes(first: int, count: int) -> list[bytes]:
+    return [digest("hash", number) for number in range(first, first + count)]
+
+
+def low(raw: bytes) -> int:
+    return int.from_bytes(raw, "big") & (1 << 64) - 1
+
+
+class Router:
+    """One that hears the PUB socket, and asks the ROUTER."""
+
+    def __init__(self, folder: Path, topic: str = "") -> None:
+        self.context = zmq.Context()
+        self.events: list[dict[str, Any]] = []  # heard, and not looked at
+        self.sub = self.context.socket(zmq.SUB)
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self.sub.connect(f"ipc://{folder}/kv")
+        self.dealer = self.context.socket(zmq.DEALER)
+        self.dealer.connect(f"ipc://{folder}/replay")
+
+    def batch(self) -> tuple[int, list[Any], Any]:
+        """Number, events, rank."""
+        assert self.sub.poll(WAIT_MS), "nothing was published"
+        _, seq, payload = self.sub.recv_multipart()
+        at_s, events, rank = msgspec.msgpack.decode(payload)
+        assert at_s > 0
+        return int.from_bytes(seq, "big"), events, rank
+
+    def until(self, kind: str) -> dict[str, Any]:
+        while True:
+            while self.events:
+                event = self.events.pop(0)
+                if event["type"] == kind:
+                    return dict(event)
+            self.events += self.batch()[1]
+
+    def ask(self, what: bytes) -> list[tuple[int, list[Any]]]:
+        self.dealer.send_multipart([b"", what])
+        found = []
+        while True:
+            assert self.dealer.poll(WAIT_MS)
+            empty, topic, seq, payload = self.dealer.recv_multipart()
+            assert empty == b""
+            if seq == END and not payload:
+                assert topic == b""
+                return found
+            found.append((int.from_bytes(seq, "big", signed=True), msgspec.msgpack.decode(payload)[1]))
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def settings_of(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"endpoint": f"ipc://{folder}/kv", "replay_endpoint": f"ipc://{folder}/replay", **more}
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., tuple[Client, Router]]]:
+    made: list[Any] = []
+
+    def start(l2: dict[str, Any] | None = None, size: int = 16 << 20, **more: Any) -> tuple[Client, Router]:
+        registry = load_plugins()
+        server = Server(
+            make_settings(
+                registry, name=f"kv-{uuid4().hex[:10]}", runtime_dir=str(tmp_path / "run"),
+                state_dir=str(tmp_path / "state"), l1={"size_bytes": size, "backing": "memfd"}, l2=l2 or {},
+                subscribers={"kv_events": settings_of(tmp_path, **more)},
+            ),
+            registry,
+        )  # fmt: skip
+        assert server.populator.wait(60)
+        server.start()
+        client, router = server.connect(), Router(tmp_path)
+        made.extend([server, client, router])
+        subscribed(client, router)
+        return client, router
+
+    yield start
+    for each in reversed(made):
+        (each.stop if isinstance(each, Server) else each.close)()
+
+
+def subscribed(client: Client, router: Router) -> None:
+    """Until the subscription has come through: the first batches are for that."""
+    number = 0
+    while not router.sub.poll(20):
+        client.store(keys(10**6 + number, 1), [bytes(4096)], namespace=SPACE,
+                     blocks=EngineBlocks(hashes(10**6 + number, 1), 16))  # fmt: skip
+        number += 1
+        assert number < 1000
+    client.clear(SPACE)
+    time.sleep(0.1)
+    while router.sub.poll(100):
+        router.sub.recv_multipart()
+
+
+class TestKvEvents(EventSubscriberContract):
+    component = "kv_events"
+
+    @pytest.fixture
+    def subscriber_settings(self, tmp_path: Path) -> dict[str, Any]:
+        return settings_of(tmp_path)
+
+
+def test_what_is_stored_and_removed_is_told_by_the_engines_hashes(serve: Callable[..., Any]) -> None:
+    client, router = serve()
+    blocks = EngineBlocks(hashes(0, 8), 16, parent=digest("hash", -1), lora_id=3, lora_name="tuned", group=1)
+    client.store(keys(0, 4), [bytes(4096)] * 4, namespace=SPACE, blocks=blocks)
+    assert router.until("BlockStored") == {
+        "type": "BlockStored", "block_hashes": [low(each) for each in hashes(0, 8)],
+        "parent_block_hash": low(digest("hash", -1)), "token_ids": [], "block_size": 16, "lora_id": 3,
+        "medium": "CPU", "lora_name": "tuned", "group_idx": 1,
+    }  # fmt: skip
+    client.clear(SPACE)
+    told = router.until("BlockRemoved")
+    assert told["medium"] == "CPU"
+    assert set(told["block_hashes"]) == {low(each) for each in hashes(0, 8)}
+
+
+def test_what_is_there_already_is_told_when_an_engine_reports_it(serve: Callable[..., Any]) -> None:
+    client, router = serve()
+    client.store(keys(0, 2), [bytes(4096)] * 2, namespace=SPACE)
+    assert client.report_block_allocation(keys(0, 3), EngineBlocks(hashes(0, 3), 16), namespace=SPACE) == 3
+    told = router.until("BlockStored")
+    assert told["block_hashes"] == [low(each) for each in hashes(0, 2)], "the third is not there"
+    assert (told["parent_block_hash"], told["lora_id"], told["lora_name"]) == (None, None, None)
+    client.store(keys(2, 1), [bytes(4096)], namespace=SPACE)
+    told = router.until("BlockStored")
+    assert told["block_hashes"] == [low(hashes(2, 1)[0])]
+    assert told["parent_block_hash"] == low(hashes(1, 1)[0])
+
+
+def test_evictions_are_told(serve: Callable[..., Any]) -> None:
+    client, router = serve(size=1 << 20)
+    for first in range(0, 600, 100):
+        blocks = EngineBlocks(hashes(first, 100), 16)
+        client.store(keys(first, 100), [bytes(4096)] * 100, namespace=SPACE, blocks=blocks)
+    there: set[int] = set()
+    found = client.lookup(keys(0, 600), namespace=SPACE, prefix=False, tiers=[]).statuses
+    want = {low(hashes(number, 1)[0]) for number, status in enumerate(found) if status.name == "GRANTED"}
+    end = time.monotonic() + 60
+    while there != want:
+        assert time.monotonic() < end
+        for event in router.batch()[1]:
+            change = there.update if event["type"] == "BlockStored" else there.difference_update
+            change(event["block_hashes"])
+
+
+def test_tiers_are_another_medium(serve: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_fs")
+    client, router = serve({"disk": {"type": "fs", "path": str(tmp_path / "disk")}})
+    client.store(keys(0, 2), [bytes(4096)] * 2, namespace=SPACE, blocks=EngineBlocks(hashes(0, 2), 16))
+    media = {router.until("BlockStored")["medium"], router.until("BlockStored")["medium"]}
+    assert media == {"CPU", "STORAGE"}
+    client.clear(SPACE)
+    assert router.until("BlockRemoved")["medium"] == "CPU"
+    assert {each["medium"] for _, events in router.ask(SNAPSHOT) for each in events} == {"STORAGE"}
+    assert client.lookup(keys(0, 2), namespace=SPACE, wait_s=30).statuses[0].name == "GRANTED"
+    assert router.until("BlockStored")["medium"] == "CPU", "its hashes were kept for as long as it was anywhere"
+    client.clear(SPACE, tiers=True)
+    gone = {router.until("BlockRemoved")["medium"], router.until("BlockRemoved")["medium"]}
+    assert gone == {"CPU", "STORAGE"}
+
+
+def test_a_clear_of_everything_is_one_event(serve: Callable[..., Any]) -> None:
+    client, router = serve()
+    client.store(keys(0, 2), [bytes(4096)] * 2, namespace=SPACE, blocks=EngineBlocks(hashes(0, 2), 16))
+    router.until("BlockStored")
+    client.clear(tiers=True)
+    assert router.until("AllBlocksCleared") == {"type": "AllBlocksCleared"}
+    (_, events), *more = router.ask(SNAPSHOT)
+    assert (events, more) == ([], [])
+
+
+def test_what_was_missed_is_replayed_and_a_newcomer_gets_a_snapshot(serve: Callable[..., Any]) -> None:
+    client, router = serve()
+    seqs = []
+    for number in range(3):
+        blocks = EngineBlocks(hashes(10 * number, 2), 16)
+        client.store(keys(10 * number, 2), [bytes(4096)] * 2, namespace=SPACE, blocks=blocks)
+        seqs.append(router.batch()[0])
+    assert seqs == list(range(seqs[0], seqs[0] + 3)), "no number is left out"
+    again = router.ask(seqs[1].to_bytes(8, "big"))
+    assert [seq for seq, _ in again] == seqs[1:]
+    assert again[0][1][0]["block_hashes"] == [low(each) for each in hashes(10, 2)]
+    assert router.ask((1 << 40).to_bytes(8, "big")) == []
+    there = router.ask(SNAPSHOT)
+    assert {seq for seq, _ in there} == {seqs[-1]}
+    told = {each for _, events in there for event in events for each in event["block_hashes"]}
+    assert told >= {low(each) for number in range(3) for each in hashes(10 * number, 2)}
+
+
+def test_older_consumers_read_arrays_with_hashes_as_bytes(serve: Callable[..., Any]) -> None:
+    client, router = serve(format="array", hashes="bytes", token_ids=True, dp_rank=0)
+    tokens = list(range(32))
+    blocks = EngineBlocks(hashes(0, 2), 16, token_ids=tokens)
+    client.store(keys(0, 1), [bytes(4096)], namespace=SPACE, blocks=blocks)
+    _, events, rank = router.batch()
+    assert (events, rank) == ([["BlockStored", hashes(0, 2), None, tokens, 16, None, "CPU", None]], 0)
+    client.clear(SPACE)
+    assert router.batch()[1] == [["BlockRemoved", hashes(0, 2), "CPU"]]
+
+
+def test_tokens_are_told_to_nobody_who_did_not_ask(serve: Callable[..., Any]) -> None:
+    client, router = serve()
+    blocks = EngineBlocks(hashes(0, 1), 4, token_ids=[7, 8, 9, 10])
+    client.store(keys(0, 1), [bytes(4096)], namespace=SPACE, blocks=blocks)
+    assert router.until("BlockStored")["token_ids"] == []
+    event = BlocksReported(at_s=1.0, namespace=1, keys=keys(0, 1), hashes=hashes(0, 1), parent=None, media=b"\1",
+                           block_size=4, lora_id=None, lora_name=None, group=None, token_ids=[7, 8, 9, 10])  # fmt: skip
+    assert "token_ids" not in plain(event), "no file and no stream has them"
+
+
+def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
+    heard: list[CacheEvent] = []
+
+    class Hears(EventSubscriber):
+        def hear(self, events):  # type: ignore[no-untyped-def]
+            heard.extend(events)
+
+    class One:
+        key, namespace, nbytes = bytes(32), 1, 1
+
+    bus = EventBus({"one": Hears()}, 2)
+    with bus._lock:  # its thread stands at the first batch
+        for _ in range(200):
+            bus.emit(of_objects, ObjectsAdmitted, [One()], objects=1)
+    end = time.monotonic() + 60
+    while bus.status()["queue"] or not heard:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    bus.check()
+    bus.close()
+    assert sum(event.events for event in heard if isinstance(event, EventsMissed)) == bus.dropped > 0
+    kv = KvEvents(KvEventsSettings.model_validate(settings_of(tmp_path)), SubscriberContext("n", tmp_path))
+    router = Router(tmp_path)
+    kv.hear([EventsMissed(at_s=1.0, events=3)])
+    assert router.ask((0).to_bytes(8, "big")) == [(0, [{"type": "AllBlocksCleared"}])]
+    kv.close()
+    router.close()
+
+
+def test_what_makes_no_sense_is_refused_with_words(serve: Callable[..., Any], tmp_path: Path) -> None:
+    client, _ = serve()
+    with pytest.raises(UsageError, match="as many for each key"):
+        client.report_block_allocation(keys(0, 2), EngineBlocks(hashes(0, 3), 16), namespace=SPACE)
+    with pytest.raises(UsageError, match="give all, or none"):
+        client.report_block_allocation(keys(0, 1), EngineBlocks(hashes(0, 1), 16, token_ids=[1]), namespace=SPACE)
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        port = there.getsockname()[1]
+        taken = KvEventsSettings(endpoint=f"tcp://127.0.0.1:{port}", replay_endpoint=None)
+        with pytest.raises(SettingsError, match="choose another"):
+            KvEvents(taken, SubscriberContext("n", tmp_path))
+    assert offset_endpoint("tcp://*:5557", 2) == "tcp://*:5559"
+    assert offset_endpoint("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
+
+
+def test_without_a_router_a_report_says_that_nobody_asks(tmp_path: Path) -> None:
+    registry = load_plugins()
+    made = make_settings(
+        registry, name=f"kv-{uuid4().hex[:10]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 1 << 20, "backing": "memfd"},
+    )  # fmt: skip
+    with Server(made, registry) as server, server.connect() as client:
+        assert client.report_block_allocation(keys(0, 2), EngineBlocks(hashes(0, 2), 16), namespace=SPACE) == 0
