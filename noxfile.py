@@ -260,6 +260,19 @@ def has_vllm(session: nox.Session) -> bool:
 
 
 @nox.session
+def transformers(session: nox.Session) -> None:
+    """The transformers bridge with every model that there is; `-- 5.19.0` for another version than the newest.
+
+    What needs no walk over all models is in `tests`. Another version may have other models: their list is `proven.py`.
+    """
+    version = f"=={session.posargs[0]}" if session.posargs else ">=5"
+    tools = (*TEST_TOOLS, "torch>=2.4", f"transformers{version}")
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-transformers"], tools=tools)
+    tests = "contrib/lmcache-transformers/tests"
+    session.run("python", "-m", "pytest", "-q", "--timeout=1800", tests, env={"LMCACHE_TRANSFORMERS_WALK": "1"})
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Four workers, three tiers, random kills, every byte checked. Three minutes; `-- --seconds 36000` for a night."""
     install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-mock"], native="require")

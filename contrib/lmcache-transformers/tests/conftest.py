@@ -1,9 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lmcache_core import Server
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.settings.compose import make_settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `tiny_models` and `proving`
 
 
 def tiny_llama(**changes: Any) -> Any:
@@ -24,12 +33,29 @@ def tiny_llama(**changes: Any) -> Any:
         | changes
     )
     torch.manual_seed(11)
-    return transformers.LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 @pytest.fixture(scope="session")
 def model() -> Any:
     return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Any]:
+    return tiny_llama
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are slower with several threads, and very much so on a busy machine."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +73,27 @@ def greedy() -> Callable[..., list[int]]:
         return out
 
     return run
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Any]:
+    registry = load_plugins()
+    settings = make_settings(
+        registry,
+        name=f"t{tmp_path.name.replace('_', '-').lower()[-40:]}",
+        runtime_dir=tmp_path / "run",
+        state_dir=tmp_path / "state",
+        l1={"size_bytes": 64 << 20, "backing": "memfd"},
+    )
+    with Server(settings, registry) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Any) -> Iterator[Any]:
+    with server.connect() as client:
+        until = time.monotonic() + 60
+        while (usage := client.status()["l1"])["populated_bytes"] < usage["pool_bytes"]:
+            assert time.monotonic() < until, usage
+            time.sleep(0.005)
+        yield client

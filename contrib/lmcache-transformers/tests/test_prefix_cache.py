@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lmcache_core import Client, Server
-from lmcache_core.plugins.loader import load_plugins
-from lmcache_core.settings.compose import make_settings
-from lmcache_transformers import PrefixCache, gather_chunks, prefix_cache, write_chunks
+from lmcache_core import Client
+from lmcache_core.client.client import Client as AnyClient
+from lmcache_core.errors import UsageError
+from lmcache_transformers import PrefixCache
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -22,30 +21,6 @@ Greedy = Callable[..., list[int]]
 Answered = Callable[..., tuple[list[int], int, Any]]
 DOCUMENT = [(7 * i * i + 3 * i) % 509 for i in range(5 * CHUNK)]
 QUESTIONS = ([1, 2, 3, 4, 5], [9, 8, 7])
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Any]:
-    registry = load_plugins()
-    settings = make_settings(
-        registry,
-        name=f"t{tmp_path.name.replace('_', '-').lower()[-40:]}",
-        runtime_dir=tmp_path / "run",
-        state_dir=tmp_path / "state",
-        l1={"size_bytes": 16 << 20, "backing": "memfd"},
-    )
-    with Server(settings, registry) as server:
-        yield server
-
-
-@pytest.fixture
-def client(server: Any) -> Iterator[Any]:
-    with server.connect() as client:
-        until = time.monotonic() + 60
-        while (usage := client.status()["l1"])["populated_bytes"] < usage["pool_bytes"]:
-            assert time.monotonic() < until, usage
-            time.sleep(0.005)
-        yield client
 
 
 @pytest.fixture
@@ -72,7 +47,8 @@ def test_a_second_question_reuses_the_document_and_gets_the_uncached_answer(
     assert out == greedy(model, transformers.DynamicCache(), first)
     stored = prefixes.store(first, cache)
     assert (stored.chunks_written, stored.chunks_present) == (5, 0)
-    assert stored.nbytes == 5 * prefixes.layout.nbytes
+    a_token = 2 * 3 * 2 * 16 * 4  # keys and values, layers, KV heads, size, bytes
+    assert stored.nbytes == 5 * prefixes.layout.nbytes == 5 * CHUNK * a_token
     out, reused, _ = answered(prefixes, second)
     assert reused == len(DOCUMENT)
     assert out == greedy(model, transformers.DynamicCache(), second)
@@ -175,43 +151,114 @@ def test_without_a_server_everything_misses_and_nothing_is_stored(
     assert out == greedy(model, transformers.DynamicCache(), DOCUMENT)
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_server_that_ends_while_a_prefix_is_copied_makes_it_a_miss_unless_the_index_shows_that_it_is_whole(
-    server: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache, shown: bool
-) -> None:
-    _, _, cache = answered(prefixes, DOCUMENT)
-    prefixes.store(DOCUMENT, cache)
-    link = prefixes.client._links.current()
-    if not shown:
-        link.index = None
-    elif link.index is None:
-        pytest.skip("the C extension is not there")
-
-    def copy_and_lose_the_server(chunks: list[Any], *device: Any) -> Any:
-        copied = write_chunks(chunks, *device)
-        if chunks:
-            server.stop()
-        return copied
-
-    monkeypatch.setattr(prefix_cache, "write_chunks", copy_and_lose_the_server)
-    prefix = prefixes.load([*DOCUMENT, 1])
-    reused = len(DOCUMENT) if shown else 0
-    assert prefix.tokens_reused == reused
-    assert prefix.cache.get_seq_length() == reused
-    if shown:
-        for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
-            assert torch.equal(ours.keys, theirs.keys[..., :reused, :])
-
-
-def test_a_server_that_ends_while_chunks_are_written_leaves_them_unstored(
+def test_a_server_that_ends_before_a_prefix_is_copied_makes_it_a_miss(
     server: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
 ) -> None:
     _, _, cache = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, cache)
+    retrieve = AnyClient.retrieve_strided
 
-    def write_and_lose_the_server(*arguments: Any) -> None:
-        gather_chunks(*arguments)
+    def lose_the_server_first(self: AnyClient, *arguments: Any, **options: Any) -> Any:
         server.stop()
+        return retrieve(self, *arguments, **options)
 
-    monkeypatch.setattr(prefix_cache, "gather_chunks", write_and_lose_the_server)
-    assert prefixes.store(DOCUMENT, cache) == (0, 0, 0)
+    monkeypatch.setattr(AnyClient, "retrieve_strided", lose_the_server_first)
+    prefix = prefixes.load([*DOCUMENT, 1])
+    assert prefix.tokens_reused == prefix.cache.get_seq_length() == 0
     assert answered(prefixes, DOCUMENT)[1] == 0
+
+
+def test_a_chunk_that_left_between_lookup_and_copy_ends_the_prefix_there(
+    client: Any, monkeypatch: pytest.MonkeyPatch, answered: Answered, prefixes: PrefixCache
+) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, cache)
+    keys = prefixes.keys(DOCUMENT)
+    gone = client.lookup(keys, namespace=prefixes.namespace, identify=True)
+    retrieve = AnyClient.retrieve_strided
+
+    def drop_one_first(self: AnyClient, *arguments: Any, **options: Any) -> Any:
+        client.drop(keys[2:3], namespace=prefixes.namespace, incarnations=gone.incarnations[2:3])
+        return retrieve(self, *arguments, **options)
+
+    monkeypatch.setattr(AnyClient, "retrieve_strided", drop_one_first)
+    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    assert prefix.tokens_reused == prefix.cache.get_seq_length() == 2 * CHUNK
+    assert torch.equal(prefix.cache.layers[0].keys, cache.layers[0].keys[:, :, : 2 * CHUNK])
+
+
+def test_keys_and_values_come_back_bit_for_bit_and_stand_in_memory_that_grows(
+    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+) -> None:
+    out, _, cache = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, cache)
+    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    for ours, theirs in zip(prefix.cache.layers, cache.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys[:, :, : len(DOCUMENT)])
+        assert torch.equal(ours.values, theirs.values[:, :, : len(DOCUMENT)])
+    there = prefix.cache.layers[0].keys.data_ptr()
+    greedy(model, prefix.cache, [1, 2], 4)
+    assert prefix.cache.layers[0].keys.data_ptr() == there  # within its room
+    long = greedy(model, prefix.cache, [3], 3 * CHUNK)  # and beyond it
+    assert prefix.cache.get_seq_length() == len(DOCUMENT) + 2 + 3 + 3 * CHUNK
+    plain = transformers.DynamicCache()
+    greedy(model, plain, [*DOCUMENT, 1, 2], 4)
+    assert long == greedy(model, plain, [3], 3 * CHUNK)
+    assert len(out) == 12
+
+
+@pytest.mark.parametrize("change", ["crop", "batch_repeat_interleave", "reorder_cache", "reset"])
+def test_a_loaded_cache_does_all_that_a_plain_one_does(
+    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache, change: str
+) -> None:
+    _, _, made = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, made)
+    prefix: Any = prefixes.load([*DOCUMENT, 1])
+    plain = transformers.DynamicCache(
+        [(layer.keys[:, :, : len(DOCUMENT)], layer.values[:, :, : len(DOCUMENT)]) for layer in made.layers]
+    )
+    argument = {"crop": -5, "batch_repeat_interleave": 2, "reorder_cache": torch.tensor([0])}.get(change)
+    for cache in (prefix.cache, plain):
+        getattr(cache, change)(*(() if argument is None else (argument,)))
+    rows = 2 if change == "batch_repeat_interleave" else 1
+    ids = torch.tensor([[1, 2, 3]] * rows)
+    with torch.no_grad():
+        ours = model(input_ids=ids, past_key_values=prefix.cache).logits
+        theirs = model(input_ids=ids, past_key_values=plain).logits
+    assert torch.equal(ours, theirs)
+
+
+def test_a_cache_that_does_not_hold_what_is_asked_is_refused(answered: Answered, prefixes: PrefixCache) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
+    plain = transformers.DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    plain.layers.pop()
+    with pytest.raises(UsageError, match="2 layers and the model 3"):
+        prefixes.store(DOCUMENT, plain)
+    plain = transformers.DynamicCache([(layer.keys.half(), layer.values) for layer in cache.layers])
+    with pytest.raises(UsageError, match="float16"):
+        prefixes.store(DOCUMENT, plain)
+    plain = transformers.DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    plain.batch_repeat_interleave(2)
+    with pytest.raises(UsageError, match="of one sequence"):
+        prefixes.store(DOCUMENT, plain)
+
+
+def test_a_plain_cache_of_the_model_is_stored_as_one_of_ours(
+    model: Any, greedy: Greedy, answered: Answered, prefixes: PrefixCache
+) -> None:
+    cache = transformers.DynamicCache(config=model.config)
+    greedy(model, cache, DOCUMENT, 1)
+    assert prefixes.store(DOCUMENT, cache).chunks_written == 5
+    assert answered(prefixes, DOCUMENT + QUESTIONS[0])[0] == greedy(
+        model, transformers.DynamicCache(), DOCUMENT + QUESTIONS[0]
+    )
+
+
+def test_another_configuration_of_the_same_name_shares_nothing(
+    client: Any, make_model: Any, answered: Answered, prefixes: PrefixCache
+) -> None:
+    _, _, cache = answered(prefixes, DOCUMENT)
+    prefixes.store(DOCUMENT, cache)
+    scaled = make_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0})
+    assert PrefixCache(client, scaled, model_name="tiny", chunk_tokens=CHUNK).load([*DOCUMENT, 1]).tokens_reused == 0
+    assert prefixes.load([*DOCUMENT, 1]).tokens_reused == len(DOCUMENT)

@@ -1,4 +1,4 @@
-"""Between a transformers cache object and the chunks of lmcache-core.
+"""Prompt prefixes of transformers models in the pool of lmcache-core.
 
 Importing this package loads neither torch nor transformers; the names below are imported on first use.
 """
@@ -8,19 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lmcache_transformers.chunks import gather_chunks, layout_for, read_chunks, write_chunks
-    from lmcache_transformers.prefix_cache import PrefixCache
+    from lmcache_transformers.generator import CachedGenerator, Generated
+    from lmcache_transformers.prefix_cache import Prefix, PrefixCache, Stored
+    from lmcache_transformers.support import refusal
 
 __version__ = "0.1.0"
 
-__all__ = ["PrefixCache", "__version__", "gather_chunks", "layout_for", "read_chunks", "write_chunks"]
+__all__ = ["CachedGenerator", "Generated", "Prefix", "PrefixCache", "Stored", "__version__", "refusal"]
 
 _LAZY = {
+    "CachedGenerator": "lmcache_transformers.generator",
+    "Generated": "lmcache_transformers.generator",
+    "Prefix": "lmcache_transformers.prefix_cache",
     "PrefixCache": "lmcache_transformers.prefix_cache",
-    "gather_chunks": "lmcache_transformers.chunks",
-    "layout_for": "lmcache_transformers.chunks",
-    "read_chunks": "lmcache_transformers.chunks",
-    "write_chunks": "lmcache_transformers.chunks",
+    "Stored": "lmcache_transformers.prefix_cache",
+    "refusal": "lmcache_transformers.support",
 }
 
 

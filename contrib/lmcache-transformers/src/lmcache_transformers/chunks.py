@@ -1,140 +1,88 @@
-"""A cache object of transformers as chunks, and back.
+"""Where chunks lie in the tensors of a cache.
 
-A chunk holds the keys and values of all layers for `chunk_tokens` tokens, as one tensor of the axes LKHTD: layer,
-key or value, head, token, head dimension. transformers keeps a layer's keys as [batch, head, token, head dim],
-so in this order a chunk is made of runs of token × head dim elements that lie together on both sides, and a whole
-chunk goes back into a cache in one copy.
+A chunk holds the keys and values of all layers for `chunk_tokens` tokens: layer by layer its keys, then its values; of
+each, head by head, the tokens one behind the other (axes LKHTD). transformers keeps keys and values as
+[batch, head, token, size], so of each head a chunk is one run of bytes on both sides, and nothing is copied in between.
 
-Keys are cached after their rotary embedding: they belong to their positions. A chunk may be used again only where
-it stood, at the same distance from the start of the sequence. Chunk keys of `lmcache_core.tokens` see to that,
-because each covers everything before it.
+Keys are cached after their rotary embedding: they belong to their positions. A chunk may be used again only where it
+stood, at the same distance from the start of the sequence. Chunk keys of `lmcache_core.tokens` see to that, because
+each covers everything before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.client.regions import Region
 from lmcache_core.errors import UsageError
-from lmcache_core.limits import CHUNK_TOKENS
 from lmcache_core.pool.layout import Layout
 
 if TYPE_CHECKING:
     import torch
-    from transformers import DynamicCache, PreTrainedConfig
+    from transformers import Cache
 
-MEMORY_FORMAT = "LKHTD"
+    from lmcache_transformers.geometry import Geometry, LayerShape
 
 
-def layout_for(
-    config: PreTrainedConfig, chunk_tokens: int = CHUNK_TOKENS, dtype: str | torch.dtype = "bfloat16"
-) -> Layout:
-    """The layout of one chunk of this model's KV.
+def layout_of(geometry: Geometry, chunk_tokens: int) -> Layout:
+    """The layout of one chunk, as bytes: keys and values need not have one shape. `Geometry.format` says what they
+    are."""
+    return Layout("uint8", (chunk_tokens * geometry.token_bytes,))
 
-    `config`: the model's configuration; `dtype`: that of the cache, usually `model.dtype`. Raises `UsageError`
-    for a model whose cache is not the keys and values of every token in every layer (sliding windows, linear
-    attention): a prefix of it cannot be cut into chunks.
+
+def regions_of(
+    cache: Cache, geometry: Geometry, chunk_tokens: int, chunks: int, *, reserved: bool = False
+) -> list[Region]:
+    """The memory of the first `chunks` chunks of a cache that holds one sequence. Page `i` of each region is of chunk
+    `i`.
+
+    What lies on a device is copied to the host first, so it can be read from these regions and not written. Raises
+    `UsageError`, naming the layer, where the cache does not hold every one of these tokens. `reserved`: it need not
+    hold them, only have room for them.
     """
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    text = config.get_text_config(decoder=True)
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    if kinds - {DynamicLayer}:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds - {DynamicLayer}))
+    if len(cache.layers) != geometry.layers_in_cache:
         raise UsageError(
-            f"the model {text.model_type!r} caches in {names}: only full attention, every token in every layer, "
-            "can be cut into chunks"
+            f"the cache has {len(cache.layers)} layers and the model {geometry.layers_in_cache}: is it another model's?"
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    shape = (text.num_hidden_layers, 2, heads, chunk_tokens, head_dim)
-    return Layout(str(dtype).removeprefix("torch."), shape, MEMORY_FORMAT)
+    regions = []
+    for shape in geometry.layers:
+        keys, values = _held(cache.layers[shape.index], shape, chunks * chunk_tokens, reserved)
+        for tensor in (keys, values):
+            regions += _of_heads(tensor if tensor.is_cpu else tensor.cpu(), chunk_tokens, chunks)
+    return regions
 
 
-def gather_chunks(cache: DynamicCache, positions: Sequence[int], into: Sequence[torch.Tensor]) -> None:
-    """Copy chunks out of a cache: chunk `positions[i]` of the sequence into the tensor `into[i]`.
-
-    The tensors have the shape of `layout_for`; slots of the pool are such tensors, so this is the only copy on
-    the way there. Raises `UsageError`, naming the layer, where the cache does not hold what the tensors ask for.
-    """
-    if len(positions) != len(into):
-        raise UsageError(f"{len(positions)} chunks to gather into {len(into)} tensors: give one for each")
-    if not into:
-        return
-    chunk_tokens = into[0].shape[3]
-    tokens = (max(positions) + 1) * chunk_tokens
-    for index, (keys, values) in enumerate(_layers(cache, tokens, into[0])):
-        for position, tensor in zip(positions, into, strict=True):
-            start = position * chunk_tokens
-            tensor[index, 0].copy_(keys[0, :, start : start + chunk_tokens])
-            tensor[index, 1].copy_(values[0, :, start : start + chunk_tokens])
-
-
-def read_chunks(cache: DynamicCache, first: int, count: int, layout: Layout) -> list[torch.Tensor]:
-    """`count` chunks of a cache, from chunk `first` on, as new tensors on the CPU."""
-    import torch
-
-    chunks = [torch.empty(layout.shape, dtype=getattr(torch, layout.dtype)) for _ in range(count)]
-    gather_chunks(cache, range(first, first + count), chunks)
-    return chunks
-
-
-def write_chunks(chunks: Sequence[torch.Tensor], device: str | torch.device = "cpu") -> DynamicCache:
-    """A cache on `device` that holds these chunks, in order, from the start of the sequence on.
-
-    The chunks are copied and not needed afterwards. No chunks: an empty cache. A model called with the cache and
-    with the tokens after the chunks gives them the positions that follow.
-    """
-    import torch
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    if not chunks:
-        return cache
-    layers, _, heads, chunk_tokens, head_dim = chunks[0].shape
-    shape = (layers, 2, 1, heads, chunk_tokens * len(chunks), head_dim)
-    # One block for all layers: each chunk is then one copy, not two for each layer.
-    whole = torch.empty(shape, dtype=chunks[0].dtype, device=device)
-    for position, chunk in enumerate(chunks):
-        start = position * chunk_tokens
-        whole[:, :, 0, :, start : start + chunk_tokens].copy_(chunk)
-    for keys, values in whole:
-        cache.layers.append(_layer(keys, values))
-    return cache
+def _held(layer: Any, shape: LayerShape, tokens: int, reserved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values from the first token on, once they are known to be there."""
+    room = getattr(layer, "room", None)
+    if room is not None:
+        keys, values, held = room.keys, room.values, room.capacity if reserved else room.used
+    else:
+        if getattr(layer, "is_sliding", False):
+            raise UsageError(
+                f"layer {shape.index} of the cache is {layer!r}, which keeps its window alone: chunks of models with "
+                "sliding windows are cut from caches that PrefixCache.load has made"
+            )
+        if hasattr(layer, "_quantized_keys") or getattr(layer, "keys", None) is None:
+            raise UsageError(
+                f"layer {shape.index} of the cache is {layer!r}, quantised or empty: no chunk can be cut from it"
+            )
+        keys, values, held = layer.keys, layer.values, int(layer.get_seq_length())
+    for tensor, size in ((keys, shape.key_dim), (values, shape.value_dim)):
+        if tuple(tensor.shape[:2]) != (1, shape.heads) or tensor.shape[3] != size or held < tokens:
+            raise UsageError(
+                f"layer {shape.index} of the cache has shape {tuple(tensor.shape)}, {held} tokens of it written, and "
+                f"{tokens} tokens of {shape.heads} heads × {size} are asked of one sequence"
+            )
+        if tensor.dtype != shape.dtype:
+            raise UsageError(f"layer {shape.index} of the cache is {tensor.dtype} and the model's {shape.dtype}")
+    return keys, values
 
 
-def _layer(keys: torch.Tensor, values: torch.Tensor) -> Any:
-    """A cache layer around existing tensors; its own `update` would copy them once more."""
-    from transformers.cache_utils import DynamicLayer
-
-    kind: Any = DynamicLayer  # untyped in some versions
-    layer = kind()
-    layer.keys, layer.values = keys, values
-    layer.dtype, layer.device = keys.dtype, keys.device
-    layer.is_initialized = True
-    return layer
-
-
-def _layers(cache: DynamicCache, tokens: int, chunk: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer, once they are known to hold `tokens` tokens shaped as in `chunk`."""
-    from transformers.cache_utils import DynamicLayer
-
-    layers, _, heads, _, head_dim = chunk.shape
-    if len(cache.layers) != layers:
-        raise UsageError(f"the cache has {len(cache.layers)} layers and the layout {layers}: is it another model's?")
-    found = []
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
-            raise UsageError(f"layer {index} of the cache is {layer!r}, or empty: only full attention can be cut")
-        for tensor in (layer.keys, layer.values):
-            batch, *rest = tensor.shape
-            if batch != 1 or rest[0] != heads or rest[1] < tokens or rest[2] != head_dim:
-                raise UsageError(
-                    f"layer {index} of the cache has shape {tuple(tensor.shape)}, and {tokens} tokens of "
-                    f"{heads} heads × {head_dim} are asked of one sequence"
-                )
-            if tensor.dtype != chunk.dtype:
-                raise UsageError(f"layer {index} of the cache is {tensor.dtype} and the layout {chunk.dtype}")
-        found.append((layer.keys, layer.values))
-    return found
+def _of_heads(tensor: torch.Tensor, chunk_tokens: int, chunks: int) -> list[Region]:
+    if tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
+        tensor = tensor.contiguous()  # of a kind of cache that keeps heads inside of tokens
+    item = tensor.element_size()
+    page_bytes = chunk_tokens * tensor.shape[3] * item
+    step = tensor.stride(1) * item
+    return [Region(tensor, head * step, page_bytes, page_bytes, chunks) for head in range(tensor.shape[1])]

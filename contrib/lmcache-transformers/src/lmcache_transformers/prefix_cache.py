@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_core.client.results import Status
-from lmcache_core.errors import ClearedError, DisconnectedError, LeaseExpiredError
+from lmcache_core.errors import UsageError
 from lmcache_core.limits import CHUNK_TOKENS
 from lmcache_core.tokens import Namespace, chunk_keys
 from lmcache_core.tokens.canonical import Tokens
-from lmcache_transformers.chunks import gather_chunks, layout_for, write_chunks
+from lmcache_transformers.chunks import layout_of, regions_of
+from lmcache_transformers.geometry import geometry_of
+from lmcache_transformers.support import adapters, check_model, tokens_max
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import Cache, DynamicCache, PreTrainedModel
 
     from lmcache_core.client.client import Client
-
-_ENDED_WITHOUT_US = (ClearedError, DisconnectedError, LeaseExpiredError)
 
 
 class Prefix(NamedTuple):
@@ -40,11 +38,13 @@ class Stored(NamedTuple):
 class PrefixCache:
     """Loads and stores prompt prefixes of one model, through one client.
 
-    `model_name` and `weights_version` say whose KV it is: give the same ones wherever the weights are the same,
-    and other ones where they are not; nothing looks into the weights. `tenant_salt` keeps tenants apart.
-    `wait_s`: how long `load` may wait for what a tier holds; what is not there by then is computed.
+    `model_name` and `weights_version` say whose KV it is: give the same ones wherever the weights are the same, and
+    other ones where they are not; nothing looks into the weights. Without them they are the path and the commit that
+    the model was loaded from. `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for what a tier
+    holds; what is not there by then is computed. `unproven_ok`: take models that nobody has proven, too.
 
-    One sequence at a time (batch of one). A lost server is a miss, and a store that stores nothing.
+    Raises `UsageError`, with the reason, for a model that cannot be served. One sequence at a time (batch of one). A
+    lost server is a miss, and a store that stores nothing.
     """
 
     def __init__(
@@ -52,69 +52,96 @@ class PrefixCache:
         client: Client,
         model: PreTrainedModel,
         *,
-        model_name: str,
+        model_name: str = "",
         chunk_tokens: int = CHUNK_TOKENS,
         weights_version: str = "",
         tenant_salt: str = "",
         wait_s: float = 5.0,
+        unproven_ok: bool = False,
     ) -> None:
+        check_model(model, unproven_ok=unproven_ok)
+        model_name = model_name or getattr(model.config, "_name_or_path", "")
+        if not model_name:
+            raise UsageError(
+                "the model does not say where it was loaded from: give model_name, which names its weights"
+            )
         self.client = client
         self.chunk_tokens = chunk_tokens
-        self.layout = layout_for(model.config, chunk_tokens, model.dtype)
-        self.namespace = Namespace(model_name, self.layout, weights_version, tenant_salt=tenant_salt)
+        self.geometry = geometry_of(model)
+        self.layout = layout_of(self.geometry, chunk_tokens)
+        self.namespace = Namespace(
+            model_name,
+            self.layout,
+            weights_version or getattr(model.config, "_commit_hash", None) or "",
+            tenant_salt=tenant_salt,
+            format=self.geometry.format(chunk_tokens),
+        )
         self.wait_s = wait_s
-        self._device = model.device
+        self.tokens_max = tokens_max(model.config)
+        self._model = model
 
     def keys(self, tokens: Tokens) -> list[bytes]:
-        """The key of each whole chunk of `tokens`."""
-        return chunk_keys(tokens, self.namespace, self.chunk_tokens)
+        """The key of each whole chunk of `tokens`, for the adapters that are switched on now."""
+        return chunk_keys(tokens, self.namespace, self.chunk_tokens, extra=adapters(self._model))
 
-    def load(self, tokens: Tokens) -> Prefix:
+    def load(self, tokens: Tokens, *, room_tokens: int = 0) -> Prefix:
         """The longest cached prefix of `tokens`, in whole chunks, as a cache to call the model with.
 
-        At least one token is always left to compute: the model needs one to say what comes next. Call the model
-        with `tokens[prefix.tokens_reused:]` and `past_key_values=prefix.cache`.
+        At least one token is always left to compute: the model needs one to say what comes next. Call the model with
+        `tokens[prefix.tokens_reused:]` and `past_key_values=prefix.cache`. `room_tokens`: how many tokens the cache
+        will hold in the end; more are possible, and cost a copy.
+
+        Where positions depend on the length of the prompt (see `tokens_max`), longer ones find nothing.
         """
+        from lmcache_transformers.room import cache_with_room, copy_rooms, fill
+
+        capacity = max(room_tokens, len(tokens) + self.chunk_tokens)
         keys = self.keys(tokens)[: max(0, len(tokens) - 1) // self.chunk_tokens]
-        found = self.client.lookup(keys, namespace=self.namespace, wait_s=self.wait_s)
-        # Without a call, and proven afterwards. What left the pool while it was copied is read again under a lease.
-        for optimistic in (True, False) if found.hits else ():
-            prefix = self._read(keys[: found.hits], optimistic)
-            if prefix is not None:
-                return prefix
-        return Prefix(write_chunks([]), 0, 0)
+        if self._too_long(len(tokens)):
+            keys = []
+        hits = self.client.lookup(keys, namespace=self.namespace, wait_s=self.wait_s).hits if keys else 0
+        on_host = all(layer.device.type == "cpu" for layer in self.geometry.layers)
+        if hits:
+            held = cache_with_room(self.geometry, capacity if on_host else hits * self.chunk_tokens, "cpu")
+            hits = self._read(keys[:hits], held)
+            if hits and on_host:
+                fill(held, hits * self.chunk_tokens)
+                return self._prefix(held, hits)
+        cache = cache_with_room(self.geometry, capacity)
+        if hits:
+            fill(held, hits * self.chunk_tokens)
+            copy_rooms(held, cache)
+        return self._prefix(cache, hits)
 
-    def _read(self, keys: Sequence[bytes], optimistic: bool) -> Prefix | None:
-        """None: it cannot be shown that what was copied is what these keys stand for."""
-        with self.client.prepare_retrieve(keys, namespace=self.namespace, optimistic=optimistic) as lease:
-            reused = lease.hits
-            if optimistic and reused < len(keys):  # the server knows more than the index, or again
-                return None
-            cache = write_chunks([lease.tensor(position) for position in range(reused)], self._device)
-            try:
-                read = lease.finish()
-            except _ENDED_WITHOUT_US:
-                # The server that kept these slots for us is gone, and its successor may have emptied them while
-                # we copied. Computing the prompt is slower; trusting the copy would be wrong.
-                return None
-        if read[:reused].count(Status.HIT) < reused:
-            return None
-        return Prefix(cache, reused * self.chunk_tokens, reused * self.layout.nbytes)
+    def _prefix(self, cache: DynamicCache, chunks: int) -> Prefix:
+        return Prefix(cache, chunks * self.chunk_tokens, chunks * self.layout.nbytes)
 
-    def store(self, tokens: Tokens, cache: DynamicCache) -> Stored:
+    def _read(self, keys: list[bytes], cache: DynamicCache) -> int:
+        """How many chunks from the first on are in the rooms of `cache` now. What left the pool meanwhile is a miss,
+        and so is what stands behind it."""
+        regions = regions_of(cache, self.geometry, self.chunk_tokens, len(keys), reserved=True)
+        got = self.client.retrieve_strided(keys, regions, range(len(keys)), namespace=self.namespace)
+        statuses = list(got.statuses[0])
+        return next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
+
+    def store(self, tokens: Tokens, cache: Cache) -> Stored:
         """Store the whole chunks of `tokens` whose KV stands in `cache`, straight into the pool.
 
-        `tokens` are those that the cache holds, from its first on. What is there already is not copied again;
-        what finds no room now is left out.
+        `tokens` are those that the cache holds, from its first on. What is there already is not copied again; what
+        finds no room now is left out. Where positions depend on the length of the prompt (see `tokens_max`), nothing
+        of longer ones is stored.
         """
-        held = min(len(tokens), cache.get_seq_length())
-        keys = self.keys(tokens)[: held // self.chunk_tokens]
-        with self.client.prepare_store(keys, namespace=self.namespace) as lease:
-            present = lease.statuses.count(Status.EXISTS)
-            granted = [at for at, status in enumerate(lease.statuses) if status is Status.GRANTED]
-            if granted:
-                gather_chunks(cache, granted, [lease.tensor(at) for at in granted])
-                with suppress(*_ENDED_WITHOUT_US):  # not stored, then
-                    lease.commit()
-            written = lease.statuses.count(Status.STORED)
-        return Stored(written, present, written * self.layout.nbytes)
+        length = int(cache.get_seq_length())
+        keys = self.keys(tokens)[: min(len(tokens), length) // self.chunk_tokens]
+        if not keys or self._too_long(length):
+            return Stored(0, 0, 0)
+        have = self.client.lookup(keys, namespace=self.namespace, ask=False).hits
+        if have == len(keys):
+            return Stored(0, have, 0)
+        regions = regions_of(cache, self.geometry, self.chunk_tokens, len(keys))
+        result = self.client.store_strided(keys, regions, range(len(keys)), namespace=self.namespace)
+        written = list(result.statuses).count(Status.STORED)
+        return Stored(written, list(result.statuses).count(Status.EXISTS), written * self.layout.nbytes)
+
+    def _too_long(self, tokens: int) -> bool:
+        return self.tokens_max is not None and tokens > self.tokens_max

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import lmcache_core
 from lmcache_core.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache
 
 VOCABULARY = 4096  # the text is bytes; the rest of the ids lets a wrong answer be wrong in more ways
 HEAD_DIM = 64
@@ -97,24 +94,25 @@ def question_tokens(number: int) -> list[int]:
     return list(QUESTIONS[number].encode())
 
 
-class Answer(NamedTuple):
-    """Greedy output, and when its first token was there (seconds since `started_s`)."""
+class FirstToken:
+    """A streamer that `generate` gives its tokens to: when the first one was there, in seconds since this was made."""
 
-    tokens: list[int]
-    first_token_s: float
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._heard = 0
+        self.seconds = 0.0
+
+    def put(self, tokens: Any) -> None:
+        """The prompt comes first, and then token by token."""
+        del tokens
+        self._heard += 1
+        if self._heard == 2:
+            self.seconds = time.perf_counter() - self._started_s
+
+    def end(self) -> None:
+        """Nothing is left to do."""
 
 
-def answer(model: Any, cache: DynamicCache, tokens: list[int], count: int, started_s: float) -> Answer:
-    """Go on greedily for `count` tokens, after what `cache` holds and then `tokens`."""
-    import torch
-
-    out: list[int] = []
-    first_token_s = 0.0
-    with torch.inference_mode():
-        while len(out) < count:
-            ids = torch.tensor([tokens])
-            logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            out.append(int(logits[0, -1].argmax()))
-            tokens = out[-1:]
-            first_token_s = first_token_s or time.perf_counter() - started_s
-    return Answer(out, first_token_s)
+def greedily(tokens: int, streamer: FirstToken | None) -> dict[str, Any]:
+    """What `generate` is asked for: so many tokens, each the likeliest."""
+    return {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "streamer": streamer}

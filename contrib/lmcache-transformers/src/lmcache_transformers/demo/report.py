@@ -24,7 +24,7 @@ class Row:
     warm_s: float | None
     moved: str  # stored, retrieved, or discarded with its writer
     bytes_moved: int
-    move_s: float | None  # all of store, or all of load: keys, lookup, waiting for the disk, copies
+    move_s: float | None  # all of store, or all of load: keys, lookup, waiting for the disk, copies; a part of warm_s
     equal: bool | None  # greedy output equals the uncached run's, token by token
 
     @property
@@ -96,10 +96,22 @@ class Report:
             sys.stdout.write(json.dumps(self.as_object()) + "\n")
             return
         print_table(
-            ("step", "run", "prefix from", "tokens reused", "cold", "warm", "moved", "MB", "GB/s", "equal"),
+            (
+                "step",
+                "run",
+                "prefix from",
+                "tokens reused",
+                "cold",
+                "warm",
+                "of it moving",
+                "moved",
+                "MB",
+                "GB/s",
+                "equal",
+            ),
             [_cells(row) for row in self.rows],
             title="Time to first token, in seconds; a cold run computes the whole prompt",
-            right=(3, 4, 5, 7, 8),
+            right=(3, 4, 5, 6, 8, 9),
         )
         for check in self.checks:
             seen = f" ({check.seen})" if check.seen else ""
@@ -119,6 +131,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.tokens_reused} of {row.tokens_prompt}",
         _figure(row.cold_s),
         _figure(row.warm_s),
+        _figure(row.move_s, 3),
         row.moved,
         f"{row.bytes_moved / 1e6:.1f}",
         _figure(row.gb_per_s),
@@ -126,5 +139,5 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _figure(value: float | None, places: int = 2) -> str:
+    return "" if value is None else f"{value:.{places}f}"

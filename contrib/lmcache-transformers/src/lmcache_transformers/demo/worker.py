@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
-from lmcache_transformers.chunks import write_chunks
-from lmcache_transformers.demo.model import ModelShape, answer, build_model, document_tokens, question_tokens
+from lmcache_transformers.demo.model import (
+    FirstToken,
+    ModelShape,
+    build_model,
+    document_tokens,
+    greedily,
+    question_tokens,
+)
+from lmcache_transformers.generator import CachedGenerator
 from lmcache_transformers.prefix_cache import PrefixCache
 
 
@@ -43,83 +49,72 @@ class Job:
     def prompt(self) -> list[int]:
         return document_tokens(self.document) + question_tokens(self.question)
 
-    def prefix_cache(self, client: Client, model: Any) -> PrefixCache:
-        return PrefixCache(
-            client, model, model_name=self.shape.name, chunk_tokens=self.chunk_tokens, wait_s=self.wait_s
-        )
-
     def connect(self) -> Client:
         return Client.connect(self.server, runtime_dir=self.runtime_dir, client_name=f"demo {self.task}")
 
 
 def uncached(job: Job) -> dict[str, Any]:
     """Answer without any cache: what every other run is compared with."""
-    model = build_model(job.shape)
-    started_s = time.perf_counter()
-    answered = answer(model, write_chunks([]), job.prompt, job.answer_tokens, started_s)
-    return {"answer": answered.tokens, "first_token_s": answered.first_token_s}
-
-
-def store(job: Job) -> dict[str, Any]:
-    """Look the prompt up (nothing is there), compute it, answer, store its KV."""
-    model = build_model(job.shape)
-    prompt = job.prompt
-    with job.connect() as client:
-        prefixes = job.prefix_cache(client, model)
-        client.register_layout(prefixes.namespace)
-        started_s = time.perf_counter()
-        prefix = prefixes.load(prompt)
-        answered = answer(model, prefix.cache, prompt[prefix.tokens_reused :], job.answer_tokens, started_s)
-        moving_s = time.perf_counter()
-        stored = prefixes.store(prompt, prefix.cache)
-        moved_s = time.perf_counter()
-    return {
-        "answer": answered.tokens,
-        "first_token_s": answered.first_token_s,
-        "tokens_reused": prefix.tokens_reused,
-        "chunks_written": stored.chunks_written,
-        "bytes_moved": stored.nbytes,
-        "move_s": moved_s - moving_s,
-    }
-
-
-def reuse(job: Job) -> dict[str, Any]:
-    """Load the prefix, compute the rest, answer; then once more with a prefix of zeros."""
     import torch
 
     model = build_model(job.shape)
-    prompt = job.prompt
+    ids = torch.tensor([job.prompt])
+    first = FirstToken()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **greedily(job.answer_tokens, first))
+    return {"answer": output[0, ids.shape[1] :].tolist(), "first_token_s": first.seconds}
+
+
+def generate(job: Job) -> dict[str, Any]:
+    """Answer with what is there of the prompt, and store the rest; then, if anything was reused, once more with zeros
+    in its place."""
+    model = build_model(job.shape)
     with job.connect() as client:
-        prefixes = job.prefix_cache(client, model)
-        client.register_layout(prefixes.namespace)
-        started_s = time.perf_counter()
-        prefix = prefixes.load(prompt)
-        moved_s = time.perf_counter()
-        rest = prompt[prefix.tokens_reused :]
-        answered = answer(model, prefix.cache, rest, job.answer_tokens, started_s)
-    nothing = torch.zeros(prefixes.layout.shape, dtype=model.dtype)
-    blank = write_chunks([nothing] * (prefix.tokens_reused // job.chunk_tokens))
-    zeroed = answer(model, blank, rest, job.answer_tokens, time.perf_counter())
+        generator = CachedGenerator(
+            model, None, client, model_name=job.shape.name, chunk_tokens=job.chunk_tokens, wait_s=job.wait_s
+        )
+        client.register_layout(generator.prefixes.namespace)
+        first = FirstToken()
+        answered = generator.generate(job.prompt, **greedily(job.answer_tokens, first))
+        reused, moved = answered.tokens_reused[0], answered.moved
+        zeroed = _zeroed(model, generator.prefixes, job) if reused else None
     return {
-        "answer": answered.tokens,
-        "answer_zeroed": zeroed.tokens,
-        "first_token_s": answered.first_token_s,
-        "tokens_reused": prefix.tokens_reused,
-        "bytes_moved": prefix.nbytes,
-        "move_s": moved_s - started_s,
+        "answer": answered.answers[0],
+        "answer_zeroed": zeroed,
+        "first_token_s": first.seconds,
+        "tokens_reused": reused,
+        "loaded_bytes": moved.loaded_bytes,
+        "load_s": moved.load_s,
+        "stored_bytes": moved.stored_bytes,
+        "store_s": moved.store_s,
     }
+
+
+def _zeroed(model: Any, prefixes: PrefixCache, job: Job) -> list[int]:
+    """What would be answered if the KV that was loaded were zeros: that it is not the same shows that it is used."""
+    import torch
+
+    cache = prefixes.load(job.prompt).cache
+    for layer in cache.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+    ids = torch.tensor([job.prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **greedily(job.answer_tokens, None)
+    )
+    answer: list[int] = output[0, ids.shape[1] :].tolist()
+    return answer
 
 
 def hang(job: Job) -> dict[str, Any]:
     """Take slots for a document of its own, write all of them, and wait for the end between prepare and commit."""
     model = build_model(job.shape)
     with job.connect() as client:
-        prefixes = job.prefix_cache(client, model)
+        prefixes = PrefixCache(client, model, model_name=job.shape.name, chunk_tokens=job.chunk_tokens)
         keys = prefixes.keys(list(reversed(document_tokens(job.document))))
         lease = client.prepare_store(keys, namespace=prefixes.namespace)
         granted = [at for at, status in enumerate(lease.statuses) if status is Status.GRANTED]
         for at in granted:
-            lease.tensor(at).fill_(1.0)
+            lease.tensor(at).fill_(1)
         found = {
             "keys": [key.hex() for key in keys],
             "granted": len(granted),
@@ -127,7 +122,7 @@ def hang(job: Job) -> dict[str, Any]:
             "model": prefixes.namespace.model,
             "dtype": prefixes.layout.dtype,
             "shape": prefixes.layout.shape,
-            "memory_format": prefixes.layout.memory_format,
+            "format": prefixes.namespace.format,
         }
         _say(found)
         # Only a kill ends this, or the end of the demo, which closes the pipe.
@@ -137,8 +132,7 @@ def hang(job: Job) -> dict[str, Any]:
 
 TASKS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "uncached": uncached,
-    "store": store,
-    "reuse": reuse,
+    "generate": generate,
     "hang": hang,
 }
 

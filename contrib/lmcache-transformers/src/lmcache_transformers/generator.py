@@ -1,0 +1,280 @@
+"""`generate()` of a transformers model, with the KV of prompt prefixes from the pool and into it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.errors import UsageError
+from lmcache_core.limits import CHUNK_TOKENS
+from lmcache_transformers.handover import CACHES, joined
+from lmcache_transformers.prefix_cache import Prefix, PrefixCache
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from lmcache_core.client.client import Client
+
+# Of `generate`, what takes other ways through the model than one answer for each prompt, token after token.
+_OTHER_WAYS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "continuous_batching_config")
+_SEVERAL = ("num_beams", "num_return_sequences")
+_OWN = ("past_key_values", "input_ids", "inputs", "attention_mask", "position_ids")
+
+
+@dataclass
+class Moved:
+    """Bytes between the pool and the model's memory, of all prompts of a call, and the seconds that it took: keys,
+    lookup, waiting for tiers and copying, all of it."""
+
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    stored_bytes: int = 0
+    store_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """`output`: what `model.generate` gave: ids `[prompts, tokens]`, shorter prompts padded on the left, or with
+    `return_dict_in_generate` its output object. `prompt_tokens`: how long the padded prompts are. `tokens_reused`: of
+    each prompt how many tokens were not computed. `texts`: of each answer; empty without a tokenizer."""
+
+    output: Any
+    prompt_tokens: int
+    tokens_reused: tuple[int, ...]
+    texts: tuple[str, ...]
+    moved: Moved
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """The ids behind each prompt."""
+        ids = getattr(self.output, "sequences", self.output)
+        return [row[self.prompt_tokens :] for row in ids.tolist()]
+
+
+class CachedGenerator:
+    """Generates as `model.generate` does, and computes of each prompt only what no earlier prompt began with.
+
+    `tokenizer`: for prompts that are text; None where all are token ids. The other parameters are those of
+    `PrefixCache`, which is `prefixes`. Raises `UsageError`, with the reason, for a model that cannot be served.
+
+    Prompts are computed in steps that end where chunks end, one prompt after the other, whether or not anything was
+    found: so an answer does not depend, not by one bit, on how much of its prompt was in the cache. One generator for
+    one thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        client: Client,
+        *,
+        model_name: str = "",
+        chunk_tokens: int = CHUNK_TOKENS,
+        weights_version: str = "",
+        tenant_salt: str = "",
+        wait_s: float = 5.0,
+        unproven_ok: bool = False,
+    ) -> None:
+        self.prefixes = PrefixCache(
+            client,
+            model,
+            model_name=model_name,
+            chunk_tokens=chunk_tokens,
+            weights_version=weights_version,
+            tenant_salt=tenant_salt,
+            wait_s=wait_s,
+            unproven_ok=unproven_ok,
+        )
+        self._model: Any = model
+        self._tokenizer = tokenizer
+        taken = inspect.signature(model.forward).parameters
+        self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
+        self._takes_positions = "position_ids" in taken
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        attention_mask: Any = None,
+        cache_implementation: str | None = None,
+        cache_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Generated:
+        """Answer one prompt or several.
+
+        `prompts`: a text, texts, ids, lists of ids, a tensor `[prompts, tokens]` with an `attention_mask` where it is
+        padded, or what a tokenizer returns. `cache_implementation`: what the answer is generated over: None (or
+        "dynamic"), "static", or "quantized" with its `cache_config`. `options` are those of `model.generate`.
+
+        Raises `UsageError` for inputs that are not tokens, for several answers to one prompt, and for assisted
+        generation.
+        """
+        if isinstance(prompts, Mapping):  # of a tokenizer
+            options = {name: each for name, each in prompts.items() if name != "token_type_ids"} | options
+            attention_mask = options.pop("attention_mask", attention_mask)
+            prompts = options.pop("input_ids", None)
+        self._check(options, cache_implementation)
+        sequences = self._sequences(prompts, attention_mask)
+        answer_tokens = self._answer_tokens(options, max(map(len, sequences)))
+        moved = Moved()
+        if self._alone(sequences, options):
+            options |= _kind(cache_implementation, cache_config)
+            return self._finish(sequences, [0] * len(sequences), {}, options, moved)
+        prefixes = [self._computed(each, len(each) + answer_tokens, moved) for each in sequences]
+        cache = joined(
+            self._model.config,
+            [prefix.cache for prefix in prefixes],
+            cache_implementation,
+            cache_config or {},
+            answer_tokens,
+        )
+        inputs = {"past_key_values": cache} | _kind(None, None)
+        return self._finish(sequences, [prefix.tokens_reused for prefix in prefixes], inputs, options, moved)
+
+    def _computed(self, tokens: list[int], room_tokens: int, moved: Moved) -> Prefix:
+        """All of a prompt but its last token, from the cache or computed and stored."""
+        started_s = time.perf_counter()
+        prefix = self.prefixes.load(tokens, room_tokens=room_tokens)
+        moved.load_s += time.perf_counter() - started_s
+        moved.loaded_bytes += prefix.nbytes
+        step, first, last = self.prefixes.chunk_tokens, prefix.tokens_reused, len(tokens) - 1
+        ids = _ids([tokens], self._model.device)
+        import torch
+
+        with torch.no_grad():
+            for at in range(first, last, step):
+                end = min(at + step, last)
+                said = {"position_ids": _ids([list(range(at, end))], ids.device)} if self._takes_positions else {}
+                part: Any = (
+                    said | self._last_logits
+                )  # positions, as model.generate gives them: some models count otherwise
+                self._model(input_ids=ids[:, at:end], past_key_values=prefix.cache, use_cache=True, **part)
+        if last // step * step > first:
+            started_s = time.perf_counter()
+            moved.stored_bytes += self.prefixes.store(tokens[:last], prefix.cache).nbytes
+            moved.store_s += time.perf_counter() - started_s
+        return prefix
+
+    def _finish(
+        self,
+        sequences: Sequence[list[int]],
+        reused: Sequence[int],
+        inputs: dict[str, Any],
+        options: dict[str, Any],
+        moved: Moved,
+    ) -> Generated:
+        import torch
+
+        longest = max(map(len, sequences))
+        padded = [[self._pad] * (longest - len(each)) + each for each in sequences]
+        ids = _ids(padded, self._model.device)
+        mask = torch.zeros_like(ids)
+        for row, each in enumerate(sequences):
+            mask[row, longest - len(each) :] = 1
+        output = self._model.generate(ids, attention_mask=mask, **{"pad_token_id": self._pad} | inputs | options)
+        made = Generated(output, longest, tuple(reused), (), moved)
+        if self._tokenizer is None:
+            return made
+        return replace(made, texts=tuple(self._tokenizer.batch_decode(made.answers, skip_special_tokens=True)))
+
+    @property
+    def _pad(self) -> int:
+        of_model = self._model.generation_config
+        for number in (getattr(self._tokenizer, "pad_token_id", None), of_model.pad_token_id, of_model.eos_token_id, 0):
+            if number is not None:
+                return int(number[0] if isinstance(number, Sequence) else number)
+        raise AssertionError
+
+    def _check(self, options: Mapping[str, Any], cache_implementation: str | None) -> None:
+        if cache_implementation not in CACHES:
+            raise UsageError(f"cache_implementation is {cache_implementation!r}: use {', '.join(map(repr, CACHES))}")
+        for name, value in options.items():
+            if name in _OWN:
+                raise UsageError(
+                    f"{name} is this generator's to make: give prompts, and attention_mask where they are padded"
+                )
+            if name in _OTHER_WAYS and value is not None:
+                raise UsageError(f"{name} is not served: call model.generate for it")
+            if hasattr(value, "data_ptr") or name == "inputs_embeds":
+                raise UsageError(
+                    f"{name} is an input that is no token, and the keys cover tokens alone: it is not served"
+                )
+        for name in _SEVERAL:
+            value = self._option(options, name)
+            if value is not None and value > 1:
+                raise UsageError(
+                    f"{name} is {value}: one answer for each prompt is served; call model.generate for more"
+                )
+
+    def _option(self, options: Mapping[str, Any], name: str) -> Any:
+        for source in (options.get("generation_config"), self._model.generation_config):
+            if name in options:
+                return options[name]
+            if getattr(source, name, None) is not None:
+                return getattr(source, name)
+        return None
+
+    def _answer_tokens(self, options: Mapping[str, Any], prompt_tokens: int) -> int:
+        """How many tokens are generated at most."""
+        wanted = self._option(options, "max_new_tokens")
+        if wanted is None:
+            whole = self._option(options, "max_length")
+            wanted = 0 if whole is None else max(0, whole - prompt_tokens)
+        return int(wanted)
+
+    def _alone(self, sequences: Sequence[list[int]], options: Mapping[str, Any]) -> bool:
+        """Whether the model is better left to itself: without a cache of its own, or where positions depend on the
+        length of the whole prompt."""
+        limit = self.prefixes.tokens_max
+        return self._option(options, "use_cache") is False or (limit is not None and max(map(len, sequences)) > limit)
+
+    def _sequences(self, prompts: Any, attention_mask: Any) -> list[list[int]]:
+        """One list of ids for each prompt, without padding."""
+        if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], str)):
+            if self._tokenizer is None:
+                raise UsageError("the prompt is text, and there is no tokenizer: give one, or token ids")
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            found = [list(self._tokenizer(text)["input_ids"]) for text in texts]
+        else:
+            rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts if prompts is not None else ())
+            rows = [rows] if rows and isinstance(rows[0], int) else rows
+            found = [list(each.tolist() if hasattr(each, "tolist") else each) for each in rows]
+            if attention_mask is not None:
+                found = [
+                    _unpadded(at, ids, mask)
+                    for at, (ids, mask) in enumerate(zip(found, _rows(attention_mask), strict=True))
+                ]
+        if not found or not all(found):
+            raise UsageError("a prompt is empty: give each at least one token")
+        return found
+
+
+def _kind(cache_implementation: str | None, cache_config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """For `model.generate`, whose own defaults are not asked."""
+    config = None if cache_config is None else dict(cache_config)
+    return {"cache_implementation": cache_implementation, "cache_config": config}
+
+
+def _ids(rows: list[list[int]], device: Any) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(rows, dtype=torch.long, device=device)
+
+
+def _rows(mask: Any) -> list[list[int]]:
+    rows = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    return [rows] if rows and not isinstance(rows[0], list) else rows
+
+
+def _unpadded(at: int, ids: list[int], mask: list[int]) -> list[int]:
+    kept = [number for number, seen in zip(ids, mask, strict=True) if seen]
+    text = "".join("1" if seen else "0" for seen in mask)
+    if "0" in text.strip("0"):
+        raise UsageError(
+            f"the attention mask of prompt {at} leaves tokens out in the middle: only padding can be masked"
+        )
+    return kept
