@@ -179,6 +179,23 @@ def test_what_tiers_had_to_load_stays_until_it_is_read(engine: Engine, kept: boo
         assert figures["load_failed_blocks"] > 0
 
 
+def test_what_the_pool_had_and_what_tiers_brought_are_told_apart(engine: Engine) -> None:
+    def from_tiers(request: Request) -> int:
+        tokens = matched(engine, request)
+        assert tokens == BLOCKS * BLOCK
+        engine.scheduler.allocated(request, [list(range(1, BLOCKS + 1)), [0] * 6 + [7, 8]], tokens)
+        found = engine.scheduler.from_tiers(request, tokens)
+        engine.scheduler.finished(request)
+        return found
+
+    assert from_tiers(Request()) == 0
+    drop_from_pool(engine, 0, 5)
+    assert from_tiers(Request()) == (BLOCKS - 5) * BLOCK
+    assert from_tiers(Request()) == 0  # it is there now
+    engine.client.clear()
+    assert from_tiers(Request()) == BLOCKS * BLOCK
+
+
 def test_nothing_is_kept_once_it_is_loaded(engine: Engine) -> None:
     engine.client.clear()
     request = Request()
@@ -229,13 +246,18 @@ def loaded_objects(engine: Engine) -> int:
     return int(disk["counts"].get("loaded", 0))
 
 
-def drop(engine: Engine, group: int, block: int) -> None:
+def drop_from_pool(engine: Engine, group: int, block: int) -> None:
+    """One block of one group, which the disk has still."""
+    drop(engine, group, block, tiers=False)
+
+
+def drop(engine: Engine, group: int, block: int, tiers: bool = True) -> None:
     """One block of one group, wherever it is."""
     namespace = engine.scheduler._namespaces[0][group]
     keys = HASHING.keys([bytes([block]) * 32], namespace)
     found = engine.client.lookup_nowait(keys, namespace=namespace, identify=True).wait(20)
     assert found is not None
-    engine.client.drop(keys, incarnations=found.incarnations, namespace=namespace, tiers=True)
+    engine.client.drop(keys, incarnations=found.incarnations, namespace=namespace, tiers=tiers)
     until(lambda: not engine.client.status()["tiers"]["tiers"][0]["deletes"]["waiting"])
 
 

@@ -57,8 +57,6 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     A server that is not there, hangs or ends costs hits, never an answer: the engine computes then.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         facts.check_supported(vllm_config)
@@ -114,6 +112,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """The engine has made room for them."""
         assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """From the pool, or from its tiers: those count as disks, whatever their medium is."""
+        assert self._scheduler is not None
+        from_tiers = self._scheduler.from_tiers(request, num_external_tokens)
+        counts = {CacheHitSource.HOST: num_external_tokens - from_tiers, CacheHitSource.DISK: from_tiers}
+        return {source: count for source, count in counts.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers load before or beside this step, and save after it."""

@@ -23,7 +23,8 @@ _THERE = (Status.GRANTED, Status.HIT)
 class Found(NamedTuple):
     """The cache has a request's blocks from `start` tokens on up to `boundary`. `tokens`: the request's, when it was
     looked up. `reachable`: a server was there to be asked. `promises`: where it was asked, what it keeps of each group
-    for each rank, key by key from `start` on, whether or not that is to be loaded."""
+    for each rank, key by key from `start` on, whether or not that is to be loaded. `from_tiers`: how many of the last
+    tokens in front of the boundary the pool did not have when they were looked up."""
 
     start: int
     boundary: int
@@ -31,6 +32,7 @@ class Found(NamedTuple):
     at_s: float
     reachable: bool = True
     promises: tuple[tuple[Promise, ...], ...] = ()
+    from_tiers: int = 0
 
     def promises_of(self, group: Group, first: int, end: int) -> list[Promise]:
         """Of a group's blocks `first` to `end`, by rank; empty where nobody keeps them."""
@@ -195,7 +197,8 @@ class Lookup:
             promises = ()
         if self._unreachable:
             return self.by_index._replace(reachable=False, promises=promises)
-        return Found(self.bounds.start, self._boundary, self.bounds.tokens, self._clock(), promises=promises)
+        from_tiers = max(0, self._boundary - self.by_index.boundary)
+        return Found(self.bounds.start, self._boundary, self.bounds.tokens, self._clock(), True, promises, from_tiers)
 
     @property
     def _unreachable(self) -> bool:

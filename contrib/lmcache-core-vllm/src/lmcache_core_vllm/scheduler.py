@@ -210,6 +210,12 @@ class SchedulerSide:
             self._step_loads[-1].append(tracked)
         self._pending.append(Load(request.request_id, self._waits, blocks))
 
+    def from_tiers(self, request: Request, external: int) -> int:
+        """Of so many tokens that are to be loaded for it, those that tiers had to bring into the pool first."""
+        tracked = self._requests.get(request.request_id)
+        loaded = None if tracked is None else tracked.loaded
+        return 0 if loaded is None else min(external, loaded.from_tiers)
+
     # --- each step --------------------------------------------------------------------------------------------
 
     def step(self, output: Any) -> Step:

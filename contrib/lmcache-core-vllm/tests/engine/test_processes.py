@@ -119,6 +119,8 @@ def test_figures_reach_vllms_own_metrics(start: Callable[..., Engine], llama: Pa
     assert told["vllm:lmcache_core_load_blocks"] == 7
     assert told["vllm:lmcache_core_save_blocks"] >= 7
     assert told["vllm:lmcache_core_lookup_hit_tokens"] == 7 * BLOCK
+    by_source = "{each.labels['source']: each.value for each in llm.get_metrics() if each.name == 'vllm:%s'}"
+    assert engine.run(f"said = {by_source % 'prompt_tokens_cached_by_source'}")["host"] == 7 * BLOCK
     engine.end()
 
 
