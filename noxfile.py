@@ -126,8 +126,8 @@ def test_requirements(path: Path) -> list[str]:
 
 
 def installable() -> list[Path]:
-    """Every package of ours that is not the template for others."""
-    return [path for name, path in PACKAGES.items() if name != "adapter-template"]
+    """Every package of ours."""
+    return list(PACKAGES.values())
 
 
 @nox.session
@@ -143,7 +143,7 @@ def tests(session: nox.Session) -> None:
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     install(session, *installable(), extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
     chosen = session.posargs or ["-q", "--timeout=300", "-m", "not slow"]
-    elsewhere = [f"--ignore={path}" for path in ("contrib/adapter-template", "tests/conformance", *LONG)]
+    elsewhere = [f"--ignore={path}" for path in ("contrib/examples", "tests/conformance", *LONG)]
     session.run("python", "-m", "pytest", *elsewhere, *chosen)
 
 
@@ -414,11 +414,10 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """The kit against every component of ours, and against components that are wrong on purpose."""
-    packages = [*installable(), PACKAGES["adapter-template"]]
+    packages = installable()
     needs = {each for path in packages for each in test_requirements(path)}
     install(session, *packages, extras="[cli,torch,testing]", tools=(*TEST_TOOLS, *sorted(needs)))
-    where = ["tests/conformance", "contrib/adapter-template"]
-    session.run("python", "-m", "pytest", "-q", "--timeout=300", *where, *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "tests/conformance", *session.posargs)
 
 
 MATRIX = ["disk", "redis", "redis-tls", "redis-sentinel", "redis-cluster", "s3-moto", "s3-radosgw"]
@@ -440,23 +439,26 @@ def matrix(session: nox.Session, backend: str) -> None:
 
 @nox.session
 def outside(session: nox.Session) -> None:
-    """As a stranger: core and template from their wheels, in a folder far from here, with no checkout on the path."""
-    template = PACKAGES["adapter-template"]
+    """As a stranger: core from its wheel, far from here, with no checkout on the path; what it writes is green."""
     with tempfile.TemporaryDirectory() as folder:
         session.install("-q", "build")
-        for each in (CORE, PACKAGES["lmcache-mock"], template):
-            session.run("python", "-m", "build", "-q", "--outdir", folder, str(each), silent=True)
+        session.run("python", "-m", "build", "-q", "--outdir", folder, str(CORE), silent=True)
         session.run("python", "-m", "venv", f"{folder}/venv")
-        python = f"{folder}/venv/bin/python"
-        wheels = {path.name.partition("-")[0]: str(path) for path in Path(folder).glob("*.whl")}
-        wanted = [wheels["lmcache_core"], wheels["lmcache_mock"], f"{wheels['lmcache_template']}[testing]"]
-        session.run(python, "-m", "pip", "install", "-q", *wanted, external=True)
-        shutil.copytree(template / "tests", f"{folder}/tests")
+        python, command = f"{folder}/venv/bin/python", f"{folder}/venv/bin/lmcache-core"
+        (core_wheel,) = map(str, Path(folder).glob("*.whl"))
+        session.run(python, "-m", "pip", "install", "-q", f"{core_wheel}[testing]", external=True)
         with session.chdir(folder):
             clean = {"PYTHONPATH": None, "PYTHONSAFEPATH": "1"}
-            code = "import lmcache_core, lmcache_template; print(lmcache_core.__file__, lmcache_template.__file__)"
+            code = "import lmcache_core; print(lmcache_core.__file__)"
             said = str(session.run(python, "-c", code, external=True, silent=True, env=clean))
             if str(ROOT) in said or folder not in said:
                 session.error(f"something of the checkout is on the path: {said}")
-            session.run(python, "-m", "pytest", "-q", "tests", external=True, env=clean)
-            session.run(f"{folder}/venv/bin/lmcache-core", "plugins", external=True, env=clean)
+            new = {"l2_adapter": "tier", "eviction": "order", "serde": "codec", "subscriber": "hearer"}
+            for kind, name in new.items():
+                session.run(command, "plugins", "new", name, "--kind", kind, external=True, env=clean)
+            packages = [f"./lmcache-{name}" for name in new.values()]
+            session.run(python, "-m", "pip", "install", "-q", *packages, external=True, env=clean)
+            tests = [f"{package}/tests" for package in packages]
+            pytest = ["-m", "pytest", "-q", "--import-mode=importlib"]
+            session.run(python, *pytest, *tests, external=True, env=clean)
+            session.run(command, "plugins", external=True, env=clean)

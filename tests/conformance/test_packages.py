@@ -132,7 +132,7 @@ def test_every_package_of_ours_is_covered() -> None:
 
 def ours() -> set[str]:
     """Distributions with plugins whose sources stand in this repository and are installed."""
-    here = {path.parent.name for path in ROOT.glob("*/*/pyproject.toml")} | {"lmcache-template"}
+    here = {path.parent.name for path in ROOT.glob("*/*/pyproject.toml")}
     return {candidate.distribution for candidate in find_candidates()} & here
 
 

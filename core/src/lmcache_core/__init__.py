@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lmcache_core.client.regions import PageGroup, Region
     from lmcache_core.pool.layout import Layout
     from lmcache_core.server.server import Server
+    from lmcache_core.settings.compose import make_settings
     from lmcache_core.tokens.namespace import Namespace
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "Server",
     "__version__",
     "hookimpl",
+    "make_settings",
 ]
 
 _LAZY = {
@@ -59,6 +61,7 @@ _LAZY = {
     "Promise": "lmcache_core.client.promises",
     "Region": "lmcache_core.client.regions",
     "Server": "lmcache_core.server.server",
+    "make_settings": "lmcache_core.settings.compose",
 }
 
 

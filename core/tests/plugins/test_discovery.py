@@ -188,6 +188,40 @@ def test_another_api_generation_is_refused_before_anything_else_of_the_plugin_ru
     assert not trace.exists()
 
 
+def test_a_plugin_of_a_later_generation_is_told_by_that_and_not_by_a_hook_that_we_do_not_know(install: Install) -> None:
+    install(
+        "lmcache-ahead",
+        "ahead",
+        """
+        from lmcache_core import PluginInfo, hookimpl
+
+        @hookimpl
+        def lmcache_plugin_info():
+            return PluginInfo(api=2)
+
+        @hookimpl
+        def lmcache_hook_of_generation_two():
+            return []
+        """,
+    )
+    why = refusal_of(load_plugins({}), "lmcache-ahead").why
+    assert why == "it was written for API generation 2 and this lmcache-core serves 1: upgrade lmcache-core"
+
+
+@pytest.mark.parametrize("needs", ["lmcache-core>=0.2,<0.3", ""])
+def test_a_plugin_that_imports_a_name_of_another_version_is_told_by_its_bounds(
+    install: Install, tmp_path: Path, needs: str
+) -> None:
+    install("lmcache-ahead", "ahead", "from lmcache_core import ANameThatComesLater")
+    if needs:
+        metadata = tmp_path / "lmcache_ahead-1.0.dist-info/METADATA"
+        metadata.write_text(f"{metadata.read_text()}Requires-Dist: {needs}\n")
+    why = refusal_of(load_plugins({}), "lmcache-ahead").why
+    assert "cannot import name 'ANameThatComesLater'" in why
+    assert (f"it asks for {needs}" if needs else "does not say which lmcache-core it needs") in why
+    assert "and this is 0.1.0" in why
+
+
 def test_a_typo_in_a_hook_name_is_refused_with_a_suggestion(install: Install) -> None:
     install(
         "lmcache-typo",

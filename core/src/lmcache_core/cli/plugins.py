@@ -1,12 +1,14 @@
-"""`lmcache-core plugins`: what is installed, what it can do, what was refused and why."""
+"""`lmcache-core plugins`: what is installed, what it can do, what was refused and why; and new packages."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.cli.new_plugin import TEMPLATES, write_package
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import CacheError, PluginError
 from lmcache_core.plugins.components import ComponentSpec, Kind
@@ -19,8 +21,18 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("action", nargs="?", choices=["list", "show"], default="list", help="default: list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="show: a plugin or a component")
+    parser.add_argument("action", nargs="?", choices=["list", "show", "new"], default="list", help="default: list")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="show: a plugin or a component; new: what its component is to be called"
+    )
+    parser.add_argument("--kind", choices=list(TEMPLATES), help="new: what the component is")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="new: where the package's folder goes (default: here)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -30,9 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.name is None:
             raise PluginError("say what to show: lmcache-core plugins show NAME")
         return _show(arguments.registry, arguments.name, arguments.json)
+    if arguments.action == "new":
+        return _new(arguments)
     if arguments.name is not None:
         raise PluginError(f"`plugins list` takes no name: lmcache-core plugins show {arguments.name}")
     return _list(arguments.registry, arguments.json)
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    if arguments.name is None or arguments.kind is None:
+        raise PluginError(f"say what to write: lmcache-core plugins new NAME --kind {'|'.join(TEMPLATES)}")
+    folder = write_package(arguments.registry, arguments.name, arguments.kind, arguments.directory)
+    print(f"{folder}: its README says how to go on; first: cd {folder} && pip install -e '.[testing]' && pytest")
+    return 0
 
 
 def _list(registry: Registry, as_json: bool) -> int:

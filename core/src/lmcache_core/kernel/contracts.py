@@ -14,8 +14,8 @@ class Entry(Protocol):
     """What an eviction policy sees of a resident object. Compared and hashed by identity.
 
     `older`, `newer` and `policy_data` belong to the one policy that holds the entry: it may keep its list
-    links and its own state there (a million residents cannot afford a dictionary beside them). Everything
-    else is read-only for the policy.
+    links and its own state there (a million residents cannot afford a dictionary beside them). All three are None when
+    the entry is inserted for the first time, and nobody else sets them. Everything else is read-only for the policy.
     """
 
     @property
@@ -46,6 +46,13 @@ class Entry(Protocol):
 class EvictionPolicy(ABC):
     """Decides which resident objects go first. One instance orders one store (the L1, or one tier).
 
+    Built as `Policy(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has
+    none).
+
+    Attributes:
+        wants_charges: True: `charge` is called.
+        evicts: False: it never names a victim, so what is loaded from a tier leaves with its reader.
+
     The caller guarantees: one thread; every entry is inserted once, and removed once when it is gone (an
     evicted one too: `victims` only names, the caller then calls `remove`); batches in the order of use; for
     the keys of one request, recency is applied from the last to the first, so that a suffix goes before its
@@ -57,11 +64,12 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, entries: Sequence[Entry]) -> None:
-        """Take over objects that became resident."""
+        """Take over objects that became resident. Entries that have holds already may be among them (a load whose
+        reader waits, a pin): they are no victims until `released` names them."""
 
     @abstractmethod
     def access(self, entries: Sequence[Entry]) -> None:
-        """Note one use of each entry. Entries that have holds may be among them."""
+        """Note one use of each entry. Entries that have holds may be among them, and one may come twice in a batch."""
 
     @abstractmethod
     def remove(self, entries: Sequence[Entry]) -> None:
@@ -74,8 +82,8 @@ class EvictionPolicy(ABC):
         Never an entry with holds. Names them only: asked again before any `remove`, it gives the same ones.
         """
 
-    wants_charges: bool = False  # True: `charge` is called
-    evicts: bool = True  # False: it never names a victim, so what is loaded from a tier leaves with its reader
+    wants_charges: bool = False
+    evicts: bool = True
 
     def charge(self, namespace: int, nbytes: int) -> None:  # noqa: B027
         """`nbytes` more (negative: less) are taken by a namespace without an entry: they are being written, loaded or

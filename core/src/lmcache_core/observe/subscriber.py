@@ -16,9 +16,14 @@ from lmcache_core.observe.events import CacheEvent
 
 @dataclass(frozen=True)
 class SubscriberContext:
-    """What a subscriber may know of its server. `state_dir` is there, or can be made."""
+    """What a subscriber may know of its server.
 
-    server: str  # its name
+    Attributes:
+        server: Its name.
+        state_dir: The directory of what outlives it. It is there, or can be made.
+    """
+
+    server: str
     state_dir: Path
 
 

@@ -5,29 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-API_GENERATION = 1  # moves when a hook or a contract changes in a way that breaks plugins
+API_GENERATION = 1
+"""Of hooks and contracts. Moves when one of them changes in a way that breaks plugins."""
 
 
 class Kind(StrEnum):
-    """The families of components."""
+    """The families of components.
+
+    Attributes:
+        L2_ADAPTER: Speaks to a medium; `[l2.NAME] type`.
+        EVICTION_POLICY: Which objects go first; `[l1.eviction]`, `[l2.NAME.eviction]`.
+        STORE_POLICY: Which tiers get what was committed; `[store_policy]`.
+        PREFETCH_POLICY: Which tier loads what the L1 lacks; `[prefetch_policy]`.
+        SERDE: Bytes to bytes on the way to a tier; `l2.NAME.serde`.
+        EVENT_SUBSCRIBER: Hears what happens; its settings are the table `[subscribers.NAME]`.
+        HELPER: A process beside the server; its settings are the table `[NAME]`.
+        COMPANION: Lives beside the L1; its settings are the table `[NAME]`.
+    """
 
     L2_ADAPTER = "l2_adapter"
     EVICTION_POLICY = "eviction_policy"
     STORE_POLICY = "store_policy"
     PREFETCH_POLICY = "prefetch_policy"
     SERDE = "serde"
-    EVENT_SUBSCRIBER = "event_subscriber"  # hears what happens; its settings are the table `[subscribers.NAME]`
-    HELPER = "helper"  # a process beside the server; its settings are the table `[NAME]`
-    COMPANION = "companion"  # beside the L1; its settings are the table `[NAME]`
+    EVENT_SUBSCRIBER = "event_subscriber"
+    HELPER = "helper"
+    COMPANION = "companion"
 
 
 @dataclass(frozen=True)
 class ComponentSpec:
-    """One component. `factory` and `settings` are `module:attribute` paths, imported when first used.
+    """One component, named and not imported.
 
-    `factory` is called as `factory(settings, context)` for an adapter, an event subscriber, a helper and a companion,
-    and as `factory(settings)` for everything else; `settings` names a frozen pydantic model that forbids extra fields
-    (None: the component has none and is called with None).
+    Attributes:
+        kind: Its family.
+        name: What users write: lower-case words joined by single underscores.
+        factory: `module:attribute`, imported when it is first used. Called as `factory(settings, context)` for an
+            adapter, an event subscriber, a helper and a companion, and as `factory(settings)` for everything else.
+        settings: `module:attribute` of a frozen pydantic model that forbids extra fields. None: the component has none,
+            and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
+            `.settings` of the table that names a policy or serde.
+        summary: A line for `lmcache-core plugins`.
     """
 
     kind: Kind
@@ -39,7 +57,13 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What a plugin says of itself. `api` is the generation of hooks and contracts that it was written for."""
+    """What a plugin says of itself, in the hook `lmcache_plugin_info`.
+
+    Attributes:
+        api: The generation of hooks and contracts that it was written for, as a number: a plugin that gives
+            `API_GENERATION` itself claims to fit every version there will ever be.
+        summary: A line about it.
+    """
 
     api: int = API_GENERATION
     summary: str = ""
@@ -47,7 +71,14 @@ class PluginInfo:
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of `lmcache_check`: what was looked at, whether it is well, and the cure where it is not."""
+    """One line of what `lmcache-core check` prints: a result of the hook `lmcache_check`.
+
+    Attributes:
+        ok: Whether it is well. One that is not makes the command end with status 1.
+        subject: What was looked at, as `tier 'cold' (s3://kv)`.
+        message: What was found.
+        cure: What an operator should do where it is not well.
+    """
 
     ok: bool
     subject: str

@@ -28,15 +28,25 @@ class Examined(NamedTuple):
 
 
 def examine(manager: pluggy.PluginManager, plugin: object) -> Examined:
-    """Check names and signatures of the plugin's hooks, then its API generation, then what it offers."""
+    """Check the plugin's API generation, then names and signatures of its hooks, then what it offers."""
+    _check_generation(manager, plugin)  # first: another generation may have other hooks, which would seem to be typos
     hooks = dict(_hooks_of(manager, plugin))
-    info = _info(hooks.get("lmcache_plugin_info"))
+    return Examined(_info(hooks.get("lmcache_plugin_info")), _components(hooks.get("lmcache_components")))
+
+
+def _check_generation(manager: pluggy.PluginManager, plugin: object) -> None:
+    name = "lmcache_plugin_info"
+    method = getattr(plugin, name, None)
+    if not inspect.isroutine(method) or manager.parse_hookimpl_opts(plugin, name) is None:
+        return
+    if inspect.signature(method).parameters:  # refused in words when its arguments are checked
+        return
+    info = _info(method)
     if info.api != API_GENERATION:
         raise PluginError(
             f"it was written for API generation {info.api} and this lmcache-core serves {API_GENERATION}: "
             f"{'upgrade lmcache-core' if info.api > API_GENERATION else 'upgrade the plugin'}"
         )
-    return Examined(info, _components(hooks.get("lmcache_components")))
 
 
 def hook_names() -> list[str]:

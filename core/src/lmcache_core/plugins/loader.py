@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ from lmcache_core.plugins.records import PluginRecord, Refusal
 from lmcache_core.plugins.registry import Registry
 
 BUILTIN = "builtin"
+_OURS = re.compile(r"lmcache[-_.]core\b(?![-_.])", re.IGNORECASE)
 Loaded = tuple[Candidate, object, Examined, float]
 
 
@@ -122,10 +124,23 @@ def _load(registry: Registry, candidate: Candidate) -> Loaded | None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  # whatever a stranger's module does stays its own: a panic of Rust too
-        _refuse(registry, candidate, f"it failed to load with {type(error).__name__}: {error}")
+        _refuse(
+            registry, candidate, f"it failed to load with {type(error).__name__}: {error}{_wanted(candidate, error)}"
+        )
     else:
         return candidate, plugin, examined, load_s
     return None
+
+
+def _wanted(candidate: Candidate, error: BaseException) -> str:
+    """Where it misses a name of ours, which lmcache-core it was made for."""
+    if not isinstance(error, ImportError) or not (error.name or "").startswith(PROJECT):
+        return ""
+    from lmcache_core import __version__
+
+    asked = [each for each in importlib.metadata.requires(candidate.distribution) or () if _OURS.match(each)]
+    wants = f"it asks for {asked[0]}" if asked else "it does not say which lmcache-core it needs"
+    return f"; {wants}, and this is {__version__}: install versions that fit each other"
 
 
 def _refuse(registry: Registry, candidate: Candidate, why: str, claims: tuple[ComponentSpec, ...] = ()) -> None:

@@ -21,14 +21,26 @@ __all__ = [
 
 
 class TierView(NamedTuple):
-    """What a policy sees of a tier, in configured order."""
+    """What a policy sees of a tier, in configured order.
+
+    Attributes:
+        name: Its name in the settings.
+        healthy: It is used: its breaker is closed. One that is not may be well again at any time.
+    """
 
     name: str
-    healthy: bool  # its breaker is closed
+    healthy: bool
 
 
 class StoreCandidate(NamedTuple):
-    """An object that was just committed to the L1, or, with `reused`, one that was just read again."""
+    """An object that was just committed to the L1, or one that was just read again.
+
+    Attributes:
+        key: 32 opaque bytes.
+        namespace: The 64-bit id of its namespace.
+        nbytes: Bytes of the object, before any serde.
+        reused: It was read again, rather than committed. Only for policies with `wants_reuse`.
+    """
 
     key: bytes
     namespace: int
@@ -45,9 +57,17 @@ class StorePlan(NamedTuple):
 
 
 class StorePolicy(ABC):
-    """Decides which tiers get what was committed, and what then leaves the L1."""
+    """Decides which tiers get what was committed, and what then leaves the L1. Called on the server's loop: be quick.
 
-    wants_reuse: bool = False  # True: `plan` is also called for objects that were read, as `reused`
+    Built as `Policy(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has
+    none).
+    Pure: no I/O, no clock, no lock. One that raises stores nothing of the batch, which is counted and logged.
+
+    Attributes:
+        wants_reuse: True: `plan` is also called for objects that were read, as `reused`.
+    """
+
+    wants_reuse: bool = False
 
     @abstractmethod
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
@@ -63,7 +83,12 @@ class PrefetchPlan(NamedTuple):
 
 
 class PrefetchPolicy(ABC):
-    """Decides which tier loads a key that the L1 lacks."""
+    """Decides which tier loads a key that the L1 lacks. Called on the server's loop: be quick.
+
+    Built as `Policy(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has
+    none).
+    Pure: no I/O, no clock, no lock.
+    """
 
     @abstractmethod
     def plan(

@@ -14,6 +14,12 @@ Buffer = bytes | bytearray | memoryview
 class Serde(ABC):
     """One transform of a codec chain. Runs in a tier's lanes: do the heavy work in calls that release the GIL.
 
+    Built as `Serde(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has none).
+
+    Attributes:
+        name: The component's name. It stands in each object's header.
+        lossless: What was encoded is decoded to the same bytes.
+
     One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's
     header and compared on the way back, so an object encoded under other settings is a miss with a reason,
     never wrong bytes.

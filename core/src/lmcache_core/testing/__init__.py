@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.adapter import Backdoor, L2AdapterContract
     from lmcache_core.testing.companion import CompanionContract
     from lmcache_core.testing.eviction import EvictionPolicyContract
+    from lmcache_core.testing.eviction_machine import Resident
     from lmcache_core.testing.faults import Fault, FaultRule, FaultScript, FaultyAdapter
     from lmcache_core.testing.helper import HelperContract
     from lmcache_core.testing.latency import LatencyAdapter
@@ -43,6 +44,7 @@ __all__ = [
     "PrefetchPolicyContract",
     "Recorded",
     "RecordingAdapter",
+    "Resident",
     "SerdeContract",
     "ServerProcess",
     "StorePolicyContract",
@@ -66,6 +68,7 @@ _HOMES = {
     "PrefetchPolicyContract": "planning",
     "Recorded": "recording",
     "RecordingAdapter": "recording",
+    "Resident": "eviction_machine",
     "SerdeContract": "serde",
     "ServerProcess": "processes",
     "StorePolicyContract": "planning",
