@@ -35,10 +35,14 @@ class EventSubscriber(ABC):
 
     The implementation comes back from `hear` within seconds, or it is put aside, as is one that raises: it is told
     nothing more, and `status` says why. It keeps no event's lists that it has changed: others hear the same events.
+
+    Attributes:
+        wants_blocks: True: engines are asked to report their blocks.
+        wants_tokens: True: and the tokens in them, which are content.
     """
 
-    wants_blocks: bool = False  # True: engines are asked to report their blocks
-    wants_tokens: bool = False  # and the tokens in them, which are content
+    wants_blocks: bool = False
+    wants_tokens: bool = False
 
     @abstractmethod
     def hear(self, events: Sequence[CacheEvent]) -> None:

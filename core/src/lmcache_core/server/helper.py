@@ -14,18 +14,30 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class HelperContext:
-    """What a helper's factory may know of the server."""
+    """What a helper's factory may know of the server.
 
-    server: str  # its name
-    address: str  # its lifeline, where a client on this node connects
+    Attributes:
+        server: Its name.
+        address: Its lifeline, where a client on this node connects.
+        runtime_dir: The directory of the lifelines.
+        python: The server's interpreter: a helper that is a module of the same installation runs by it.
+    """
+
+    server: str
+    address: str
     runtime_dir: Path
-    python: str = sys.executable  # of the server: a helper that is a module of the same installation runs by it
+    python: str = sys.executable
 
 
 @dataclass(frozen=True)
 class HelperProcess:
-    """What is run. `environment` comes on top of what every helper gets; both can be seen by others, so no secret
-    stands in them: name a file that only the user may read."""
+    """What is run. Both parts can be seen by others, so no secret stands in them: name a file that only the user may
+    read.
+
+    Attributes:
+        command: Program and arguments; no shell is involved.
+        environment: Comes on top of what every helper gets.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
