@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FILES = ("wrong_adapters.py", "wrong_policies.py", "wrong_serdes.py")
+FILES = (
+    "wrong_adapters.py",
+    "wrong_shared_adapters.py",
+    "wrong_policies.py",
+    "wrong_serdes.py",
+    "wrong_subscribers.py",
+)
 
 
 def wrong() -> dict[str, tuple[str, str]]:
@@ -68,8 +74,10 @@ def caught(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], se
 
 
 def test_there_are_enough_of_them_in_each_family() -> None:
-    assert len(WRONG) >= 50
-    assert all(sum(name.startswith(file.removesuffix(".py")) for name in WRONG) >= 10 for file in FILES)
+    assert len(WRONG) >= 120
+    kinds = ["wrong_adapters", "wrong_shared_adapters", "wrong_policies", "wrong_serdes", "wrong_subscribers"]
+    assert {name.partition(":")[0] for name in WRONG} == set(kinds)
+    assert all(sum(name.startswith(kind) for name in WRONG) >= 9 for kind in kinds)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -84,12 +92,20 @@ def test_the_kit_catches(caught: dict[tuple[str, str], set[str]], name: str) -> 
 CORRECT = """
 from wrong_policies import Fifo, Wrong as WrongPolicy
 from wrong_serdes import Sealed, Wrong as WrongSerde
+from wrong_shared_adapters import Shelf, Wrong as WrongShelf
+from wrong_policies import First, WrongPrefetch
 
 class TestFifo(WrongPolicy):
     faulty = Fifo
 
 class TestSealed(WrongSerde):
     faulty = Sealed
+
+class TestFirst(WrongPrefetch):
+    faulty = First
+
+class TestShelf(WrongShelf):
+    faulty = Shelf
 """
 
 

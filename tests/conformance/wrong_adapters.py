@@ -29,6 +29,9 @@ class Wrong(L2AdapterContract):
     caught_by: ClassVar[str]
     faulty: ClassVar[type[MemoryAdapter]]
 
+    hang_deadline_s = 0.2
+    hang_slack_s = 0.4
+
     @pytest.fixture
     def adapter(self, adapter_context: AdapterContext) -> MemoryAdapter:
         return self.faulty(None, adapter_context)

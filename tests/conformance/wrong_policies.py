@@ -270,3 +270,246 @@ class TestLeavesOutTheMisses(WrongPrefetch):
             sources = [next((t.name for t in tiers if found.get(t.name, [])[n : n + 1] == [True]), None)
                        for n in range(len(keys))]  # fmt: skip
             return PrefetchPlan([source for source in sources if source is not None])
+
+
+# --- eviction, what else it promises --------------------------------------------------------------------------------
+class TestNamesHeldOnesForHeadroom(Wrong):
+    caught_by = "test_a_surplus_is_of_victims_and_nothing_held_is_in_it"
+
+    class faulty(Fifo):
+        def surplus(self, nbytes: int) -> list[Entry]:
+            return list(self.entries)
+
+
+class TestSparesItsOwn(Wrong):
+    caught_by = "test_it_says_what_must_stay_for_whom"
+
+    class faulty(Fifo):
+        def spares(self, entries: Sequence[Entry], namespace: int) -> bool:
+            return bool(entries)
+
+
+class TestKeepsCharges(Wrong):
+    caught_by = "test_charges_come_and_go_and_leave_nothing_behind"
+
+    class faulty(Fifo):
+        charged = 0
+
+        def charge(self, namespace: int, nbytes: int) -> None:
+            self.charged += abs(nbytes)
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            return super().victims(nbytes + self.charged if nbytes > 0 else 0)
+
+
+class TestForgetsAllWhenItsCapacityChanges(Wrong):
+    caught_by = "test_another_capacity_is_taken_at_any_time"
+
+    class faulty(Fifo):
+        def resize(self, capacity_bytes: int) -> None:
+            self.entries.clear()
+
+
+class TestNamesSomebodyForNothing(Wrong):
+    caught_by = "test_all_there_are_is_the_answer_to_more_than_there_are"
+
+    class faulty(Fifo):
+        def victims(self, nbytes: int) -> list[Entry]:
+            return super().victims(max(1, nbytes))
+
+
+class TestEvictsAlthoughItPromisedNot(Wrong):
+    caught_by = "test_who_never_evicts_names_nobody"
+    never_evicts = True
+    faulty = Fifo
+
+
+class TestSharesItsListWithEveryOther(Wrong):
+    caught_by = "test_two_policies_with_one_history_name_the_same"
+
+    class faulty(Fifo):
+        everybodys: ClassVar[dict[Any, None]] = {}
+
+        def __init__(self) -> None:
+            self.entries = self.everybodys
+
+
+class TestIsAlwaysTheSameOne(Wrong):
+    caught_by = "test_it_is_an_eviction_policy_that_starts_empty"
+    only = Fifo()
+
+    @pytest.fixture
+    def make_policy(self) -> Callable[[], EvictionPolicy]:
+        return lambda: self.only
+
+
+class TestGoesByKeyAlone(Wrong):
+    caught_by = "test_one_key_in_two_namespaces_is_two_entries"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            self.by_key: dict[bytes, Entry] = {}
+
+        @property
+        def entries(self) -> dict[Any, None]:  # type: ignore[override]
+            return dict.fromkeys(self.by_key.values())
+
+        def insert(self, entries: Sequence[Entry]) -> None:
+            self.by_key.update({entry.key: entry for entry in entries})
+
+        def remove(self, entries: Sequence[Entry]) -> None:
+            for entry in entries:
+                self.by_key.pop(entry.key, None)
+
+
+class TestTakesHoldsForAReason(Wrong):
+    caught_by = "test_an_entry_that_comes_with_holds_is_no_victim_until_it_is_released"
+
+    class faulty(Fifo):
+        def insert(self, entries: Sequence[Entry]) -> None:
+            super().insert([entry for entry in entries if not entry.holds])  # "it will be inserted when it is free"
+
+
+class TestNamesTheFirstTwice(Wrong):
+    caught_by = "test_victims_cover_the_bytes_asked_for_and_little_more"
+
+    class faulty(Fifo):
+        def victims(self, nbytes: int) -> list[Entry]:
+            named = super().victims(nbytes)
+            return [*named[:1], *named]
+
+
+# --- store, what else it promises -----------------------------------------------------------------------------------
+class TestLooksAtTheFirstOfNone(WrongStore):
+    caught_by = "test_an_empty_batch_is_an_empty_plan"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            largest = max(candidate.nbytes for candidate in batch)
+            return StorePlan({tier.name: range(len(batch)) for tier in tiers if largest})
+
+
+class TestNeedsAHealthyTier(WrongStore):
+    caught_by = "test_tiers_that_are_down_are_no_surprise"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            if not batch or not tiers:
+                return StorePlan({})
+            return StorePlan({next(tier.name for tier in tiers if tier.healthy): range(len(batch))})
+
+
+class TestNamesAPositionTwice(WrongStore):
+    caught_by = "test_any_plan_names_what_exists"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            return StorePlan({tier.name: [*range(len(batch)), *range(len(batch))] for tier in tiers})
+
+
+class TestRemembersForEveryPolicy(WrongStore):
+    caught_by = "test_two_policies_with_one_history_plan_the_same"
+    seen: ClassVar[set[bytes]] = set()
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            seen = TestRemembersForEveryPolicy.seen
+            fresh = [n for n, candidate in enumerate(batch) if candidate.key not in seen]
+            seen.update(candidate.key for candidate in batch)
+            return StorePlan({tier.name: fresh for tier in tiers})
+
+
+class TestPlansPairs(WrongStore):
+    caught_by = "test_without_tiers_nothing_is_sent_and_nothing_lost"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+            return {tier.name: range(len(batch)) for tier in tiers}, ()
+
+
+class TestDropsWhatItKeepsFromASlowTier(WrongStore):
+    caught_by = "test_tiers_that_are_down_are_no_surprise"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            return StorePlan({t.name: range(len(batch)) for t in tiers if t.healthy}, range(len(batch)))
+
+
+class TestWantsReuseInWords(WrongStore):
+    caught_by = "test_it_is_a_store_policy"
+
+    class faulty(StorePolicy):
+        wants_reuse: Any = "second use"
+
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            return StorePlan({})
+
+
+# --- prefetch, what else it promises --------------------------------------------------------------------------------
+class First(PrefetchPolicy):
+    """Correct: the first tier that has it."""
+
+    def plan(
+        self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+    ) -> PrefetchPlan:
+        return PrefetchPlan([self.source(n, found, tiers) for n in range(len(keys))])
+
+    def source(self, n: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> str | None:
+        return next((tier.name for tier in tiers if found.get(tier.name) and found[tier.name][n]), None)
+
+
+class TestStopsAtTheFirstMiss(WrongPrefetch):
+    caught_by = "test_each_key_comes_from_a_tier_that_has_it"
+
+    class faulty(First):
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> PrefetchPlan:
+            sources = list(super().plan(keys, found, tiers).sources)
+            return PrefetchPlan(sources[: sources.index(None)] if None in sources else sources)
+
+
+class TestNeedsAKey(WrongPrefetch):
+    caught_by = "test_no_keys_are_no_sources"
+
+    class faulty(First):
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> PrefetchPlan:
+            first = self.source(0, found, tiers) if keys[0] else None
+            return PrefetchPlan([first, *(self.source(n, found, tiers) for n in range(1, len(keys)))])
+
+
+class TestTakesTurns(WrongPrefetch):
+    caught_by = "test_two_policies_that_are_told_the_same_plan_the_same"
+    turn: ClassVar[list[int]] = [0]
+
+    class faulty(First):
+        def source(self, n: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> str | None:
+            TestTakesTurns.turn[0] += 1
+            having = [tier.name for tier in tiers if found.get(tier.name) and found[tier.name][n]]
+            return having[TestTakesTurns.turn[0] % len(having)] if having else None
+
+
+class TestRetainsByANumber(WrongPrefetch):
+    caught_by = "test_each_key_comes_from_a_tier_that_has_it"
+
+    class faulty(First):
+        def plan(self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> Any:
+            return super().plan(keys, found, tiers)._replace(retain=0.5)  # type: ignore[arg-type]
+
+
+class TestSaysWhatFitsAndNoMore(WrongPrefetch):
+    caught_by = "test_what_stays_is_said_for_each_key"
+
+    class faulty(First):
+        def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
+            return [True] * min(len(keys), room)
+
+
+class TestRetainsByChance(WrongPrefetch):
+    caught_by = "test_what_stays_is_said_for_each_key"
+
+    class faulty(First):
+        def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
+            return [random.random() < 0.5 for _ in keys]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from lmcache_core.errors import DamagedObjectError
+from lmcache_core.errors import DamagedObjectError, UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.contract import Buffer, Serde
 from lmcache_core.testing import SerdeContract
@@ -178,3 +178,114 @@ class TestIsLossyAndSaysNothing(Wrong):
 
     class faulty(Sealed):
         lossless = False
+
+
+class TestComparesFourBytesOfTheSeal(Wrong):
+    caught_by = "test_a_flipped_bit_is_damage_or_a_wrong_value_and_never_a_crash"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            packed = bytes(src[32:])
+            if bytes(src[:4]) != self.seal(packed, layout, key)[:4]:
+                raise DamagedObjectError("fails its seal")
+            into[:] = zlib.decompress(packed)
+
+
+class TestKeepsWhatItDecoded(Wrong):
+    caught_by = "test_the_encoded_bytes_are_neither_changed_nor_kept"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            self.last = src
+            super().decode(src, into, layout, key)
+
+
+class TestDecodesInPlace(Wrong):
+    caught_by = "test_the_encoded_bytes_are_neither_changed_nor_kept"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            super().decode(src, into, layout, key)
+            if not src.readonly:
+                src[0] ^= 0xFF
+
+
+class TestTakesEverythingForNumbers(Wrong):
+    caught_by = "test_any_bytes_survive_a_lossless_serde"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            plain = bytes(src).replace(b"\xff", b"\xfe")  # no number of ours has it
+            return super().encode(memoryview(plain), layout, key)
+
+
+class TestRefusesWithoutAWord(Wrong):
+    caught_by = "test_every_layout_works_or_is_refused_in_words"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            if layout.nbytes % 64:
+                raise UsageError("")
+            return super().encode(src, layout, key)
+
+
+class TestLosesTheRestOfOddShapes(Wrong):
+    caught_by = "test_every_layout_works_or_is_refused_in_words"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            rest = src.nbytes % 8
+            plain = bytes(src[: src.nbytes - rest]) + bytes(rest)
+            return super().encode(memoryview(plain), layout, key)
+
+
+class TestStoresNothingForZeros(Wrong):
+    caught_by = "test_the_encoded_size_keeps_its_bound"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            return super().encode(src, layout, key) if any(src) else []
+
+
+class TestHasNoName(Wrong):
+    caught_by = "test_it_says_what_it_is"
+
+    class faulty(Sealed):
+        name = ""
+
+
+class TestReadsPastNothing(Wrong):
+    caught_by = "test_another_length_is_damage"
+    authenticates = False
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            if src[0] > 255:
+                raise DamagedObjectError("is of another version")
+            super().decode(src, into, layout, key)
+
+
+class TestTakesWhatFollowsForPadding(Wrong):
+    caught_by = "test_another_length_is_damage"
+    authenticates = False
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            try:
+                plain = zlib.decompressobj().decompress(bytes(src[32:]))
+            except zlib.error as error:
+                raise DamagedObjectError(str(error)) from error
+            if len(plain) != into.nbytes:
+                raise DamagedObjectError("has another length")
+            into[:] = plain
+
+
+class TestForgetsItsParametersInAChain(Wrong):
+    caught_by = "test_a_chain_undoes_it_in_reverse"
+
+    class faulty(Sealed):
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+            return nbytes // 2
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            return [self.seal(bytes(src), layout, key), bytes(src)]

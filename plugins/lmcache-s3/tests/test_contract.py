@@ -37,6 +37,7 @@ class BucketDoor(Backdoor):
 class S3Contract(L2AdapterContract):
     component = "s3"
     transport: ClassVar[str]
+    quick_scan_pages_objects: ClassVar[int | None] = 60  # the server of these tests takes 5 ms for one
 
     @pytest.fixture
     def settings(self, bucket: Any) -> S3Settings:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.package import PluginPackageContract
     from lmcache_core.testing.planning import PrefetchPolicyContract, StorePolicyContract
     from lmcache_core.testing.processes import ServerProcess
+    from lmcache_core.testing.proxy import StallingProxy
     from lmcache_core.testing.recording import Recorded, RecordingAdapter
     from lmcache_core.testing.serde import SerdeContract
     from lmcache_core.testing.subscriber import EventSubscriberContract
@@ -47,6 +48,7 @@ __all__ = [
     "Resident",
     "SerdeContract",
     "ServerProcess",
+    "StallingProxy",
     "StorePolicyContract",
 ]
 
@@ -71,6 +73,7 @@ _HOMES = {
     "Resident": "eviction_machine",
     "SerdeContract": "serde",
     "ServerProcess": "processes",
+    "StallingProxy": "proxy",
     "StorePolicyContract": "planning",
 }
 

@@ -9,15 +9,20 @@
 The medium must be empty at the start of each test, and the test's own. More fixtures unlock more tests:
 
     reopen         callable: one more adapter on the same medium; the kit closes what it made
+    second         callable: another server's adapter on the medium; `reopen` will do where shared is claimed
     backdoor       a `Backdoor`: the medium itself, past the adapter
-    hang           context manager: within it the medium takes requests and answers none
-    unreachable    an adapter whose medium is not there
     small_adapter  an adapter whose medium holds between 1 and 4 MiB
     expire         callable: all objects on the medium reach the end of their time to live
+    unreachable    an adapter whose medium is not there
+    hang           context manager: within it the medium takes requests and answers none
+    stall          context manager: within it answers begin and do not end
+    outage         context manager: within it the medium is not there; afterwards it is, with what it held
+    lock           context manager: within it the medium takes no store
 
-`durable` and `shared` ask for `reopen`, `durable` also for `backdoor`; `evicts` asks for `small_adapter`, `ttl` for
-`expire`: a claim without its fixture is a failure. What is not claimed, and what no fixture makes possible, is a
-skip that says so.
+`StallingProxy` gives `hang`, `stall` and `outage` to any medium behind TCP. `durable` and `shared` ask for `reopen`,
+`durable` also for `backdoor`; `evicts` asks for `small_adapter`, `ttl` for `expire`: a claim without its fixture is a
+failure. What is not claimed is a skip that says so; what no fixture makes possible is *not judged*, and says what
+would unlock it.
 """
 
 from __future__ import annotations
@@ -27,8 +32,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from lmcache_core.testing.adapter_accounts import AccountTests
 from lmcache_core.testing.adapter_batches import BatchTests
+from lmcache_core.testing.adapter_chaos import ChaosTests
+from lmcache_core.testing.adapter_leaks import LeakTests
 from lmcache_core.testing.adapter_medium import MediumTests
+from lmcache_core.testing.adapter_races import RaceTests
 from lmcache_core.testing.adapter_trouble import TroubleTests
 from lmcache_core.testing.adapter_values import ValueTests
 from lmcache_core.tiers.contract import L2Adapter
@@ -51,11 +60,15 @@ class Backdoor(ABC):
         """Take the object away. It is there."""
 
 
-class L2AdapterContract(ValueTests, BatchTests, MediumTests, TroubleTests):
+class L2AdapterContract(
+    ValueTests, BatchTests, AccountTests, MediumTests, RaceTests, LeakTests, TroubleTests, ChaosTests
+):
     """What the kernel relies on, whatever the medium."""
 
     largest_object_bytes: ClassVar[int] = 16 << 20  # of what is tried; less where the capabilities say less
-    scan_objects: ClassVar[int] = 40  # enough for several pages, where pages are small
+    scan_objects: ClassVar[int] = 40  # stored, replaced and deleted one by one
+    scan_pages_objects: ClassVar[int] = 1100  # of a byte or two: more than a page of a scan holds
+    quick_scan_pages_objects: ClassVar[int | None] = None  # with --kit=quick, where a store takes milliseconds
 
     @pytest.fixture
     def adapter(self) -> L2Adapter:
@@ -67,7 +80,23 @@ class L2AdapterContract(ValueTests, BatchTests, MediumTests, TroubleTests):
         return None
 
     @pytest.fixture
+    def second(self) -> Any:
+        return None
+
+    @pytest.fixture
     def backdoor(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def lock(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def outage(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def stall(self) -> Any:
         return None
 
     @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract, missing
+from lmcache_core.testing.contract import Contract, missing, not_claimed, not_judged
 from lmcache_core.tiers.contract import L2Adapter, Result
 from lmcache_core.tiers.format import object_kind
 from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
@@ -22,7 +22,7 @@ NAMESPACE = 0x1234
 
 
 class MediumTests(Contract):
-    """Needs `reopen`, `backdoor` or `expire`; which of them is a duty follows from the capabilities."""
+    """Needs `reopen`, `second`, `backdoor` or `expire`; which of them is a duty follows from the capabilities."""
 
     # --- other handles --------------------------------------------------------------------------------------
     @contextmanager
@@ -31,85 +31,116 @@ class MediumTests(Contract):
             claims = [name for name in ("durable", "shared") if getattr(adapter.capabilities, name)]
             if claims:
                 missing(type(self), "reopen", f"the adapter claims {' and '.join(claims)}")
-            pytest.skip("the adapter claims neither durable nor shared, and there is no fixture 'reopen'")
+            not_claimed("durable, shared; a fixture 'reopen' unlocks it all the same")
         with reopen() as fresh:
-            assert fresh is not adapter
+            assert fresh is not adapter, "the fixture 'reopen' gave the adapter itself: it has to make another"
             yield fresh
 
     def test_a_fresh_handle_sees_what_the_old_one_saw(self, adapter: L2Adapter, reopen: Any) -> None:
         for number in range(5):
-            material.store(adapter, material.key(number), material.content(number, 5000))
+            material.expect_stored(adapter, material.key(number), material.content(number, 5000))
         if adapter.capabilities.delete:
-            adapter.delete([material.key(3)], material.soon())
+            material.expect_deleted(adapter, [material.key(3)], "five objects stored")
         keys = [material.key(number) for number in range(7)]
         expected = [bool(found) for found in adapter.exists(keys, material.soon())]
         listed = sorted(entry[:2] for entry in material.scan(adapter)) if adapter.capabilities.scan else None
         adapter.close()
+        done = "closed and opened again"
         with self._opened(adapter, reopen) as fresh:
-            assert [bool(found) for found in fresh.exists(keys, material.soon())] == expected
+            material.expect_exists(fresh, keys, expected, done)
             for number, there in enumerate(expected):
                 if there:
-                    assert material.holds(fresh, material.key(number), material.content(number, 5000))
+                    material.expect_holds(fresh, material.key(number), material.content(number, 5000), done)
                 else:
-                    assert material.load(fresh, material.key(number), 5000)[0].result is Result.MISS
+                    material.expect_miss(fresh, material.key(number), done)
             if listed is not None:
-                assert sorted(entry[:2] for entry in material.scan(fresh)) == listed
+                again = sorted(entry[:2] for entry in material.scan(fresh))
+                assert again == listed, f"{done}: a scan gave {len(again)} other entries than the {len(listed)} before"
 
     def test_the_medium_has_one_name_for_every_adapter_on_it(self, adapter: L2Adapter, reopen: Any) -> None:
         name = adapter.medium()
-        assert name is None or (isinstance(name, str) and name)
+        assert name is None or (isinstance(name, str) and name), f"medium() said {name!r}: a name, or None"
         with self._opened(adapter, reopen) as fresh:
-            assert fresh.medium() == name
+            assert fresh.medium() == name, f"one adapter calls the medium {name!r}, another {fresh.medium()!r}"
             if fresh.capabilities.shared:
                 assert name is not None, "an adapter that claims shared says where it stores: see L2Adapter.medium"
 
-    def test_two_handles_agree_while_both_are_open(self, adapter: L2Adapter, reopen: Any) -> None:
-        if not adapter.capabilities.shared:
-            pytest.skip("the adapter does not claim shared")
-        with self._opened(adapter, reopen) as other:
-            material.store(adapter, material.key(1), b"by the one")
-            assert material.holds(other, material.key(1), b"by the one")
-            material.store(other, material.key(1), b"by the other")
-            assert material.holds(adapter, material.key(1), b"by the other")
-            assert material.load(adapter, material.key(2), 10)[0].result is Result.MISS
-            material.store(other, material.key(2), b"new")
-            assert list(adapter.exists([material.key(2)], material.soon())) == [True]
-            assert material.holds(adapter, material.key(2), b"new")
+    @contextmanager
+    def _second(self, adapter: L2Adapter, second: Any, reopen: Any) -> Iterator[L2Adapter]:
+        """Another server's adapter on the medium."""
+        if second is None and not adapter.capabilities.shared:
+            not_claimed("shared; a fixture 'second' unlocks it all the same")
+        if second is None:
+            with self._opened(adapter, reopen) as other:
+                yield other
+        else:
+            with second() as other:
+                yield other
+
+    def test_two_handles_agree_while_both_are_open(self, adapter: L2Adapter, second: Any, reopen: Any) -> None:
+        with self._second(adapter, second, reopen) as other:
+            one, two = material.key(1), material.key(2)
+            material.expect_stored(adapter, one, b"by the one")
+            material.expect_holds(other, one, b"by the one", "stored by another server")
+            material.expect_stored(other, one, b"by the other")
+            material.expect_holds(adapter, one, b"by the other", "replaced by another server")
+            material.expect_miss(adapter, two, "stored by nobody")
+            material.expect_stored(other, two, b"new")
+            material.expect_exists(adapter, [two], [True], "stored by another server after a miss here")
+            material.expect_holds(adapter, two, b"new", "stored by another server after a miss here")
             if adapter.capabilities.delete:
-                adapter.delete([material.key(1)], material.soon())
-                assert list(other.exists([material.key(1)], material.soon())) == [False]
-                assert other.delete([material.key(1)], material.soon())[0].result is Result.DONE
+                material.expect_deleted(adapter, [one], "stored by both")
+                material.expect_exists(other, [one], [False], "deleted by another server")
+                material.expect_deleted(other, [one], "deleted by another server before")
+
+    def test_no_answer_about_what_is_there_is_kept(self, adapter: L2Adapter, second: Any, reopen: Any) -> None:
+        """Neither a yes nor a no: other servers store, and delete."""
+        with self._second(adapter, second, reopen) as other:
+            keys = [material.key(number) for number in range(4)]
+            for turn in range(3):
+                material.expect_exists(adapter, keys, [False] * 4, f"turn {turn}, before another server's store")
+                for number, key in enumerate(keys):
+                    material.expect_stored(other, key, material.content(number + turn, 500))
+                material.expect_exists(adapter, keys, [True] * 4, f"turn {turn}, after another server's store")
+                for number, key in enumerate(keys):
+                    done = f"turn {turn}, stored by another server"
+                    material.expect_holds(adapter, key, material.content(number + turn, 500), done)
+                if not adapter.capabilities.delete:
+                    return
+                material.expect_deleted(other, keys, "stored by the same adapter")
+                material.expect_miss(adapter, keys[0], f"turn {turn}, deleted by another server")
 
     def test_someone_leads_and_another_once_that_one_is_gone(self, adapter: L2Adapter, reopen: Any) -> None:
         if not adapter.capabilities.shared:
-            assert adapter.try_to_lead() is True, "there is nobody else to lead"
+            assert adapter.try_to_lead() is True, "an adapter that is alone on its medium did not lead"
             return
         with self._opened(adapter, reopen) as other:
-            assert adapter.try_to_lead() is True, "the first to ask"
-            assert isinstance(other.try_to_lead(), bool)
-            assert adapter.try_to_lead() is True, "who leads goes on leading"
+            assert adapter.try_to_lead() is True, "the first to ask whether it leads was told no"
+            told = other.try_to_lead()
+            assert isinstance(told, bool), f"try_to_lead gave {told!r}: True or False"
+            assert adapter.try_to_lead() is True, "who led was told no when it asked again"
             adapter.close()
-            assert other.try_to_lead() is True, "nobody leads, although one asks"
+            assert other.try_to_lead() is True, "who led is closed, and another that asked was told no"
 
     def test_what_expired_is_a_miss(self, adapter: L2Adapter, expire: Any) -> None:
         if expire is None:
             if adapter.capabilities.ttl:
                 missing(type(self), "expire", "the adapter claims ttl")
-            pytest.skip("the adapter does not claim ttl")
-        material.store(adapter, material.key(1), b"short-lived")
-        assert material.holds(adapter, material.key(1), b"short-lived")
+            not_claimed("ttl")
+        material.expect_stored(adapter, material.key(1), b"short-lived")
+        material.expect_holds(adapter, material.key(1), b"short-lived", "before its end")
         expire()
-        assert list(adapter.exists([material.key(1)], material.soon())) == [False]
-        assert material.load(adapter, material.key(1), 100)[0].result is Result.MISS
-        material.store(adapter, material.key(1), b"again")
-        assert material.holds(adapter, material.key(1), b"again")
+        material.expect_exists(adapter, [material.key(1)], [False], "after its time to live")
+        material.expect_miss(adapter, material.key(1), "after its time to live")
+        material.expect_stored(adapter, material.key(1), b"again")
+        material.expect_holds(adapter, material.key(1), b"again", "expired and stored again")
 
     # --- the medium itself ----------------------------------------------------------------------------------
     def _door(self, adapter: L2Adapter, backdoor: Any) -> Any:
         if backdoor is None:
             if adapter.capabilities.durable:
                 missing(type(self), "backdoor", "the adapter claims durable: torn objects will happen")
-            pytest.skip("no fixture 'backdoor'")
+            not_judged("a fixture 'backdoor' unlocks it: a second way to the medium")
         return backdoor
 
     def test_the_medium_holds_what_was_stored_and_nothing_after_a_delete(
@@ -117,37 +148,53 @@ class MediumTests(Contract):
     ) -> None:
         door = self._door(adapter, backdoor)
         payload = material.content(1, 5000)
-        assert door.read(material.key(1)) is None
-        material.store(adapter, material.key(1), payload)
-        found = door.read(material.key(1))
-        assert found is not None, "stored, and not on the medium"
+        assert door.read(material.key(1)) is None, "the back door finds an object before any was stored"
+        material.expect_stored(adapter, material.key(1), payload)
+        found = _on_medium(door, material.key(1))
         assert payload in found, "the medium does not hold the bytes as they are: codecs are the kernel's"
         if adapter.capabilities.delete:
-            adapter.delete([material.key(1)], material.soon())
-            assert door.read(material.key(1)) is None, "deleted, and still on the medium"
+            material.expect_deleted(adapter, [material.key(1)], "stored")
+            assert door.read(material.key(1)) is None, "a delete was DONE, and the object is still on the medium"
 
     def test_what_someone_else_removed_is_a_miss(self, adapter: L2Adapter, backdoor: Any) -> None:
         door = self._door(adapter, backdoor)
-        material.store(adapter, material.key(1), b"object")
-        assert list(adapter.exists([material.key(1)], material.soon())) == [True]
+        material.expect_stored(adapter, material.key(1), b"object")
+        material.expect_exists(adapter, [material.key(1)], [True], "stored")
+        _on_medium(door, material.key(1))
         door.remove(material.key(1))
-        assert list(adapter.exists([material.key(1)], material.soon())) == [False]
-        assert material.load(adapter, material.key(1), 100)[0].result is Result.MISS
-        assert adapter.delete([material.key(1)], material.soon())[0].result is Result.DONE
+        material.expect_exists(adapter, [material.key(1)], [False], "removed by somebody else")
+        material.expect_miss(adapter, material.key(1), "removed by somebody else")
+        if adapter.capabilities.delete:
+            material.expect_deleted(adapter, [material.key(1)], "removed by somebody else")
+
+    def test_every_key_has_a_place_of_its_own_on_the_medium(self, adapter: L2Adapter, backdoor: Any) -> None:
+        door = self._door(adapter, backdoor)
+        held: dict[bytes, bytes] = {}
+        for number, pair in enumerate(material.similar_keys(adapter.capabilities.key_bytes_max)):
+            for key in pair:
+                held[key] = b"%d of " % number + key
+                material.expect_stored(adapter, key, held[key])
+        for key, content in held.items():
+            assert content in _on_medium(door, key), f"another key's object lies in the place of {material.shown(key)}"
 
     @pytest.mark.parametrize("keep", [0.0, 0.1, 0.5, 0.99])
     def test_a_torn_object_is_never_called_whole(self, adapter: L2Adapter, backdoor: Any, keep: float) -> None:
         door = self._door(adapter, backdoor)
         whole = material.content(1, 20_000)
-        material.store(adapter, material.key(1), whole)
-        on_medium = door.read(material.key(1))
+        material.expect_stored(adapter, material.key(1), whole)
+        on_medium = _on_medium(door, material.key(1))
         door.write(material.key(1), on_medium[: int(len(on_medium) * keep)])
         outcome, found = material.load(adapter, material.key(1), 4096, 20_000 - 4096)
+        torn = f"an object of 20,000 bytes was cut to {keep:.0%}"
         if outcome.result is Result.DONE:  # a medium that keeps no length: then the length must be the truth
-            assert outcome.nbytes < len(whole), "bytes that are not there were said to be loaded"
-            assert found[: outcome.nbytes] == whole[: outcome.nbytes]
+            assert outcome.nbytes < len(whole), f"{torn}, and a load said DONE with {outcome.nbytes:,} bytes"
+            wrong = material.difference(found[: outcome.nbytes], whole[: outcome.nbytes])
+            assert found[: outcome.nbytes] == whole[: outcome.nbytes], (
+                f"{torn}: of what a load called its bytes {wrong}"
+            )
         else:
-            assert outcome.result in (Result.DAMAGED, Result.MISS), outcome
+            legal = outcome.result in (Result.DAMAGED, Result.MISS)
+            assert legal, f"{torn}, and a load answered {material.seen(outcome)}: DAMAGED, MISS or a smaller DONE"
 
     @pytest.mark.parametrize("damage", ["cut", "emptied", "longer", "flipped", "neighbour", "zeros"])
     def test_a_damaged_object_is_a_miss(self, adapter: L2Adapter, backdoor: Any, damage: str) -> None:
@@ -155,25 +202,40 @@ class MediumTests(Contract):
         door = self._door(adapter, backdoor)
         carrier = Carrier(adapter, CodecChain(), threading.Event())
         transfers = [_transfer(number) for number in range(2)]
-        stored = carrier.store(transfers, material.soon())
-        assert material.results(stored) == [Result.DONE, Result.DONE]
-        assert [loaded.reason for loaded, _ in (_loaded(carrier, n) for n in range(2))] == [None, None]
+        for outcome in carrier.store(transfers, material.soon()):
+            material.expect_result(outcome, Result.DONE, "asked to store an object of the kernel's format")
+        for number in range(2):
+            loaded, _ = _loaded(carrier, number)
+            assert loaded.reason is None, f"an object of the kernel's format was not read back: {loaded.reason}"
         victim, other = (transfer.tier_key for transfer in transfers)
-        content = bytearray(door.read(victim))
+        content = bytearray(_on_medium(door, victim))
         if damage == "flipped":
             content[len(content) // 2] ^= 4
         elif damage == "neighbour":
-            content = bytearray(door.read(other))
+            content = bytearray(_on_medium(door, other))
         elif damage == "zeros":
             content = bytearray(len(content))
         else:
             content = {"cut": content[:-1000], "emptied": bytearray(), "longer": content + bytes(500)}[damage]
         door.write(victim, bytes(content))
         loaded, _ = _loaded(carrier, 0)
-        assert loaded.reason is not None, "damaged bytes were served"
+        assert loaded.reason is not None, f"an object was {damage} on the medium, and was served"
         whole, found = _loaded(carrier, 1)
-        assert whole.reason is None, whole
-        assert found == material.content(1, LAYOUT.nbytes)
+        assert whole.reason is None, f"one object was {damage}, and the one beside it was not served: {whole.reason}"
+        expected = material.content(1, LAYOUT.nbytes)
+        assert found == expected, (
+            f"one object was {damage}: of the one beside it {material.difference(found, expected)}"
+        )
+
+
+def _on_medium(door: Any, key: bytes) -> bytes:
+    """What the back door finds under a key whose store was DONE."""
+    found = door.read(key)
+    assert found is not None, (
+        f"a store of {material.shown(key)} was DONE, and the back door finds nothing under that key: "
+        "it lies under another name, or nowhere"
+    )
+    return bytes(found)
 
 
 def _transfer(number: int, into: bytearray | None = None) -> Transfer:

@@ -1,30 +1,30 @@
-"""Threads, deadlines, a medium that hangs or is not there, and the end."""
+"""Deadlines, and a medium that hangs, stalls, is locked or is not there; then the end."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract
-from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
+from lmcache_core.testing.contract import Contract, not_judged
+from lmcache_core.testing.watch import NotBackError, watched
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem, Usage
 
-THREADS = 8
-ROUNDS = 12
-HANG_DEADLINE_S = 0.5
+BATCH_METHODS = ("store", "exists", "load", "delete", "scan")
+PAYLOAD = 20_000
 
 
-def _calls(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
+def calls_of(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
+    """Every method that speaks to the medium, with two keys."""
     keys = [material.key(1), material.key(2)]
     return {
         "store": lambda: adapter.store([StoreItem(key, [memoryview(b"new bytes")]) for key in keys], deadline),
         "exists": lambda: adapter.exists(keys, deadline),
-        "load": lambda: adapter.load([LoadItem(key, [memoryview(bytearray(100))]) for key in keys], deadline),
+        "load": lambda: adapter.load([LoadItem(key, [memoryview(bytearray(PAYLOAD))]) for key in keys], deadline),
         "delete": lambda: adapter.delete(keys, deadline),
         "set_aside": lambda: adapter.set_aside(keys, deadline),
         "scan": lambda: adapter.scan(None, deadline),
@@ -32,124 +32,176 @@ def _calls(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
     }
 
 
+def claimed(adapter: L2Adapter) -> list[str]:
+    """The batch methods that this adapter has."""
+    able = {"delete": adapter.capabilities.delete, "scan": adapter.capabilities.scan}
+    return [name for name in BATCH_METHODS if able.get(name, True)]
+
+
 class TroubleTests(Contract):
     """What the lanes rely on when things go wrong."""
 
-    hang_slack_s: ClassVar[float] = 10.0  # a busy machine may be this late; a library's own time-out is later
-
-    # --- threads --------------------------------------------------------------------------------------------
-    def test_eight_threads_on_shared_keys(self, adapter: L2Adapter) -> None:
-        """Everything that a load calls DONE is one of the objects that were stored under its key, whole."""
-        if not adapter.capabilities.thread_safe:
-            pytest.skip("the adapter does not claim thread_safe")
-        keys = [material.key(number) for number in range(3)]
-        legal = {
-            key: {material.content(100 * number + version, 30_000) for version in range(THREADS)}
-            for number, key in enumerate(keys)
-        }
-        faults: list[str] = []
-        start = threading.Barrier(THREADS)
-
-        def work(me: int) -> None:
-            try:
-                start.wait(material.DEADLINE_S)
-                for turn in range(ROUNDS):
-                    number = (me + turn) % len(keys)
-                    mine = material.content(100 * number + me, 30_000)
-                    outcome = material.store(adapter, keys[number], mine[:4096], mine[4096:])
-                    if outcome.result is not Result.DONE:
-                        faults.append(f"store: {outcome}")
-                    for key in keys:
-                        outcome, found = material.load(adapter, key, 4096, 30_000 - 4096)
-                        if outcome.result is Result.DONE and found not in legal[key]:
-                            faults.append("a load called bytes whole that nobody stored under that key")
-                        if outcome.result not in (Result.DONE, Result.MISS):
-                            faults.append(f"load: {outcome}")
-                    if adapter.capabilities.delete and turn % 4 == me % 4:
-                        (outcome,) = adapter.delete([keys[number]], material.soon())
-                        if outcome.result is not Result.DONE:
-                            faults.append(f"delete: {outcome}")
-                    if len(adapter.exists(keys, material.soon())) != len(keys):
-                        faults.append("exists: another number of answers")
-            except Exception as error:  # noqa: BLE001 - of a thread: told by the test
-                faults.append(f"{type(error).__name__}: {error}")
-
-        threads = [threading.Thread(target=work, args=(me,), daemon=True) for me in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * material.DEADLINE_S)
-        assert not any(thread.is_alive() for thread in threads), "a thread did not come back"
-        assert faults == []
+    hang_deadline_s: ClassVar[float] = 0.5
+    hang_slack_s: ClassVar[float] = 2.0  # how late an answer may be; a library's own time-out is later
 
     # --- deadlines ------------------------------------------------------------------------------------------
     def test_what_is_past_its_deadline_is_answered_and_may_be_tried_again(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), b"object")
-        past = time.monotonic() - 1.0
-        for name, call in _calls(adapter, past).items():
-            if name in ("store", "load", "delete"):
-                _assert_done_or_retryable(name, call)
-        material.store(adapter, material.key(1), b"afterwards")
-        assert material.holds(adapter, material.key(1), b"afterwards"), "the adapter did not recover"
+        material.expect_stored(adapter, material.key(1), b"object")
+        for name in claimed(adapter):
+            self._expect_in_time(adapter, name, -1.0, "asked with a deadline that had passed")
+        self._expect_well(adapter, "after calls with a deadline that had passed")
+
+    def test_no_call_takes_long_beyond_its_deadline(self, adapter: L2Adapter) -> None:
+        """With nothing wrong: what a medium needs longer for is late, and says so by the deadline."""
+        material.expect_stored(adapter, material.key(1), b"object")
+        for name in claimed(adapter):
+            self._expect_in_time(adapter, name, self.hang_deadline_s, "with nothing wrong")
 
     def test_the_deadline_is_honoured_while_the_medium_hangs(self, adapter: L2Adapter, hang: Any) -> None:
         if hang is None:
-            pytest.skip("no fixture 'hang': nothing makes this medium hang")
-        able = adapter.capabilities
-        material.store(adapter, material.key(1), b"object")
+            not_judged("a fixture 'hang' unlocks it: StallingProxy.hang() makes any medium behind TCP hang")
+        material.expect_stored(adapter, material.key(1), b"object")
         with hang:
-            for name in ("store", "exists", "load", "delete", "scan"):
-                if (name == "delete" and not able.delete) or (name == "scan" and not able.scan):
-                    continue
-                began = time.monotonic()
-                _assert_done_or_retryable(name, _calls(adapter, began + HANG_DEADLINE_S)[name])
-                took = time.monotonic() - began
-                assert took < HANG_DEADLINE_S + self.hang_slack_s, f"{name} came back {took:.1f} s after it was asked"
-        material.store(adapter, material.key(1), b"afterwards")
-        assert material.holds(adapter, material.key(1), b"afterwards"), "the adapter did not recover"
+            for name in claimed(adapter):
+                self._expect_in_time(adapter, name, self.hang_deadline_s, "while the medium answers nothing")
+        self._expect_well(adapter, "once the medium answered again")
 
+    def test_the_deadline_is_honoured_while_an_answer_stalls(self, adapter: L2Adapter, stall: Any) -> None:
+        """The medium answers, and never ends: a time-out of each wait is no deadline of the call."""
+        if stall is None:
+            not_judged("a fixture 'stall' unlocks it: StallingProxy.stall() lets answers come byte by byte")
+        whole = material.content(1, PAYLOAD)
+        material.expect_stored(adapter, material.key(1), whole)
+        with stall:
+            for name in claimed(adapter):
+                self._expect_in_time(adapter, name, self.hang_deadline_s, "while answers come byte by byte")
+        self._expect_well(adapter, "once answers came as they should")
+
+    def test_a_store_that_the_medium_refuses_is_not_done(self, adapter: L2Adapter, lock: Any) -> None:
+        if lock is None:
+            not_judged("a fixture 'lock' unlocks it: a context manager within which the medium takes no store")
+        keys = [material.key(number) for number in range(3)]
+        before, after = material.content(1, 3000), material.content(2, 3000)
+        material.expect_stored(adapter, keys[0], before)
+        with lock:
+            items = [StoreItem(key, [memoryview(after)]) for key in keys]
+            outcomes = self._answered("store", lambda: adapter.store(items, time.monotonic() + self.hang_deadline_s))
+            limit = self.hang_deadline_s + self.hang_slack_s
+            try:
+                answers = watched(outcomes, limit)
+            except NotBackError as error:
+                raise AssertionError(f"asked to store on a medium that is locked, with {limit} s: {error}") from None
+        for number, (key, outcome) in enumerate(zip(keys, answers or [], strict=False)):
+            done = f"a store on a locked medium was answered {material.seen(outcome)}"
+            if outcome.result is Result.DONE:
+                material.expect_holds(adapter, key, after, done)
+            else:
+                legal = outcome.result in (Result.FAILED, Result.THROTTLED, Result.FULL)
+                assert legal, f"{done}: FAILED or THROTTLED, or DONE where it is stored"
+                if number == 0:
+                    found = [content for content in (before, after) if material.holds(adapter, key, content)]
+                    assert found, f"{done}, and neither the former object nor the new one is there whole"
+        self._expect_well(adapter, "once the medium was unlocked")
+
+    # --- a medium that is not there -------------------------------------------------------------------------
     def test_a_medium_that_is_not_there_is_said_in_words(self, unreachable: Any) -> None:
         if unreachable is None:
-            pytest.skip("no fixture 'unreachable'")
-        for name in ("store", "exists", "load", "delete"):
+            not_judged("a fixture 'unreachable' unlocks it: an adapter whose medium is not there")
+        self._expect_errors(unreachable, "on a medium that is not there")
+
+    def test_a_medium_that_goes_away_is_said_in_words_and_used_again(self, adapter: L2Adapter, outage: Any) -> None:
+        if outage is None:
+            not_judged("a fixture 'outage' unlocks it: StallingProxy.outage() takes any medium behind TCP away")
+        material.expect_stored(adapter, material.key(1), b"object")
+        with outage:
+            self._expect_errors(adapter, "on a medium that has gone away")
+        self._expect_well(adapter, "once the medium was back")
+
+    def _expect_errors(self, adapter: L2Adapter, when: str) -> None:
+        for name in [*claimed(adapter), "usage"]:
             try:
-                answers = _calls(unreachable, time.monotonic() + 5.0)[name]()
+                answers = watched(calls_of(adapter, time.monotonic() + 5.0)[name], 5.0 + self.hang_slack_s)
             except TierError as error:
-                if not str(error):
-                    raise AssertionError(f"{name} raised a TierError that says nothing") from error
+                words = str(error)
+                assert words, f"{name} {when} raised a TierError that says nothing"
                 continue
-            assert name != "exists", "nobody can know what is on a medium that is not there"
+            except NotBackError as error:
+                raise AssertionError(f"{name} {when}, with a deadline of 5 s: {error}") from None
+            assert name != "exists", f"exists {when} answered {list(answers)}: nobody can know, so it raises TierError"
+            assert name != "scan", f"scan {when} gave a page of {len(answers.entries)} entries: it raises TierError"
+            if name == "usage":
+                known = isinstance(answers, Usage) and any(figure is not None for figure in answers)
+                assert not known, f"usage {when} said {tuple(answers)}: it raises TierError, or says None"
+                continue
             for outcome in answers:
-                assert outcome.result is Result.FAILED, (name, outcome)
-                assert outcome.error, f"{name} failed and does not say why"
+                material.expect_result(outcome, Result.FAILED, f"{name} {when}")
+                assert outcome.error, f"{name} {when} is FAILED and does not say why"
 
     # --- the end --------------------------------------------------------------------------------------------
     def test_close_is_idempotent(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), b"object")
-        for _ in range(3):
-            adapter.close()
+        material.expect_stored(adapter, material.key(1), b"object")
+        for time_ in ("once", "twice", "three times"):
+            _close(adapter, time_)
 
     def test_an_adapter_that_was_never_used_can_be_closed(self, adapter: L2Adapter) -> None:
-        adapter.close()
-        adapter.close()
+        for time_ in ("unused", "unused and twice"):
+            _close(adapter, time_)
 
     @pytest.mark.parametrize("method", ["store", "exists", "load", "delete", "set_aside", "scan", "usage"])
     def test_use_after_close_raises_a_tier_error(self, adapter: L2Adapter, method: str) -> None:
-        material.store(adapter, material.key(1), b"object")
+        material.expect_stored(adapter, material.key(1), b"object")
         adapter.close()
-        with pytest.raises(TierError, match=r"."):
-            _calls(adapter, material.soon())[method]()
+        try:
+            calls_of(adapter, material.soon())[method]()
+        except TierError as error:
+            assert str(error), f"{method} after close raised a TierError that says nothing"  # noqa: PT017
+        else:
+            raise AssertionError(f"{method} after close answered, and raises TierError")
 
+    # --- parts ----------------------------------------------------------------------------------------------
+    def _answered(self, name: str, call: Callable[[], Any]) -> Callable[[], Sequence[Outcome] | None]:
+        """The call; None where it raises what may be tried again."""
 
-def _assert_done_or_retryable(name: str, call: Callable[[], Any]) -> None:
-    try:
-        answers = call()
-    except TierError as error:
-        if not error.retryable:
-            raise AssertionError(f"{name} was late, and its error says that another try is of no use") from error
-        return
-    if name in ("store", "load", "delete"):
+        def answered() -> Any:
+            try:
+                return call()
+            except TierError as error:
+                assert error.retryable, f"{name} was late, and raised what is of no use to try again: {error}"  # noqa: PT017
+                return None
+
+        return answered
+
+    def _expect_in_time(self, adapter: L2Adapter, name: str, left_s: float, when: str) -> None:
+        limit_s = max(0.0, left_s) + self.hang_slack_s
+        call = calls_of(adapter, time.monotonic() + left_s)[name]
+        try:
+            answers = watched(self._answered(name, call), limit_s)
+        except NotBackError as error:
+            raise AssertionError(f"{name} {when}, with {left_s} s until its deadline: {error}") from None
+        if answers is None or name not in ("store", "load", "delete"):
+            return
         for outcome in answers:
-            assert isinstance(outcome, Outcome)
-            done = outcome.result in (Result.DONE, Result.MISS)
-            assert done or (outcome.result is Result.FAILED and outcome.retryable), (name, outcome)
+            words = f"{name} {when}, with {left_s} s until its deadline, answered {outcome!r:.200}"
+            assert isinstance(outcome, Outcome), words
+            late = outcome.result is Result.FAILED and outcome.retryable
+            legal = late or outcome.result in (Result.DONE, Result.MISS, Result.THROTTLED)
+            assert legal, f"{words}: DONE, MISS, or FAILED and retryable"
+
+    def _expect_well(self, adapter: L2Adapter, when: str) -> None:
+        """Stores and loads work, at the second try at the latest: a connection may have been lost."""
+        for key in (material.key(8), material.key(9)):
+            try:
+                outcome = material.store(adapter, key, b"afterwards")
+            except TierError:
+                continue
+            if outcome.result is Result.DONE:
+                break
+        material.expect_stored(adapter, material.key(1), b"afterwards")
+        material.expect_holds(adapter, material.key(1), b"afterwards", when)
+
+
+def _close(adapter: L2Adapter, how: str) -> None:
+    try:
+        adapter.close()
+    except Exception as error:
+        raise AssertionError(f"closed {how}, it raised {type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.contract import Contract, not_claimed
 from lmcache_core.tiers.contract import Capabilities, L2Adapter, LoadItem, Result, StoreItem
 
 HEADER_BYTES = 4096  # as the kernel's own objects have
@@ -24,19 +24,24 @@ class ValueTests(Contract):
     largest_object_bytes: ClassVar[int]
 
     def test_it_is_an_adapter_that_says_what_it_can_do(self, adapter: L2Adapter) -> None:
-        assert isinstance(adapter, L2Adapter)
-        assert isinstance(adapter.capabilities, Capabilities)
-        assert adapter.capabilities.key_bytes_max >= 44, "the kernel's keys have 44 bytes"
-        assert adapter.capabilities.batch_keys_max >= 1
+        assert isinstance(adapter, L2Adapter), f"a {type(adapter).__name__} is no L2Adapter"
+        able = adapter.capabilities
+        assert isinstance(able, Capabilities), f"its capabilities are a {type(able).__name__}"
+        assert able.key_bytes_max >= 44, f"it takes keys of {able.key_bytes_max} bytes, and the kernel's have 44"
+        assert able.batch_keys_max >= 1, f"it takes batches of {able.batch_keys_max} keys"
+        largest = able.object_bytes_max
+        assert largest is None or largest > HEADER_BYTES, (
+            f"its largest object has {largest:,} bytes, and the kernel's header alone has {HEADER_BYTES:,}"
+        )
 
     @pytest.mark.parametrize("nbytes", [1, 7, 511, 4096, 4097, 65536, 1 << 20])
     def test_what_was_stored_is_read_back(self, adapter: L2Adapter, nbytes: int) -> None:
+        nbytes = material.fitting(adapter, HEADER_BYTES + nbytes) - HEADER_BYTES
         header, payload = material.content(1, HEADER_BYTES), material.content(2, nbytes)
-        assert material.store(adapter, material.key(1), header, payload).result is Result.DONE
-        assert list(adapter.exists([material.key(1)], material.soon())) == [True]
-        outcome, found = material.load(adapter, material.key(1), HEADER_BYTES, nbytes)
-        assert (outcome.result, outcome.nbytes) == (Result.DONE, HEADER_BYTES + nbytes), outcome
-        assert found == header + payload
+        material.expect_stored(adapter, material.key(1), header, payload)
+        material.expect_exists(adapter, [material.key(1)], [True], "after a store")
+        done = f"after a store of a header and {nbytes:,} bytes"
+        material.expect_holds(adapter, material.key(1), header + payload, done, HEADER_BYTES, nbytes)
 
     @pytest.mark.parametrize("cuts", [(0,), (1,), (4096,), (9999,), (10_000,), (1, 2, 3), (0, 5000, 5000)])
     def test_an_object_does_not_remember_how_its_buffers_were_cut(
@@ -45,100 +50,108 @@ class ValueTests(Contract):
         whole = material.content(3, 10_000)
         edges = [0, *cuts, len(whole)]
         parts = [whole[start:end] for start, end in itertools.pairwise(edges)]
-        assert material.store(adapter, material.key(1), *parts).result is Result.DONE
+        material.expect_stored(adapter, material.key(1), *parts)
         for sizes in ([len(whole)], [len(part) for part in parts], [4096, len(whole) - 4096], [1, len(whole) - 1]):
-            outcome, found = material.load(adapter, material.key(1), *sizes)
-            assert (outcome.result, outcome.nbytes) == (Result.DONE, len(whole)), (sizes, outcome)
-            assert found == whole, sizes
+            done = f"stored from buffers cut at {cuts} and loaded into buffers of {sizes} bytes"
+            material.expect_holds(adapter, material.key(1), whole, done, *sizes)
 
     def test_a_miss_is_a_value(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), b"another object")
-        outcome, _ = material.load(adapter, material.key(2), HEADER_BYTES, 100)
-        assert outcome.result is Result.MISS
-        assert list(adapter.exists([material.key(2)], material.soon())) == [False]
+        material.expect_stored(adapter, material.key(1), b"another object")
+        material.expect_miss(adapter, material.key(2), "after a store of another key")
+        material.expect_exists(adapter, [material.key(2)], [False], "after a store of another key")
 
     @pytest.mark.parametrize(("first_bytes", "second_bytes"), [(5000, 5000), (9000, 100), (100, 9000), (5000, 0)])
     def test_a_second_store_replaces_the_first(self, adapter: L2Adapter, first_bytes: int, second_bytes: int) -> None:
-        material.store(adapter, material.key(1), material.content(1, first_bytes))
+        material.expect_stored(adapter, material.key(1), material.content(1, first_bytes))
         second = material.content(2, second_bytes)
-        assert material.store(adapter, material.key(1), second).result is Result.DONE
-        outcome, found = material.load(adapter, material.key(1), 9000)
-        assert (outcome.result, outcome.nbytes) == (Result.DONE, second_bytes), outcome
-        assert found[:second_bytes] == second
+        material.expect_stored(adapter, material.key(1), second)
+        done = f"stored with {first_bytes:,} bytes and then with {second_bytes:,}"
+        material.expect_holds(adapter, material.key(1), second, done, 9000)
 
     def test_an_empty_object_is_an_object(self, adapter: L2Adapter) -> None:
-        assert material.store(adapter, material.key(1), b"").result is Result.DONE
-        assert material.store(adapter, material.key(2), b"", b"").result is Result.DONE
-        assert list(adapter.exists([material.key(1), material.key(2)], material.soon())) == [True, True]
+        material.expect_stored(adapter, material.key(1), b"")
+        material.expect_stored(adapter, material.key(2), b"", b"")
+        material.expect_exists(adapter, [material.key(1), material.key(2)], [True, True], "after stores of no bytes")
         for number, sizes in ((1, (0,)), (1, (100,)), (2, (0, 0)), (2, (10, 10))):
-            outcome, _ = material.load(adapter, material.key(number), *sizes)
-            assert (outcome.result, outcome.nbytes) == (Result.DONE, 0), (sizes, outcome)
+            done = f"stored with no bytes and loaded into buffers of {sizes} bytes"
+            material.expect_holds(adapter, material.key(number), b"", done, *sizes)
 
     def test_the_largest_object(self, adapter: L2Adapter) -> None:
         declared = adapter.capabilities.object_bytes_max
         limit = declared if declared is not None and declared <= _HUGE_BYTES else None
         largest = self.largest_object_bytes if limit is None else limit
         whole = material.content(1, largest)
-        assert material.store(adapter, material.key(1), whole).result is Result.DONE
-        assert material.holds(adapter, material.key(1), whole)
+        material.expect_stored(adapter, material.key(1), whole)
+        material.expect_holds(adapter, material.key(1), whole, "after a store of the largest object")
         if limit is not None:
             refused = material.store(adapter, material.key(2), whole, b"one byte more")
-            assert refused.result in (Result.FAILED, Result.FULL), refused
-            assert not refused.retryable, "no second try makes an object smaller"
-            assert list(adapter.exists([material.key(2)], material.soon())) == [False]
+            assert refused.result in (Result.FAILED, Result.FULL), (
+                f"a store of 13 bytes more than object_bytes_max was answered {material.seen(refused)}: FAILED or FULL"
+            )
+            assert not refused.retryable, "a store beyond object_bytes_max may be tried again, and it stays as large"
+            material.expect_exists(adapter, [material.key(2)], [False], "after a store that was refused")
 
     def test_difficult_keys(self, adapter: L2Adapter) -> None:
         longest = adapter.capabilities.key_bytes_max
         keys = [key for key in (*material.DIFFICULT_KEYS, b"k" * longest, b"\xff" * longest) if len(key) <= longest]
         for number, key in enumerate(keys):
-            assert material.store(adapter, key, b"%d of " % number + key).result is Result.DONE, key
-        assert list(adapter.exists(keys[:32], material.soon())) == [True] * len(keys[:32])
+            material.expect_stored(adapter, key, b"%d of " % number + key)
+        some = keys[: min(32, adapter.capabilities.batch_keys_max)]
+        material.expect_exists(adapter, some, [True] * len(some), "after stores of difficult keys")
         for number, key in enumerate(keys):
-            assert material.holds(adapter, key, b"%d of " % number + key), key
+            material.expect_holds(adapter, key, b"%d of " % number + key, "after stores of difficult keys")
         if adapter.capabilities.delete:
             for key in keys:
-                assert adapter.delete([key], material.soon())[0].result is Result.DONE, key
-                assert list(adapter.exists([key], material.soon())) == [False], key
+                material.expect_deleted(adapter, [key], "after stores of difficult keys")
+                material.expect_exists(adapter, [key], [False], "after its delete")
 
     def test_keys_that_resemble_each_other_do_not_meet(self, adapter: L2Adapter) -> None:
-        for one, other in material.SIMILAR_KEYS:
-            material.store(adapter, one, b"content of the one")
-            assert list(adapter.exists([other], material.soon())) == [False], (one, other)
-            material.store(adapter, other, b"content of the other")
-            assert material.holds(adapter, one, b"content of the one"), (one, other)
-            assert material.holds(adapter, other, b"content of the other"), (one, other)
+        longest = adapter.capabilities.key_bytes_max
+        held: dict[bytes, bytes] = {}  # without delete, what one pair left behind is there for the next
+        for number, (one, other) in enumerate(material.similar_keys(longest)):
+            for key, content in ((one, b"%d, the one" % number), (other, b"%d, the other" % number)):
+                material.expect_stored(adapter, key, content)
+                held[key] = content
+                done = f"after a store of {material.shown(key)}"
+                material.expect_exists(adapter, [one, other], [one in held, other in held], done)
+            done = f"after stores of {material.shown(one)} and {material.shown(other)}"
+            material.expect_holds(adapter, one, held[one], done)
+            material.expect_holds(adapter, other, held[other], done)
             if adapter.capabilities.delete:
-                adapter.delete([one], material.soon())
-                assert list(adapter.exists([one, other], material.soon())) == [False, True], (one, other)
-                adapter.delete([other], material.soon())
+                material.expect_deleted(adapter, [one], done)
+                material.expect_exists(adapter, [one, other], [False, True], f"after a delete of {material.shown(one)}")
+                material.expect_deleted(adapter, [other], done)
+                held.clear()
 
     def test_an_object_larger_than_the_buffers_is_damaged(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), material.content(1, 5000))
         for sizes in ((4096, 903), (4999,), (1,), (0,)):
             # Stored anew each time: an adapter may put an object aside that it has found to be damaged.
-            material.store(adapter, material.key(1), material.content(1, 5000))
+            material.expect_stored(adapter, material.key(1), material.content(1, 5000))
             outcome, _ = material.load(adapter, material.key(1), *sizes)
-            assert outcome.result is Result.DAMAGED, (sizes, outcome)
+            done = f"5,000 bytes stored, and loaded into buffers of {sizes} bytes"
+            material.expect_result(outcome, Result.DAMAGED, done)
 
     def test_an_object_smaller_than_the_buffers_says_its_length(self, adapter: L2Adapter) -> None:
         whole = material.content(1, 5000)
-        material.store(adapter, material.key(1), whole)
-        outcome, found = material.load(adapter, material.key(1), HEADER_BYTES, 65536)
-        assert (outcome.result, outcome.nbytes) == (Result.DONE, 5000), outcome
-        assert found[:5000] == whole
+        material.expect_stored(adapter, material.key(1), whole)
+        done = "5,000 bytes stored, and loaded into buffers of 69,632"
+        material.expect_holds(adapter, material.key(1), whole, done, HEADER_BYTES, 65536)
 
     # --- buffers --------------------------------------------------------------------------------------------
     def test_the_source_is_not_written_to(self, adapter: L2Adapter) -> None:
-        header, payload = bytearray(material.content(1, 4096)), bytearray(material.content(2, 50_000))
-        material.store(adapter, material.key(1), header, payload)  # type: ignore[arg-type]  # writable on purpose
-        assert bytes(header) == material.content(1, 4096)
-        assert bytes(payload) == material.content(2, 50_000)
+        before = material.content(1, 4096), material.content(2, 50_000)
+        parts = [bytearray(part) for part in before]
+        material.store(adapter, material.key(1), *parts)  # type: ignore[arg-type]  # writable on purpose
+        for part, expected in zip(parts, before, strict=True):
+            words = f"after its store, of a source {material.difference(bytes(part), expected)}"
+            assert part == expected, words
 
     def test_the_source_may_be_read_only(self, adapter: L2Adapter) -> None:
-        views = [memoryview(material.content(n, 5000)).toreadonly() for n in (1, 2)]
+        contents = [material.content(n, 5000) for n in (1, 2)]
+        views = [memoryview(content).toreadonly() for content in contents]
         outcome = adapter.store([StoreItem(material.key(1), views)], material.soon())[0]
-        assert outcome.result is Result.DONE
-        assert material.holds(adapter, material.key(1), material.content(1, 5000) + material.content(2, 5000))
+        material.expect_result(outcome, Result.DONE, "asked to store from read-only buffers")
+        material.expect_holds(adapter, material.key(1), b"".join(contents), "stored from read-only buffers")
 
     def test_the_source_is_not_kept(self, adapter: L2Adapter) -> None:
         source = bytearray(material.content(1, 50_000))
@@ -146,52 +159,61 @@ class ValueTests(Contract):
         gc.collect()
         assert kept() is None, "a view of the source is still referred to after the store has returned"
         source[:] = material.content(2, 50_000)  # the pool's slot is someone else's by now
-        assert material.holds(adapter, material.key(1), material.content(1, 50_000))
+        done = "its source was used for other bytes after the store"
+        material.expect_holds(adapter, material.key(1), material.content(1, 50_000), done)
         _assert_free(source)
 
     def test_the_target_is_not_kept(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), material.content(1, 50_000))
+        whole = material.content(1, 50_000)
+        material.expect_stored(adapter, material.key(1), whole)
         target = bytearray(50_000)
         kept = _load_and_forget(adapter, target)
-        assert bytes(target) == material.content(1, 50_000)
+        assert target == whole, f"after its load, of the target {material.difference(bytes(target), whole)}"
         gc.collect()
         assert kept() is None, "a view of the target is still referred to after the load has returned"
         target[:] = bytes(50_000)
-        assert material.holds(adapter, material.key(1), material.content(1, 50_000))
-        assert bytes(target) == bytes(50_000), "a target was written to after the load had returned"
+        material.expect_holds(adapter, material.key(1), whole, "loaded a second time")
+        assert not any(target), "a target was written to after the load had returned"
         _assert_free(target)
 
     def test_only_the_target_is_written_to(self, adapter: L2Adapter) -> None:
-        material.store(adapter, material.key(1), material.content(1, 5000))
+        whole = material.content(1, 5000)
+        material.expect_stored(adapter, material.key(1), whole)
         memory = bytearray([material.FILL]) * 9000
         target = memoryview(memory)[1000:8000]
         outcome = adapter.load([LoadItem(material.key(1), [target[:3], target[3:]])], material.soon())[0]
-        assert (outcome.result, outcome.nbytes) == (Result.DONE, 5000), outcome
-        assert bytes(memory[1000:6000]) == material.content(1, 5000)
-        assert set(memory[:1000]) | set(memory[8000:]) == {material.FILL}, "bytes beside the target were changed"
+        material.expect_result(outcome, Result.DONE, "asked to load into a part of a larger buffer")
+        found = bytes(memory[1000:6000])
+        assert outcome.nbytes == 5000, f"a load of 5,000 bytes said {outcome.nbytes:,}"
+        assert found == whole, f"loaded into a part of a larger buffer, {material.difference(found, whole)}"
+        beside = set(memory[:1000]) | set(memory[8000:])
+        assert beside == {material.FILL}, "bytes beside the target were changed by a load"
 
     # --- delete ---------------------------------------------------------------------------------------------
     def test_deletes_are_idempotent(self, adapter: L2Adapter) -> None:
         if not adapter.capabilities.delete:
-            pytest.skip("the adapter does not claim delete")
-        material.store(adapter, material.key(1), b"object")
-        for _ in range(3):
-            assert adapter.delete([material.key(1)], material.soon())[0].result is Result.DONE
-            assert list(adapter.exists([material.key(1)], material.soon())) == [False]
-            assert material.load(adapter, material.key(1), 100)[0].result is Result.MISS
-        assert adapter.delete([material.key(2)], material.soon())[0].result is Result.DONE, "it never was there"
-        material.store(adapter, material.key(1), b"again")
-        assert material.holds(adapter, material.key(1), b"again")
+            not_claimed("delete")
+        material.expect_stored(adapter, material.key(1), b"object")
+        for time in ("once", "twice", "three times"):
+            done = f"asked to delete it {time}"
+            material.expect_deleted(adapter, [material.key(1)], done)
+            material.expect_exists(adapter, [material.key(1)], [False], done)
+            material.expect_miss(adapter, material.key(1), done)
+        material.expect_deleted(adapter, [material.key(2)], "a key that never was there")
+        material.expect_stored(adapter, material.key(1), b"again")
+        material.expect_holds(adapter, material.key(1), b"again", "deleted and stored again")
 
     def test_what_is_set_aside_is_not_there_any_more(self, adapter: L2Adapter) -> None:
         if not adapter.capabilities.delete:
-            pytest.skip("the adapter does not claim delete")
-        material.store(adapter, material.key(1), b"object")
-        for _ in range(2):
-            assert adapter.set_aside([material.key(1)], material.soon())[0].result is Result.DONE
-            assert material.load(adapter, material.key(1), 100)[0].result is Result.MISS
-        material.store(adapter, material.key(1), b"again")
-        assert material.holds(adapter, material.key(1), b"again")
+            not_claimed("delete")
+        material.expect_stored(adapter, material.key(1), b"object")
+        for time in ("once", "twice"):
+            done = f"asked to set it aside {time}"
+            outcome = adapter.set_aside([material.key(1)], material.soon())[0]
+            material.expect_result(outcome, Result.DONE, done)
+            material.expect_miss(adapter, material.key(1), done)
+        material.expect_stored(adapter, material.key(1), b"again")
+        material.expect_holds(adapter, material.key(1), b"again", "set aside and stored again")
 
 
 def _store_and_forget(adapter: L2Adapter, source: bytearray) -> weakref.ref[memoryview]:

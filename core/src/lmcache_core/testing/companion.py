@@ -54,7 +54,7 @@ class CompanionContract(Contract):
             **{self.component: companion_settings},
         )
         with Server(settings, registry) as server:
-            assert server.populator.wait(60)
+            assert server.populator.wait(60), "the pool was not populated within 60 s"
             yield server
 
     @pytest.fixture
@@ -66,27 +66,44 @@ class CompanionContract(Contract):
         shown: dict[str, Any] = client.status()["companions"][self.component]
         return shown
 
+    def _expect_at_work(self, client: Client, done: str) -> None:
+        figures = self._figures(client)
+        assert "abandoned" not in figures, f"{done}, the server has abandoned it: {figures['abandoned']}"
+
     def test_what_it_offers_is_plain_and_small(self, companion_client: Client) -> None:
         companion_client.noop()
         offered = (companion_client.companions() or {})[self.component]
-        assert len(msgspec.msgpack.encode(offered)) <= OFFER_BYTES_MAX
+        nbytes = len(msgspec.msgpack.encode(offered))
+        assert nbytes <= OFFER_BYTES_MAX, (
+            f"its offer has {nbytes:,} bytes: at most {OFFER_BYTES_MAX:,} travel with a hello"
+        )
 
     def test_it_outlives_stores_reads_and_clears(self, companion_client: Client, layout: Layout) -> None:
         namespace, client = Namespace("kit", layout), companion_client
         for turn in range(3):
             sources = [bytes([turn]) * layout.nbytes for _ in _KEYS]
-            assert client.store(_KEYS, sources, namespace=namespace).stored == len(_KEYS)
+            stored = client.store(_KEYS, sources, namespace=namespace).stored
+            assert stored == len(_KEYS), (
+                f"turn {turn}: {stored} of {len(_KEYS)} objects were stored beside the companion"
+            )
             for _ in range(5):
                 into = [bytearray(layout.nbytes) for _ in _KEYS]
-                assert client.retrieve(_KEYS, into, namespace=namespace).hits == len(_KEYS)
-                assert [bytes(each) for each in into] == sources
-            assert client.clear(namespace).objects == len(_KEYS)
-        assert "abandoned" not in self._figures(client)
+                hits = client.retrieve(_KEYS, into, namespace=namespace).hits
+                assert hits == len(_KEYS), f"turn {turn}: {hits} of {len(_KEYS)} objects were hits"
+                same = [bytes(each) for each in into] == sources
+                assert same, f"turn {turn}: other bytes were read than were stored"
+            cleared = client.clear(namespace).objects
+            assert cleared == len(_KEYS), f"turn {turn}: {cleared} of {len(_KEYS)} objects were cleared"
+        self._expect_at_work(client, "after stores, reads and clears")
 
     def test_an_operation_that_it_does_not_have_is_refused(self, companion_client: Client) -> None:
-        with pytest.raises(UsageError, match="no_such_operation"):
+        try:
             companion_client.operate(self.component, "no_such_operation")
-        assert "abandoned" not in self._figures(companion_client)
+        except UsageError as error:
+            assert "no_such_operation" in str(error), f"an unknown operation is refused without its name: {error}"  # noqa: PT017
+        else:
+            raise AssertionError("an operation that it does not have was answered, and is a UsageError")
+        self._expect_at_work(companion_client, "asked for an operation that it does not have")
 
     def test_it_does_not_keep_the_loop_busy(self, companion_server: Server, companion_client: Client) -> None:
         """Left alone, it says when it is due next: some time ahead, or never."""
@@ -98,4 +115,4 @@ class CompanionContract(Contract):
 
     def test_it_ends_in_order(self, companion_server: Server, caplog: pytest.LogCaptureFixture) -> None:
         companion_server.stop()
-        assert "did not end in order" not in caplog.text
+        assert "did not end in order" not in caplog.text, "the server stopped, and the companion did not end in order"

@@ -1,14 +1,18 @@
-"""What all contract classes have in common: their tests cannot be overridden in silence."""
+"""What all contract classes have in common: their tests cannot be overridden in silence, end, and fail in words."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import pytest
+from _pytest.outcomes import OutcomeException
+
+from lmcache_core.testing.watch import NotBackError, alarm
 
 _KIT = __name__.rpartition(".")[0] + "."
+_HUNG_MAX = 2  # tests of one class that may hang before the others are not run any more
 
 
 class Contract:
@@ -23,6 +27,7 @@ class Contract:
     """
 
     component: ClassVar[str] = ""  # the component's name in the registry, for tests that walk the registry
+    limit_s: ClassVar[float] = 120.0  # a test that takes longer hangs: it fails, and says where
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,6 +54,11 @@ def contract_tests(cls: type) -> Iterator[tuple[str, Any]]:
                     yield name, value
 
 
+def claim_of(test: str) -> str:
+    """The claim that a test is named after: a sentence without its full stop."""
+    return test.partition("[")[0].removeprefix("test_").replace("_", " ")
+
+
 def _reason_to_fail(found: Any) -> bool:
     marks = getattr(found, "pytestmark", [])
     return callable(found) and any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
@@ -57,3 +67,39 @@ def _reason_to_fail(found: Any) -> bool:
 def missing(cls: type, fixture: str, why: str) -> NoReturn:
     """Fail for a fixture that the component's own claims ask for."""
     pytest.fail(f"{cls.__name__} has no fixture {fixture!r}, and {why}", pytrace=False)
+
+
+NOT_JUDGED = "not judged: "
+NOT_CLAIMED = "not claimed: "
+
+
+def not_judged(why: str) -> NoReturn:
+    """The claim may hold or not: nothing here can tell. `why` names what would unlock it."""
+    pytest.skip(NOT_JUDGED + why)
+
+
+def not_claimed(what: str) -> NoReturn:
+    """The component does not promise this."""
+    pytest.skip(NOT_CLAIMED + what)
+
+
+def run_watched(cls: type[Contract], test: str, call: Callable[[], Any]) -> None:
+    """Run one contract test. It fails in words: the claim, and what was seen; also where it hangs, or where the
+    component raises what it should have answered."""
+    hung: list[str] = cls.__dict__.get("_hung", [])
+    if len(hung) >= _HUNG_MAX:
+        pytest.fail(f"{claim_of(test)}: not run, because {' and '.join(hung)} did not come back", pytrace=False)
+    try:
+        with alarm(cls.limit_s):
+            call()
+    except (OutcomeException, KeyboardInterrupt):
+        raise
+    except NotBackError as error:
+        cls._hung = [*hung, test]  # type: ignore[attr-defined]
+        raise AssertionError(f"{claim_of(test)}: {error}") from None
+    except AssertionError as error:
+        error.args = (f"{claim_of(test)}: {str(error) or 'it does not'}",)
+        raise
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise AssertionError(f"{claim_of(test)}: a call raised {words[:500]}, and was to answer") from error

@@ -62,18 +62,19 @@ class EvictionPolicyContract(Contract):
 
     def test_it_is_an_eviction_policy_that_starts_empty(self, make: Make) -> None:
         policy = make()
-        assert isinstance(policy, EvictionPolicy)
-        assert make() is not policy
-        assert policy.victims(1) == []
+        assert isinstance(policy, EvictionPolicy), f"a {type(policy).__name__} is no EvictionPolicy"
+        assert make() is not policy, "make_policy gave the same policy twice"
+        _expect_named(policy, 1, [], "nobody was inserted")
         for method in (policy.insert, policy.access, policy.remove, policy.held, policy.released):
             method([])
-        assert policy.victims(ALL) == []
+        _expect_named(policy, ALL, [], "told of empty batches")
 
     def test_who_never_evicts_names_nobody(self, policy: EvictionPolicy) -> None:
         if not self.never_evicts:
             pytest.skip("the policy does not promise never_evicts")
         policy.insert(residents(50))
-        assert policy.victims(1) == policy.victims(ALL) == []
+        for nbytes in (1, ALL):
+            _expect_named(policy, nbytes, [], "fifty are resident, and never_evicts is promised")
 
     @pytest.mark.parametrize("nbytes", [1, 2, 9, 10, 55, 100, 549, 550])
     def test_victims_cover_the_bytes_asked_for_and_little_more(self, policy: EvictionPolicy, nbytes: int) -> None:
@@ -86,15 +87,15 @@ class EvictionPolicyContract(Contract):
         assert covered >= nbytes, "fewer bytes than were asked for, and more are resident"
         assert covered < nbytes + 10 * self.excess_entries_max, "far more is evicted than was asked for"
         assert len(set(named)) == len(named), "an entry was named twice"
-        assert set(named) <= set(entries)
+        assert set(named) <= set(entries), "somebody was named who was never inserted"
 
     def test_all_there_are_is_the_answer_to_more_than_there_are(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
         entries = residents(20, 5)
         policy.insert(entries)
-        assert set(policy.victims(ALL)) == set(entries)
-        assert policy.victims(0) == []
-        assert policy.victims(-5) == []
+        _expect_named(policy, ALL, entries, "twenty are resident")
+        for nbytes in (0, -5):
+            _expect_named(policy, nbytes, [], "twenty are resident")
 
     def test_victims_are_only_named(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -102,9 +103,9 @@ class EvictionPolicyContract(Contract):
         policy.insert(entries)
         policy.access(entries[5:20:2])
         first = policy.victims(20)
-        assert policy.victims(20) == first, "asked again before any remove, it gives the same ones"
-        assert set(policy.victims(ALL)) == set(entries)
-        assert policy.victims(20) == first
+        assert policy.victims(20) == first, "asked for victims twice before any remove, it named others"
+        _expect_named(policy, ALL, entries, "asked for some victims before")
+        assert policy.victims(20) == first, "asked for victims, for all and again, it named others"
 
     def test_everyone_is_named_once_until_nobody_is_left(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -113,11 +114,14 @@ class EvictionPolicyContract(Contract):
         policy.access(entries[::2])
         gone: list[Resident] = []
         while named := policy.victims(6):
-            assert sum(entry.nbytes for entry in named) >= min(6, 4 * (60 - len(gone)))
+            covered, wanted = sum(entry.nbytes for entry in named), min(6, 4 * (60 - len(gone)))
+            assert covered >= wanted, f"{len(gone)} of 60 are gone: asked for {wanted} bytes, it named {covered}"
             policy.remove(named)
             gone += named  # type: ignore[arg-type]  # its entries are ours
-        assert len(gone) == 60
-        assert set(gone) == set(entries)
+        twice = len(gone) - len(set(gone))
+        assert not twice, f"sixty were evicted one by one, and {twice} were named twice"
+        left = len(set(entries) - set(gone))
+        assert not left, f"it names nobody any more, and {left} of 60 are still resident"
 
     # --- holds ----------------------------------------------------------------------------------------------
     def test_an_entry_with_holds_is_never_a_victim(self, policy: EvictionPolicy) -> None:
@@ -127,9 +131,9 @@ class EvictionPolicyContract(Contract):
         held = entries[::3]
         _hold(policy, held)
         policy.access(held[::2])
-        assert set(policy.victims(ALL)) == set(entries) - set(held)
+        _expect_named(policy, ALL, [entry for entry in entries if entry not in held], "a third of forty is held")
         _hold(policy, [entry for entry in entries if not entry.holds])
-        assert policy.victims(1) == []
+        _expect_named(policy, 1, [], "all are held")
 
     def test_an_entry_that_comes_with_holds_is_no_victim_until_it_is_released(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -137,9 +141,9 @@ class EvictionPolicyContract(Contract):
         held.hold(1)  # a load whose reader waits already
         policy.insert([held, free])
         policy.held([held])
-        assert policy.victims(ALL) == [free]
+        _expect_named(policy, ALL, [free], "one came with holds, and one without")
         _release(policy, [held])
-        assert set(policy.victims(ALL)) == {held, free}
+        _expect_named(policy, ALL, [held, free], "the one that came with holds is released")
 
     def test_what_was_released_is_a_victim_again(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -149,7 +153,7 @@ class EvictionPolicyContract(Contract):
             _hold(policy, entries[::step])
             policy.victims(ALL)
             _release(policy, entries[::step])
-            assert set(policy.victims(ALL)) == set(entries)
+            _expect_named(policy, ALL, entries, f"each {step}th of forty was held and released")
 
     def test_an_entry_that_is_removed_while_held_never_comes_back(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -158,12 +162,12 @@ class EvictionPolicyContract(Contract):
         _hold(policy, entries[:10])
         policy.victims(ALL)
         policy.remove(entries[:10])
-        assert set(policy.victims(ALL)) == set(entries[10:])
+        _expect_named(policy, ALL, entries[10:], "ten of twenty were removed while they were held")
         for entry in entries[:10]:
             entry.hold(0)  # its last reader is done; the policy is not told of what it has forgotten
-        assert set(policy.victims(ALL)) == set(entries[10:])
+        _expect_named(policy, ALL, entries[10:], "the last readers of those that were removed are done")
         policy.remove(entries[10:])
-        assert policy.victims(ALL) == []
+        _expect_named(policy, ALL, [], "all were removed")
 
     # --- order ----------------------------------------------------------------------------------------------
     def test_two_policies_with_one_history_name_the_same(self, make: Make) -> None:
@@ -183,6 +187,16 @@ class EvictionPolicyContract(Contract):
             histories.append(keys(named) + keys(policy.victims(ALL)))  # type: ignore[arg-type]
         assert histories[0] == histories[1], "clocks, unseeded randomness and the order of sets have no place here"
 
+    def test_one_key_in_two_namespaces_is_two_entries(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        key = bytes(32)
+        one, other = Resident(key, 5, namespace=1), Resident(key, 5, namespace=2)
+        policy.insert([one, other])
+        policy.access([one])
+        _expect_named(policy, ALL, [one, other], "one key is resident in two namespaces")
+        policy.remove([other])
+        _expect_named(policy, ALL, [one], "the key was removed in one of two namespaces")
+
     def test_a_batch_is_the_same_as_its_entries_one_by_one(self, make: Make) -> None:
         orders = []
         for step in (1, 7, 100):
@@ -196,7 +210,8 @@ class EvictionPolicyContract(Contract):
                 for start in range(0, len(subject), step):
                     method(subject[start : start + step])
             orders.append(keys(policy.victims(ALL)))  # type: ignore[arg-type]
-        assert orders[0] == orders[1] == orders[2]
+        same = orders[0] == orders[1] == orders[2]
+        assert same, "told one by one, seven by seven and all at once, it names victims in three orders"
 
     def test_any_history_keeps_the_promises(self, make: Make) -> None:
         run_machine(make, never_evicts=self.never_evicts)
@@ -253,19 +268,23 @@ class EvictionPolicyContract(Contract):
             charged.charge(namespace, -40)
         for nbytes in (1, 10, 50, ALL):
             named, wanted = charged.victims(nbytes), plain.victims(nbytes)
-            assert [entry.key for entry in named] == [entry.key for entry in wanted]
+            same = [entry.key for entry in named] == [entry.key for entry in wanted]
+            assert same, f"asked for {nbytes} bytes, it names others after charges that came and went"
 
     def test_a_surplus_is_of_victims_and_nothing_held_is_in_it(self, policy: EvictionPolicy) -> None:
         entries = residents(50)
         policy.insert(entries)
         _hold(policy, entries[::2])
-        assert set(policy.surplus(ALL)) <= set(policy.victims(ALL)) <= set(entries[1::2])
+        surplus, victims, free = set(policy.surplus(ALL)), set(policy.victims(ALL)), set(entries[1::2])
+        assert surplus <= victims, f"{len(surplus - victims)} of its surplus are no victims"
+        assert victims <= free, f"{len(victims - free)} of its victims are held"
 
     def test_it_says_what_must_stay_for_whom(self, policy: EvictionPolicy) -> None:
         entries = residents(9)
         policy.insert(entries)
-        assert policy.spares([], 1) is False
-        assert policy.spares(entries, 1) in (True, False)
+        assert policy.spares([], 1) is False, "of nobody it says that some must stay"
+        told = policy.spares(entries, 1)
+        assert told in (True, False), f"spares said {told!r}: True or False"
         own = [entry for entry in entries if entry.namespace == 1]
         assert policy.spares(own, 1) is False, "an object may always take the place of its own namespace's"
 
@@ -276,7 +295,7 @@ class EvictionPolicyContract(Contract):
             policy.resize(capacity)
             policy.access(entries[::3])
         if not self.never_evicts:
-            assert set(policy.victims(ALL)) == set(entries)
+            _expect_named(policy, ALL, entries, "its capacity changed four times")
 
 
 def _inserted_used_and_removed(policy: EvictionPolicy) -> list[Resident]:
@@ -288,6 +307,17 @@ def _inserted_used_and_removed(policy: EvictionPolicy) -> list[Resident]:
     _release(policy, entries[:5])
     policy.remove(entries)
     return entries
+
+
+def _expect_named(policy: EvictionPolicy, nbytes: int, expected: Sequence[Resident], done: str) -> None:
+    """Just these, in any order."""
+    named = policy.victims(nbytes)
+    missing, more = set(expected) - set(named), set(named) - set(expected)
+    asked = "all bytes" if nbytes == ALL else f"{nbytes} bytes"
+    told = f"{done}: asked for {asked}, it named {len(named)} entries"
+    assert not more, f"{told}, and {len(more)} of them may not go"
+    assert not missing, f"{told}, and {len(missing)} more may go"
+    assert len(named) == len(set(named)), f"{told}, some of them twice"
 
 
 def _hold(policy: EvictionPolicy, entries: Sequence[Resident]) -> None:

@@ -119,7 +119,7 @@ class EvictionMachine(RuleBasedStateMachine):
         assert not [entry for entry in named if entry not in self.resident], "an entry was named that is gone"
         assert not [entry for entry in named if entry.holds], "an entry with holds was named"
         if self.never_evicts:
-            assert named == []
+            assert named == [], f"it promises to name nobody, and named {len(named)}"
             return
         loose = sum(entry.nbytes for entry in self.resident if not entry.holds)
         assert sum(entry.nbytes for entry in named) >= min(nbytes, loose), "fewer bytes than were asked for"

@@ -122,6 +122,15 @@ class FaultScript:
         with self._lock:
             return tuple(self._rules)
 
+    def takes_the_medium_away(self) -> bool:
+        """Whether, by the rules as they are, no call at all is answered."""
+        with self._lock:
+            return any(
+                rule.fault is Fault.GONE and rule.operation == "any" and rule.rate >= 1 and not rule.skip
+                for rule in self._rules
+                if rule.count is None
+            )
+
     def draw(self, operation: str, *, whole_call: bool) -> FaultRule | None:
         """The rule that strikes this object, or this call as a whole; None: it goes well."""
         with self._lock:
@@ -195,6 +204,8 @@ class FaultyAdapter(L2Adapter):
         return self._each("delete", keys, lambda good: self.inner.set_aside(good, deadline))
 
     def usage(self) -> Usage:
+        if self.script.takes_the_medium_away():
+            raise TierError("the medium is gone")
         return self.inner.usage()
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:

@@ -59,7 +59,7 @@ class HelperContract(Contract):
             yield server
 
     def test_it_says_what_to_run(self, helper_process: HelperProcess) -> None:
-        assert isinstance(helper_process, HelperProcess)
+        assert isinstance(helper_process, HelperProcess), f"a {type(helper_process).__name__} is no HelperProcess"
         assert shutil.which(helper_process.command[0]), f"there is no program {helper_process.command[0]}"
 
     def test_it_runs_beside_a_server_and_ends_with_it(self, helper_server: Server) -> None:
@@ -78,4 +78,4 @@ class HelperContract(Contract):
         while Path(f"/proc/{pid}").exists():
             assert time.monotonic() < end, "it is still there after its server"
             time.sleep(0.01)
-        assert pid != os.getpid()
+        assert pid != os.getpid(), "it runs in the server's own process"

@@ -35,7 +35,9 @@ class AdapterMachine(RuleBasedStateMachine):
             for name, content in batch.items()
         ]
         outcomes = self.adapter.store(items, material.soon())
-        assert material.results(outcomes) == [Result.DONE] * len(items), outcomes
+        assert len(outcomes) == len(items), f"a store of {len(items)} objects gave {len(outcomes)} answers"
+        for outcome in outcomes:
+            material.expect_result(outcome, Result.DONE, f"asked to store {len(items)} objects in one batch")
         self.model.update({self.key(name): content for name, content in batch.items()})
 
     @rule(names=st.lists(NAMES, unique=True, max_size=6))
@@ -43,22 +45,23 @@ class AdapterMachine(RuleBasedStateMachine):
         targets = [bytearray(ROOM_BYTES) for _ in names]
         items = [LoadItem(self.key(name), [memoryview(target)]) for name, target in zip(names, targets, strict=True)]
         outcomes = self.adapter.load(items, material.soon())
-        assert len(outcomes) == len(names)
+        assert len(outcomes) == len(names), f"a load of {len(names)} objects gave {len(outcomes)} answers"
         for name, target, outcome in zip(names, targets, outcomes, strict=True):
             expected = self.model.get(self.key(name))
             if outcome.result is Result.MISS and self.forgets:
                 self.model.pop(self.key(name), None)
             elif expected is None:
-                assert outcome.result is Result.MISS, outcome
+                material.expect_result(outcome, Result.MISS, "asked to load what is not there")
             else:
-                assert (outcome.result, outcome.nbytes) == (Result.DONE, len(expected)), outcome
-                assert bytes(target[: outcome.nbytes]) == expected
+                material.expect_result(outcome, Result.DONE, f"asked to load {len(expected):,} bytes that are there")
+                found = bytes(target[: outcome.nbytes])
+                words = f"a load said DONE with {outcome.nbytes:,} bytes: {material.difference(found, expected)}"
+                assert found == expected, words
 
     @rule(names=st.lists(NAMES, unique=True, max_size=6))
     def delete(self, names: list[int]) -> None:
         if self.adapter.capabilities.delete:
-            outcomes = self.adapter.delete([self.key(name) for name in names], material.soon())
-            assert material.results(outcomes) == [Result.DONE] * len(names), outcomes
+            material.expect_deleted(self.adapter, [self.key(name) for name in names], "some there, and some not")
             for name in names:
                 self.model.pop(self.key(name), None)
 
@@ -67,7 +70,9 @@ class AdapterMachine(RuleBasedStateMachine):
         keys = [self.key(name) for name in range(6)]
         found = dict(zip(keys, self.adapter.exists(keys, material.soon()), strict=True))
         for key, there in found.items():
-            assert there == (key in self.model) or (self.forgets and not there), key
+            true = key in self.model
+            right = there == true or (self.forgets and not there)
+            assert right, f"exists says {bool(there)} for {material.shown(key)}, and {true} is true"
 
     def teardown(self) -> None:
         if self.adapter.capabilities.delete:

@@ -7,7 +7,7 @@ import hashlib
 import random
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, StoreItem
@@ -30,6 +30,15 @@ SIMILAR_KEYS = (
 )  # fmt: skip
 
 
+def similar_keys(longest: int) -> list[tuple[bytes, bytes]]:
+    """Pairs that are to be kept apart, also at the length of the kernel's keys and at the greatest that is claimed."""
+    pairs = [pair for pair in SIMILAR_KEYS if max(map(len, pair)) <= longest]
+    for length in sorted({44, longest}):
+        stem = b"k" * (length - 1)
+        pairs += [(stem + b"1", stem + b"2"), (stem + b"\0", stem), (b"\0" + stem, stem)]
+    return pairs
+
+
 def key(number: int, name: str = "") -> bytes:
     """A key as the kernel makes them: 44 bytes of any value."""
     return hashlib.sha384(f"{name}{number}".encode()).digest()[:44]
@@ -43,6 +52,19 @@ def content(number: int, nbytes: int) -> bytes:
 def soon() -> float:
     """A deadline that is not reached."""
     return time.monotonic() + DEADLINE_S
+
+
+def batches(adapter: L2Adapter, count: int) -> Iterator[range]:
+    """0 to count, in batches that the adapter takes."""
+    step = max(1, min(512, adapter.capabilities.batch_keys_max))
+    for start in range(0, count, step):
+        yield range(start, min(count, start + step))
+
+
+def fitting(adapter: L2Adapter, nbytes: int) -> int:
+    """So many bytes, or as many as the adapter's largest object has."""
+    largest = adapter.capabilities.object_bytes_max
+    return nbytes if largest is None else min(nbytes, largest)
 
 
 def store(adapter: L2Adapter, key: bytes, *parts: bytes) -> Outcome:
@@ -79,6 +101,74 @@ def scan(adapter: L2Adapter, pages_max: int = 10_000) -> list[ScanEntry]:
         if cursor is None:
             return found
     raise AssertionError(f"the scan gave {pages_max} pages and no end: its last page has the cursor None")
+
+
+# --- what was seen, in words ----------------------------------------------------------------------------------------
+def shown(key: bytes) -> str:
+    """A key for people: short ones as they are, the kernel's by their beginning."""
+    return repr(key) if len(key) <= 24 else f"{key[:8]!r}… of {len(key)} bytes"
+
+
+def seen(outcome: Outcome) -> str:
+    """An outcome for people."""
+    words = f" ({outcome.error[:200]!r}{', retryable' if outcome.retryable else ''})" if outcome.error else ""
+    return f"{outcome.result.upper()}{words}"
+
+
+def difference(found: bytes, expected: bytes) -> str:
+    """How two byte strings differ, without their bytes."""
+    if len(found) != len(expected):
+        return f"{len(found):,} bytes and not {len(expected):,}"
+    wrong = [at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+    if not wrong:
+        return "the same bytes"
+    return f"{len(wrong):,} of {len(expected):,} bytes are wrong, the first at {wrong[0]:,}"
+
+
+def expect_result(outcome: Outcome, expected: Result, done: str) -> None:
+    """`done`: what was done before, as a clause."""
+    assert outcome.result is expected, f"{done}, it answered {seen(outcome)} and not {expected.upper()}"
+
+
+def expect_stored(adapter: L2Adapter, key: bytes, *parts: bytes) -> None:
+    """Store an object; it has to be DONE."""
+    nbytes = sum(map(len, parts))
+    expect_result(store(adapter, key, *parts), Result.DONE, f"asked to store {nbytes:,} bytes under {shown(key)}")
+
+
+def expect_holds(adapter: L2Adapter, key: bytes, expected: bytes, done: str, *sizes: int) -> None:
+    """A load into buffers of these sizes (one that fits, without any) gives exactly these bytes."""
+    outcome, found = load(adapter, key, *(sizes or (len(expected),)))
+    expect_result(outcome, Result.DONE, f"{done}: asked to load {shown(key)}")
+    assert outcome.nbytes == len(expected), (
+        f"{done}: a load of {shown(key)} said {outcome.nbytes:,} bytes, and the object has {len(expected):,}"
+    )
+    found = found[: len(expected)]
+    assert found == expected, f"{done}: a load of {shown(key)} said DONE, and {difference(found, expected)}"
+
+
+def expect_miss(adapter: L2Adapter, key: bytes, done: str) -> None:
+    """A load answers MISS."""
+    expect_result(load(adapter, key, 4096)[0], Result.MISS, f"{done}: asked to load {shown(key)}")
+
+
+def expect_exists(adapter: L2Adapter, keys: Sequence[bytes], expected: Sequence[bool], done: str) -> None:
+    """One answer for each key, in their order."""
+    found = [bool(one) for one in adapter.exists(keys, soon())]
+    assert len(found) == len(keys), f"{done}: exists gave {len(found)} answers for {len(keys)} keys"
+    wrong = [at for at, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
+    assert not wrong, (
+        f"{done}: exists said {found[wrong[0]]} for key {wrong[0]} of {len(keys)}, {shown(keys[wrong[0]])}, "
+        f"and {expected[wrong[0]]} is true ({len(wrong)} wrong in all)"
+    )
+
+
+def expect_deleted(adapter: L2Adapter, keys: Sequence[bytes], done: str) -> None:
+    """Each delete is DONE."""
+    outcomes = adapter.delete(keys, soon())
+    assert len(outcomes) == len(keys), f"{done}: delete gave {len(outcomes)} answers for {len(keys)} keys"
+    for key, outcome in zip(keys, outcomes, strict=True):
+        expect_result(outcome, Result.DONE, f"{done}: asked to delete {shown(key)}")
 
 
 def sample(layout: Layout, seed: int) -> bytes:

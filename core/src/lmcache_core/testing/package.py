@@ -79,8 +79,9 @@ class PluginPackageContract(Contract):
 
     def test_the_loader_takes_it(self, entries: list[Candidate], registry: Registry) -> None:
         refused = [str(refusal) for refusal in registry.refused if not refusal.chosen]
-        assert refused == []
-        assert {entry.name for entry in entries} <= {record.name for record in registry.plugins}
+        assert not refused, f"the loader refuses {', '.join(refused)}"
+        missing = {entry.name for entry in entries} - {record.name for record in registry.plugins}
+        assert not missing, f"entry points {sorted(missing)} are there, and the loader has no plugins of these names"
 
     def test_its_entry_point_imports_nothing_heavy(self, entries: list[Candidate], registry: Registry) -> None:
         own = {path.partition(":")[0] for spec in self._specs(registry) for path in (spec.factory, spec.settings or "")}
@@ -93,7 +94,7 @@ class PluginPackageContract(Contract):
                 f"import {module}; print(json.dumps([m for m in {forbidden!r} if m in set(sys.modules) - before]))"
             )
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
+            assert done.returncode == 0, f"importing {module} fails: {done.stderr.strip()[-500:]}"
             found = json.loads(done.stdout.splitlines()[-1])
             assert found == [], f"{module} imports {found}: name factories by import path, and import in functions"
 
@@ -114,7 +115,9 @@ class PluginPackageContract(Contract):
     def test_every_component_is_what_it_says(self, registry: Registry) -> None:
         for spec in self._specs(registry):
             factory = registry.factory(spec.kind, spec.name)
-            assert callable(factory)
+            assert callable(factory), (
+                f"{spec.factory} is a {type(factory).__name__}, and cannot be called to build {spec.name!r}"
+            )
             if isinstance(factory, type):
                 assert issubclass(factory, _BASES[spec.kind]), f"{spec.factory} is no {_BASES[spec.kind].__name__}"
             assert spec.summary, f"{spec.kind} {spec.name!r} has no summary: `lmcache-core plugins` shows it"

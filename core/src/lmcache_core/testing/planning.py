@@ -66,13 +66,13 @@ class StorePolicyContract(Contract):
 
     def test_it_is_a_store_policy(self, make_policy: Callable[[], StorePolicy]) -> None:
         policy = make_policy()
-        assert isinstance(policy, StorePolicy)
-        assert isinstance(policy.wants_reuse, bool)
+        assert isinstance(policy, StorePolicy), f"a {type(policy).__name__} is no StorePolicy"
+        assert isinstance(policy.wants_reuse, bool), f"wants_reuse is {policy.wants_reuse!r}: True or False"
 
     def test_an_empty_batch_is_an_empty_plan(self, make_policy: Callable[[], StorePolicy]) -> None:
         plan = make_policy().plan([], TIERS)
-        assert not any(plan.targets.values())
-        assert list(plan.drop) == []
+        assert not any(plan.targets.values()), "asked about no objects, it sends some"
+        assert list(plan.drop) == [], f"asked about no objects, it drops {list(plan.drop)}"
 
     def test_without_tiers_nothing_is_sent_and_nothing_lost(self, make_policy: Callable[[], StorePolicy]) -> None:
         batch = candidates(5)
@@ -106,11 +106,12 @@ class StorePolicyContract(Contract):
             told = [candidates(8), candidates(8, first=4), candidates(8, 1 << 20, first=6)]
             told += [candidates(6, reused=True)] if policy.wants_reuse else []
             plans.append([_plain(policy.plan(batch, TIERS)) for batch in told])
-        assert plans[0] == plans[1]
+        wrong = next((at for at, pair in enumerate(zip(*plans, strict=True)) if pair[0] != pair[1]), None)
+        assert wrong is None, f"two policies were told the same, and plan {wrong} differs: no clock, no chance, no id()"
 
     def _check(self, plan: StorePlan, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> None:
-        assert isinstance(plan, StorePlan)
-        assert isinstance(plan.targets, Mapping)
+        assert isinstance(plan, StorePlan), f"a plan is a {type(plan).__name__}, and has to be a StorePlan"
+        assert isinstance(plan.targets, Mapping), f"targets are a {type(plan.targets).__name__}: tier name to positions"
         unknown = set(plan.targets) - {tier.name for tier in tiers}
         assert not unknown, f"the plan sends objects to {unknown}, which do not exist"
         for name, positions in (*plan.targets.items(), ("drop", plan.drop)):
@@ -134,16 +135,20 @@ class PrefetchPolicyContract(Contract):
         pytest.fail(f"{type(self).__name__} has no fixture 'make_policy': return a callable that makes a policy")
 
     def test_it_is_a_prefetch_policy(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
-        assert isinstance(make_policy(), PrefetchPolicy)
+        policy = make_policy()
+        assert isinstance(policy, PrefetchPolicy), f"a {type(policy).__name__} is no PrefetchPolicy"
 
     def test_no_keys_are_no_sources(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         plan = make_policy().plan([], {"ssd": [], "cold": []}, TIERS)
-        assert list(plan.sources) == []
+        assert list(plan.sources) == [], f"asked about no keys, it names {len(plan.sources)} sources"
 
     def test_a_key_that_nobody_has_comes_from_nowhere(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         keys = [material.key(number) for number in range(3)]
         for found in ({}, {"ssd": [False] * 3}, {"ssd": [False] * 3, "cold": [False] * 3}):
-            assert list(make_policy().plan(keys, found, TIERS).sources) == [None, None, None]
+            sources = list(make_policy().plan(keys, found, TIERS).sources)
+            assert sources == [None] * 3, (
+                f"no tier has any of three keys ({len(found)} answered), and they come from {sources}"
+            )
 
     def test_each_key_comes_from_a_tier_that_has_it(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         keys = [material.key(number) for number in range(4)]
@@ -151,7 +156,8 @@ class PrefetchPolicyContract(Contract):
         plan = make_policy().plan(keys, found, TIERS)
         self._check(plan, keys, found, TIERS)
         if not self.declines:
-            assert list(plan.sources)[:3] == ["ssd", "cold", None]
+            named = list(plan.sources)[:3]
+            assert named == ["ssd", "cold", None], f"ssd has the first of three keys, cold the second: it named {named}"
 
     def test_any_plan_names_a_tier_that_has_the_key(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         @_QUICK
@@ -168,25 +174,39 @@ class PrefetchPolicyContract(Contract):
             plan = policy.plan(keys, found, tiers)
             self._check(plan, keys, found, tiers)
             assert (keys, found, tiers) == before, "the policy changed what it was shown"
-            assert _plain(make_policy().plan(keys, found, tiers)) == _plain(plan)
+            again = _plain(make_policy().plan(keys, found, tiers))
+            assert again == _plain(plan), "a fresh policy, told the same, plans otherwise: no clock, no chance, no id()"
 
         check()
+
+    def test_two_policies_that_are_told_the_same_plan_the_same(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        plans = []
+        for _ in range(2):
+            policy = make_policy()
+            told = []
+            for count in (1, 3, 4, 1):
+                keys = [material.key(number) for number in range(count)]
+                told.append(_plain(policy.plan(keys, {tier.name: [True] * count for tier in TIERS}, TIERS)))
+            plans.append(told)
+        wrong = next((at for at, pair in enumerate(zip(*plans, strict=True)) if pair[0] != pair[1]), None)
+        assert wrong is None, f"two policies were told the same, and plan {wrong} differs: no clock, no chance, no id()"
 
     def test_what_stays_is_said_for_each_key(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         for count in (0, 1, 5):
             keys = [material.key(number) for number in range(count)]
             for room in (0, 2, 1000):
                 stays = list(make_policy().retains(keys, room))
-                assert len(stays) == count, "one answer for each key"
-                assert all(isinstance(stay, bool) for stay in stays)
+                assert len(stays) == count, f"asked what stays of {count} keys, it gave {len(stays)} answers"
+                assert all(isinstance(stay, bool) for stay in stays), "what stays is said by True or False for each key"
                 assert stays == list(make_policy().retains(keys, room)), "a fresh policy answers the same"
 
     def _check(
         self, plan: PrefetchPlan, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
     ) -> None:
-        assert isinstance(plan, PrefetchPlan)
-        assert isinstance(plan.retain, bool)
-        assert len(plan.sources) == len(keys), "one source for each key, None where there is none"
+        assert isinstance(plan, PrefetchPlan), f"a plan is a {type(plan).__name__}, and has to be a PrefetchPlan"
+        assert isinstance(plan.retain, bool), f"retain is {plan.retain!r}: True or False"
+        count = len(plan.sources)
+        assert count == len(keys), f"asked about {len(keys)} keys, it names {count} sources: one each, or None"
         for position, source in enumerate(plan.sources):
             if source is not None:
                 assert source in {tier.name for tier in tiers}, f"tier {source!r} does not exist"

@@ -119,7 +119,7 @@ class ServerProcess:
         }
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
+        assert process.stdout is not None, "it was started with a pipe"
         if not select.select([process.stdout], [], [], READY_S)[0] or not process.stdout.readline():
             raise PoolError(f"the server did not start: {self._last_words()}")
         with self.client(maps_pool=False) as client:

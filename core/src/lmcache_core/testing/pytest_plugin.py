@@ -1,25 +1,88 @@
-"""What pytest loads wherever lmcache-core is installed: one fixture. Imports nothing but pytest."""
+"""What pytest loads wherever lmcache-core is installed: a fixture, the kit's options, and how its tests are run.
+Imports nothing but pytest until a contract is under test."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from lmcache_core.testing.speeds import Kit
     from lmcache_core.tiers.contract import AdapterContext
 
-# Their assertions are shown with the values on both sides, as those of a test file are.
-_MODULES = (
-    "adapter", "adapter_batches", "adapter_medium", "adapter_trouble", "adapter_values", "eviction",
-    "eviction_machine", "machine", "material", "package", "planning", "serde",
-)  # fmt: skip
-pytest.register_assert_rewrite(*(f"lmcache_core.testing.{name}" for name in _MODULES))
+SPEEDS = ("quick", "full", "soak", "chaos")
+_CLOSE_S = 10.0
+_HOME = "lmcache_core.testing.contract"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lmcache-core")
+    group.addoption(
+        "--kit",
+        choices=SPEEDS,
+        default="quick",
+        help="how much the conformance kit does: quick (default, below 30 s on a local medium), full, "
+        "soak (full, and random work for --kit-seconds), chaos (full, and faults, threads and kills for as long)",
+    )
+    group.addoption("--kit-seconds", type=float, default=60.0, help="of soak and of chaos (default: %(default)s)")
+    group.addoption("--kit-seed", type=int, default=0, help="of soak and of chaos (default: %(default)s)")
+    group.addoption("--kit-card", metavar="FILE", help="print the score card, and write it to a file as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--kit-card", None):
+        from lmcache_core.testing.card import CardWriter
+
+        config.pluginmanager.register(CardWriter(config.getoption("--kit-card"), config.getoption("--kit")))
+
+
+def _contract(item: Any) -> Any:
+    """The contract class of a test, if it is a test of one."""
+    home, cls = sys.modules.get(_HOME), getattr(item, "cls", None)
+    return cls if home is not None and cls is not None and issubclass(cls, home.Contract) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
+    """Contract tests run under a watchdog: what hangs fails, and the rest goes on."""
+    cls = _contract(pyfuncitem)
+    if cls is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    sys.modules[_HOME].run_watched(cls, pyfuncitem.name, lambda: pyfuncitem.obj(**arguments))
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: Any) -> Any:
+    """An adapter that hangs may hang in its close, too."""
+    if not getattr(_contract(item), "_hung", None):
+        return (yield)
+    from lmcache_core.testing.watch import alarm
+
+    with alarm(_CLOSE_S):
+        return (yield)
+
+
+@pytest.fixture
+def kit(request: pytest.FixtureRequest) -> Kit:
+    """How much the kit is to do."""
+    from lmcache_core.testing.speeds import Kit
+
+    option = request.config.getoption
+    return Kit(option("--kit"), option("--kit-seconds"), option("--kit-seed"))
 
 
 @pytest.fixture
 def adapter_context() -> AdapterContext:
     """What the kernel gives an adapter, with requests that really run in parallel."""
+    from dataclasses import replace
+    from functools import partial
+
+    from lmcache_core.testing.stepping import in_line
     from lmcache_core.tiers.parallel import adapter_context
 
-    return adapter_context("contract", connections=4)
+    made = adapter_context("contract", connections=4)
+    return replace(made, run_parallel=partial(in_line, otherwise=made.run_parallel))

@@ -91,10 +91,9 @@ class SerdeContract(Contract):
 
     def test_it_says_what_it_is(self, make_serde: Make) -> None:
         serde = make_serde()
-        assert isinstance(serde, Serde)
-        assert isinstance(serde.name, str)
-        assert serde.name
-        assert isinstance(serde.lossless, bool)
+        assert isinstance(serde, Serde), f"a {type(serde).__name__} is no Serde"
+        assert isinstance(serde.name, str) and serde.name, f"its name is {serde.name!r}: a word"  # noqa: PT018
+        assert isinstance(serde.lossless, bool), f"lossless is {serde.lossless!r}: True or False"
         parameters = dict(serde.parameters())
         assert json.loads(json.dumps(parameters)) == parameters, "they are recorded as JSON"
         assert dict(make_serde().parameters()) == parameters, "equal settings must give equal parameters"
@@ -107,7 +106,7 @@ class SerdeContract(Contract):
             for content in self.contents(layout):
                 after = decoded(make_serde(), encoded(serde, content, layout), layout)
                 if serde.lossless:
-                    assert after == content, f"{layout}: other bytes came back"
+                    assert after == content, f"{layout}, encoded and decoded: {material.difference(after, content)}"
                 else:
                     self.assert_close(content, after, layout)
 
@@ -116,14 +115,19 @@ class SerdeContract(Contract):
             pytest.skip("the serde does not claim lossless")
         for layout in self.layouts:
             content = material.content(4, layout.nbytes)
-            assert decoded(serde, encoded(serde, content, layout), layout) == content
+            after = decoded(serde, encoded(serde, content, layout), layout)
+            assert after == content, f"{layout} of random bytes: {material.difference(after, content)}"
 
     def test_the_encoded_size_keeps_its_bound(self, serde: Serde) -> None:
         for layout in self.layouts:
             for content in (*self.contents(layout), material.content(5, layout.nbytes)):
                 nbytes = len(encoded(serde, content, layout))
-                assert 0 < nbytes <= serde.encoded_bytes_max(layout.nbytes, layout), layout
-                assert serde.encoded_layout(layout, nbytes).nbytes >= 1
+                bound = serde.encoded_bytes_max(layout.nbytes, layout)
+                assert 0 < nbytes <= bound, (
+                    f"{layout} was encoded to {nbytes:,} bytes; encoded_bytes_max says {bound:,}"
+                )
+                again = serde.encoded_layout(layout, nbytes).nbytes
+                assert again >= 1, f"{layout}: encoded_layout has {again} bytes"
 
     def test_every_layout_works_or_is_refused_in_words(self, serde: Serde) -> None:
         for dtype in DTYPE_BYTES:
@@ -137,7 +141,8 @@ class SerdeContract(Contract):
                         raise AssertionError(f"{layout} is refused without a word") from error
                     continue
                 after = decoded(serde, packed, layout)
-                assert after == content if serde.lossless else len(after) == len(content), layout
+                right = after == content if serde.lossless else len(after) == len(content)
+                assert right, f"{layout} was taken, and came back otherwise: {material.difference(after, content)}"
 
     # --- buffers --------------------------------------------------------------------------------------------
     def test_the_source_is_neither_changed_nor_kept(self, serde: Serde) -> None:
@@ -145,7 +150,8 @@ class SerdeContract(Contract):
         content = material.sample(layout, 1)
         source = bytearray(content)
         kept = _encode_and_forget(serde, source, layout)
-        assert source == content
+        changed = material.difference(bytes(source), content)
+        assert source == content, f"after encode, of the source {changed}"
         gc.collect()
         assert kept() is None, "a view of the source is still referred to after its encoded form has gone"
         source.append(0)  # refused while anyone exports it
@@ -168,7 +174,7 @@ class SerdeContract(Contract):
         before = bytes(packed)
         into = bytearray(layout.nbytes)
         serde.decode(memoryview(packed), memoryview(into), layout, KEY)
-        assert packed == before
+        assert packed == before, f"after decode, of the encoded bytes {material.difference(bytes(packed), before)}"
         gc.collect()
         _assert_not_exported(packed)
         _assert_not_exported(into)
@@ -185,8 +191,7 @@ class SerdeContract(Contract):
                 "half": packed[: len(packed) // 2],
                 "twice": packed + packed,
             }[change]
-            with pytest.raises(DamagedObjectError):
-                decoded(serde, other, layout)
+            _expect_damage(serde, other, layout, KEY, f"{len(packed):,} encoded bytes of {layout}, {change}")
 
     def test_a_flipped_bit_is_damage_or_a_wrong_value_and_never_a_crash(self, serde: Serde) -> None:
         layout = self.layouts[0]
@@ -197,8 +202,7 @@ class SerdeContract(Contract):
                 other = bytearray(packed)
                 other[place] ^= 1 << bit
                 if self.authenticates:
-                    with pytest.raises(DamagedObjectError):
-                        decoded(serde, bytes(other), layout)
+                    _expect_damage(serde, bytes(other), layout, KEY, f"bit {bit} of encoded byte {place} was flipped")
                 else:
                     _refused_or_decoded(serde, bytes(other), layout)
 
@@ -216,11 +220,9 @@ class SerdeContract(Contract):
         for layout in self.layouts:
             packed = encoded(serde, material.sample(layout, 1), layout, KEY)
             for other in _other_keys():
-                with pytest.raises(DamagedObjectError):
-                    decoded(serde, packed, layout, other)
+                _expect_damage(serde, packed, layout, other, "encoded under one key, decoded under another")
             other_layout = Layout("uint8", (layout.nbytes,))
-            with pytest.raises(DamagedObjectError):
-                decoded(serde, packed, other_layout, KEY)
+            _expect_damage(serde, packed, other_layout, KEY, f"encoded as {layout}, decoded as {other_layout}")
 
     # --- threads and chains ---------------------------------------------------------------------------------
     def test_one_serde_serves_eight_threads(self, serde: Serde) -> None:
@@ -247,7 +249,7 @@ class SerdeContract(Contract):
         for thread in threads:
             thread.join(2 * material.DEADLINE_S)
         assert not any(thread.is_alive() for thread in threads), "a thread did not come back"
-        assert faults == []
+        assert not faults, f"{len(faults)} times in {THREADS} threads, at first: {faults[0]}"
 
     def test_a_chain_undoes_it_in_reverse(self, make_serde: Make) -> None:
         layout = self.layouts[0]
@@ -257,10 +259,11 @@ class SerdeContract(Contract):
         scratch = Scratch()
         packed = chain.encode(memoryview(content).toreadonly(), layout, KEY, scratch)
         on_medium = joined(packed.buffers)
-        assert len(on_medium) <= chain.encoded_bytes_max(layout)
+        bound = chain.encoded_bytes_max(layout)
+        assert len(on_medium) <= bound, f"a chain with it gave {len(on_medium):,} bytes, and {bound:,} is its bound"
         into = bytearray(layout.nbytes)
         chain.decode(memoryview(on_medium), memoryview(into), layout, KEY, packed.lengths, Scratch())
-        assert into == alone
+        assert into == alone, f"a chain with it, undone in reverse: {material.difference(bytes(into), alone)}"
 
 
 def _other_keys() -> list[bytes]:
@@ -290,6 +293,16 @@ class _Complement(Serde):
 
 
 _TURNED = bytes(255 - byte for byte in range(256))
+
+
+def _expect_damage(serde: Serde, packed: bytes, layout: Layout, key: bytes, done: str) -> None:
+    try:
+        decoded(serde, packed, layout, key)
+    except DamagedObjectError:
+        return
+    except Exception as error:
+        raise AssertionError(f"{done}: decode raised {type(error).__name__}, and DamagedObjectError is due") from error
+    raise AssertionError(f"{done}: decode gave an object, and DamagedObjectError is due")
 
 
 def _refused_or_decoded(serde: Serde, packed: bytes, layout: Layout) -> None:

@@ -82,11 +82,11 @@ class EventSubscriberContract(Contract):
             subscribers={self.component: subscriber_settings},
         )
         with Server(settings, registry) as server:
-            assert server.populator.wait(60)
+            assert server.populator.wait(60), "the pool was not populated within 60 s"
             yield server
 
     def test_it_is_an_event_subscriber(self, subscriber: EventSubscriber) -> None:
-        assert isinstance(subscriber, EventSubscriber)
+        assert isinstance(subscriber, EventSubscriber), f"a {type(subscriber).__name__} is no EventSubscriber"
 
     def test_it_takes_every_event_that_there_is(self, subscriber: EventSubscriber) -> None:
         subscriber.hear(samples())
@@ -105,7 +105,11 @@ class EventSubscriberContract(Contract):
         events = samples()
         before = [msgspec.msgpack.encode(event) for event in events]
         subscriber.hear(events)
-        assert [msgspec.msgpack.encode(event) for event in events] == before
+        after = [msgspec.msgpack.encode(event) for event in events]
+        changed = [type(event).__name__ for event, old, new in zip(events, before, after, strict=False) if old != new]
+        assert after == before, (
+            f"told events, it changed some that others hear, too: {', '.join(changed) or 'their number'}"
+        )
 
     def test_it_may_be_closed_twice(self, subscriber: EventSubscriber) -> None:
         subscriber.hear(samples())
@@ -118,16 +122,21 @@ class EventSubscriberContract(Contract):
         with subscriber_server.connect() as client:
             for turn in range(20):
                 sources = [bytes([turn]) * layout.nbytes for _ in _KEYS]
-                assert client.store(_KEYS, sources, namespace=namespace).stored == len(_KEYS)
-                assert client.clear(namespace).objects == len(_KEYS)
+                stored = client.store(_KEYS, sources, namespace=namespace).stored
+                assert stored == len(_KEYS), f"turn {turn}: {stored} of {len(_KEYS)} objects were stored"
+                cleared = client.clear(namespace).objects
+                assert cleared == len(_KEYS), f"turn {turn}: {cleared} of {len(_KEYS)} objects were cleared"
             end = time.monotonic() + _WAIT_S
             while (told := client.status()["events"])["queue"] or not told["subscribers"][self.component]["events"]:
                 assert time.monotonic() < end, "events wait, and nobody takes them"
                 time.sleep(0.005)
-        assert told["dropped"] == 0
-        assert told["subscribers"][self.component]["aside"] == ""
+        assert told["dropped"] == 0, f"{told['dropped']} events were dropped while it heard those of a quiet server"
+        aside = told["subscribers"][self.component]["aside"]
+        assert aside == "", f"the server put it aside: {aside}"
 
     def test_it_ends_in_order(self, subscriber_server: Server, caplog: pytest.LogCaptureFixture) -> None:
         subscriber_server.stop()
-        assert "did not end in order" not in caplog.text
-        assert "did not come back" not in caplog.text
+        assert "did not end in order" not in caplog.text, "the server stopped, and the subscriber did not end in order"
+        assert "did not come back" not in caplog.text, (
+            "the server stopped, and a call of the subscriber did not come back"
+        )

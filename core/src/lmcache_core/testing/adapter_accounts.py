@@ -1,0 +1,288 @@
+"""What is there, and how much: scans, usage, and a medium that is full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.testing import material
+from lmcache_core.testing.adapter_batches import expect_all_stored, items_of
+from lmcache_core.testing.contract import Contract, not_claimed, not_judged
+from lmcache_core.testing.speeds import Kit
+from lmcache_core.tiers.contract import L2Adapter, Result, StoreItem, Usage
+
+CLOCK_SLACK_S = 3600.0  # another machine's clock may be so far off; another kind of clock is further
+
+
+class AccountTests(Contract):
+    """What the kernel takes over at start, and goes by from then on."""
+
+    scan_objects: ClassVar[int]
+    scan_pages_objects: ClassVar[int]
+    quick_scan_pages_objects: ClassVar[int | None]
+
+    def _pages_objects(self, kit: Kit) -> int:
+        few = self.quick_scan_pages_objects
+        return few if kit.quick and few is not None else self.scan_pages_objects
+
+    # --- scan -----------------------------------------------------------------------------------------------
+    def test_a_scan_sees_exactly_what_is_there(self, adapter: L2Adapter) -> None:
+        _needs_scan(adapter)
+        found = material.scan(adapter)
+        assert not found, f"a scan of an empty medium gave {len(found)} entries: each test needs a medium of its own"
+        expected: dict[bytes, int] = {}
+        for number in range(self.scan_objects):
+            size = 100 + number
+            material.expect_stored(adapter, material.key(number), material.content(number, 40), bytes(size - 40))
+            expected[material.key(number)] = size
+        for number in range(0, self.scan_objects, 5):
+            material.expect_stored(adapter, material.key(number), bytes(7))
+            expected[material.key(number)] = 7
+        if adapter.capabilities.delete:
+            for number in range(0, self.scan_objects, 3):
+                material.expect_deleted(adapter, [material.key(number)], f"{self.scan_objects} objects stored")
+                del expected[material.key(number)]
+        material.load(adapter, next(iter(expected)), 200)  # a use must not change what is there
+        entries = material.scan(adapter)
+        _expect_entries([entry.key for entry in entries], expected, "some were stored twice, some deleted")
+        for entry in entries:
+            words = f"a scan says {entry.nbytes:,} bytes for an object of {expected[entry.key]:,}"
+            assert entry.nbytes == expected[entry.key], words
+
+    def test_a_scan_gives_keys_as_they_were_stored(self, adapter: L2Adapter) -> None:
+        _needs_scan(adapter)
+        longest = adapter.capabilities.key_bytes_max
+        pairs = [key for pair in material.similar_keys(longest) for key in pair]
+        keys = dict.fromkeys(key for key in (*material.DIFFICULT_KEYS, *pairs) if len(key) <= longest)
+        for key in keys:
+            material.expect_stored(adapter, key, b"x")
+        _expect_entries([entry.key for entry in material.scan(adapter)], keys, "difficult keys were stored")
+
+    def test_a_scan_of_many_pages_loses_none_and_doubles_none(self, adapter: L2Adapter, kit: Kit) -> None:
+        """Looked at whenever there are just so many that a page may be full."""
+        _needs_scan(adapter)
+        there, most = 0, self._pages_objects(kit)
+        for count in sorted({*(n for n in (500, 512, 1000) if n < most), most}):
+            _store_many(adapter, range(there, count))
+            there = count
+            keys = dict.fromkeys(material.key(number) for number in range(count))
+            _expect_entries([entry.key for entry in material.scan(adapter)], keys, f"{count:,} objects stored")
+
+    def test_a_scan_loses_none_while_others_are_deleted(self, adapter: L2Adapter, kit: Kit) -> None:
+        """The kernel deletes while it scans: what was there all the time is seen, whatever went meanwhile."""
+        _needs_scan(adapter)
+        if not adapter.capabilities.delete:
+            not_claimed("delete")
+        count = self._pages_objects(kit)
+        _store_many(adapter, range(count))
+        left = {material.key(number) for number in range(count)}
+        seen: set[bytes] = set()
+        gone: set[bytes] = set()
+        cursor, pages = None, 0
+        while pages == 0 or cursor is not None:
+            page = adapter.scan(cursor, material.soon())
+            cursor, pages = page.cursor, pages + 1
+            assert pages <= 10_000, "the scan did not end within 10,000 pages while others were deleted"
+            seen |= {entry.key for entry in page.entries}
+            going = [entry.key for entry in page.entries][::2]
+            for some in material.batches(adapter, len(going)):
+                material.expect_deleted(adapter, going[some.start : some.stop], "during a scan")
+            gone |= set(going)
+        missing = left - gone - seen
+        assert not missing, (
+            f"half of each page was deleted once it was there: {len(missing)} of {len(left)} objects were in no page, "
+            "and nobody deleted them. A cursor names a place among the keys, not a number of them"
+        )
+        if pages == 1:
+            not_judged(f"{len(left):,} objects came in one page: set scan_pages_objects to more than a page holds")
+
+    def test_two_scans_do_not_meet(self, adapter: L2Adapter, reopen: Any, kit: Kit) -> None:
+        """The cursor is all that a scan is: two may be under way at once, and another adapter may go on with one."""
+        _needs_scan(adapter)
+        count = self._pages_objects(kit)
+        _store_many(adapter, range(count))
+        keys = dict.fromkeys(material.key(number) for number in range(count))
+        first, second = adapter.scan(None, material.soon()), adapter.scan(None, material.soon())
+        found = [[entry.key for entry in page.entries] for page in (first, second)]
+        cursors = [first.cursor, second.cursor]
+        turns = 0
+        while any(cursor is not None for cursor in cursors):
+            turns += 1
+            assert turns <= 10_000, "two scans at once did not end within 10,000 pages"
+            for number, cursor in enumerate(cursors):
+                if cursor is not None:
+                    page = adapter.scan(cursor, material.soon())
+                    cursors[number] = page.cursor
+                    found[number] += [entry.key for entry in page.entries]
+        for each in found:
+            _expect_entries(each, keys, "two scans, page by page in turn")
+        if reopen is not None and first.cursor is not None:
+            with reopen() as fresh:
+                rest: list[bytes] = []
+                place: str | None = first.cursor
+                while place is not None:
+                    page = fresh.scan(place, material.soon())
+                    rest, place = rest + [entry.key for entry in page.entries], page.cursor
+            begun = [entry.key for entry in first.entries]
+            _expect_entries(begun + rest, keys, "a scan begun by one adapter and ended by another")
+
+    def test_the_last_use_is_told_in_seconds_since_the_epoch(self, adapter: L2Adapter) -> None:
+        _needs_scan(adapter)
+        before = time.time()
+        material.expect_stored(adapter, material.key(1), b"just now")
+        for entry in material.scan(adapter):
+            off_s = entry.used_at_s - before
+            assert abs(off_s) < CLOCK_SLACK_S, (
+                f"an object that was stored just now was last used at {entry.used_at_s:,.0f}, says a scan, and "
+                f"time.time() is {before:,.0f}: is that another clock, or another unit?"
+            )
+
+    # --- usage ----------------------------------------------------------------------------------------------
+    def test_usage_follows_what_is_stored(self, adapter: L2Adapter) -> None:
+        nbytes = material.fitting(adapter, 100_000)  # media round up, and count things of their own: outweigh those
+        before = _usage(adapter)
+        expect_all_stored(adapter, items_of(range(10), nbytes))
+        after = _usage(adapter)
+        _expect_objects(after, before, 10, "ten objects stored")
+        if before.bytes_used is not None and after.bytes_used is not None:
+            more = after.bytes_used - before.bytes_used
+            assert more >= 10 * nbytes, f"ten objects of {nbytes:,} bytes stored: usage says {more:,} bytes more"
+        if adapter.capabilities.delete:
+            material.expect_deleted(adapter, [material.key(number) for number in range(10)], "ten objects stored")
+            last = _usage(adapter)
+            _expect_objects(last, before, 0, "ten objects stored and deleted")
+            if last.bytes_used is not None and after.bytes_used is not None:
+                less = after.bytes_used - last.bytes_used
+                assert less > 0, f"ten objects of {nbytes:,} bytes deleted: usage says {less:,} bytes less"
+
+    def test_usage_counts_an_object_once(self, adapter: L2Adapter) -> None:
+        """However often it is stored, and whether or not what is deleted is there."""
+        nbytes = material.fitting(adapter, 100_000)
+        expect_all_stored(adapter, items_of(range(5), nbytes))
+        once = _usage(adapter)
+        if once.objects is None and once.bytes_used is None:
+            not_claimed("usage tells neither objects nor bytes")
+        for _ in range(4):
+            expect_all_stored(adapter, items_of(range(5), nbytes))
+        again = _usage(adapter)
+        _expect_objects(again, once, 0, "the same five objects stored five times")
+        _expect_bytes(again, once, 2 * nbytes, "the same five objects stored five times")
+        if adapter.capabilities.delete:
+            for number in range(20, 40):
+                material.expect_deleted(adapter, [material.key(number)], "it never was there")
+            last = _usage(adapter)
+            _expect_objects(last, again, 0, "twenty keys deleted that never were there")
+            _expect_bytes(last, again, 2 * nbytes, "twenty keys deleted that never were there")
+
+    def test_a_fresh_handle_knows_how_much_is_there(self, adapter: L2Adapter, reopen: Any) -> None:
+        if reopen is None:
+            not_judged("a fixture 'reopen' unlocks it")
+        nbytes = material.fitting(adapter, 100_000)
+        expect_all_stored(adapter, items_of(range(5), nbytes))
+        before = _usage(adapter)
+        adapter.close()
+        with reopen() as fresh:
+            if not any(fresh.exists([material.key(0)], material.soon())):
+                not_claimed("objects that outlive the adapter")
+            after = _usage(fresh)
+            for name, one, other in (
+                ("objects", before.objects, after.objects),
+                ("bytes_used", before.bytes_used, after.bytes_used),
+            ):
+                known = one is None or other is None or other > 0
+                assert known, f"closed with {one:,} {name} and opened again: usage says {other}. None is: not known"
+            _expect_objects(after, before, 0, "closed and opened again")
+
+    def test_what_is_free_grows_less(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        """`bytes_free` is what the kernel keeps headroom by."""
+        target = adapter if small_adapter is None else small_adapter
+        before = _usage(target)
+        if before.bytes_free is None:
+            not_claimed("usage does not tell bytes_free")
+        if small_adapter is None and before.bytes_used is None:
+            not_judged("a fixture 'small_adapter' unlocks it: on a large medium others store and delete, too")
+        nbytes = material.fitting(target, 100_000)
+        for item in items_of(range(8), nbytes):
+            material.expect_result(target.store([item], material.soon())[0], Result.DONE, "asked to store 8 objects")
+        after = _usage(target)
+        assert after.bytes_free is not None, "bytes_free was told before some stores, and is not after them"
+        less = before.bytes_free - after.bytes_free
+        assert less != 0, f"eight objects of {nbytes:,} bytes stored: bytes_free is {after.bytes_free:,} as before"
+        if small_adapter is not None:
+            assert less >= 4 * nbytes, f"eight objects of {nbytes:,} bytes stored: bytes_free is {less:,} less"
+
+    def test_a_full_medium_is_an_ordinary_answer(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        able = adapter.capabilities
+        if small_adapter is None:
+            if able.evicts:
+                pytest.fail(f"{type(self).__name__} claims evicts: give it a fixture 'small_adapter'", pytrace=False)
+            not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
+        nbytes = material.fitting(adapter, 200_000)
+        numbers = range(1 + (8 << 20) // nbytes)  # 8 MiB for a medium of 4 MiB at most
+        outcomes = [small_adapter.store(items_of([number], nbytes), material.soon())[0] for number in numbers]
+        there = [bool(small_adapter.exists([material.key(n)], material.soon())[0]) for n in numbers]
+        legal = {Result.DONE} if able.evicts else {Result.DONE, Result.FULL}
+        for number, outcome in enumerate(outcomes):
+            words = f"store {number} of 8 MiB on a smaller medium was answered {material.seen(outcome)}"
+            assert outcome.result in legal, f"{words}, and a full medium is {' or '.join(sorted(legal)).upper()}"
+        done = [outcome.result is Result.DONE for outcome in outcomes]
+        if able.evicts:
+            assert there[-1], "the newest object was dropped to make room for it"
+        else:
+            assert not all(done), "8 MiB were stored on a medium that holds 4 MiB at most, and every store was DONE"
+            lost = sum(one and not other for one, other in zip(done, there, strict=True))
+            ghosts = sum(other and not one for one, other in zip(done, there, strict=True))
+            assert not lost, f"{lost} stores were DONE on a medium that fills up, and their objects are not there"
+            assert not ghosts, f"{ghosts} stores were refused on a full medium, and their objects are there"
+        for number, is_there in enumerate(there):
+            if is_there:
+                content = material.content(number, nbytes)
+                material.expect_holds(small_adapter, material.key(number), content, "on a medium that was filled")
+        if able.delete and not able.evicts:
+            keys = [material.key(number) for number in numbers]
+            for some in material.batches(small_adapter, len(keys)):
+                material.expect_deleted(small_adapter, keys[some.start : some.stop], "on a full medium")
+            material.expect_stored(small_adapter, material.key(99), material.content(99, nbytes))
+
+
+def _needs_scan(adapter: L2Adapter) -> None:
+    if not adapter.capabilities.scan:
+        not_claimed("scan")
+
+
+def _store_many(adapter: L2Adapter, numbers: range) -> None:
+    for some in material.batches(adapter, len(numbers)):
+        chosen = numbers[some.start : some.stop]
+        expect_all_stored(adapter, [StoreItem(material.key(number), [memoryview(b"small")]) for number in chosen])
+
+
+def _expect_entries(found: Sequence[bytes], expected: Any, done: str) -> None:
+    """`found`: keys of a scan. Each expected key once, and no other."""
+    missing, more = set(expected) - set(found), set(found) - set(expected)
+    told = f"{done}: a scan gave {len(found):,} entries and {len(expected):,} are there"
+    first = material.shown(next(iter(missing or more or {b""})))
+    assert not missing, f"{told}: {len(missing):,} are missing, {first} among them"
+    assert not more, f"{told}: {len(more):,} were never stored, or are gone, {first} among them"
+    assert len(found) == len(set(found)), f"{told}: {len(found) - len(set(found)):,} came twice"
+
+
+def _usage(adapter: L2Adapter) -> Usage:
+    told = adapter.usage()
+    for name, figure in told._asdict().items():
+        assert figure is None or figure >= 0, f"usage says {name} = {figure}: None is what it cannot tell"
+    return told
+
+
+def _expect_objects(after: Usage, before: Usage, more: int, done: str) -> None:
+    if before.objects is not None and after.objects is not None:
+        found = after.objects - before.objects
+        assert found == more, f"{done}: usage says {found} objects more than before, and {more} is true"
+
+
+def _expect_bytes(after: Usage, before: Usage, slack: int, done: str) -> None:
+    if before.bytes_used is not None and after.bytes_used is not None:
+        off = after.bytes_used - before.bytes_used
+        assert abs(off) < slack, f"{done}: usage says {off:,} bytes more than before, of some {5 * slack // 2:,}"

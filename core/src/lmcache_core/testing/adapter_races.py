@@ -1,0 +1,207 @@
+"""Threads: many at once, and two under a scheduler that stops one of them at each line of the adapter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.testing import material
+from lmcache_core.testing.contract import Contract, not_claimed, not_judged
+from lmcache_core.testing.speeds import Kit
+from lmcache_core.testing.stepping import Stepped, own_modules
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Result, StoreItem
+
+THREADS = 8
+LIMIT_S = 60.0  # a net
+BYTES = 9000
+
+
+class RaceTests(Contract):
+    """What other threads, and other servers, see of an object while it changes."""
+
+    race_rounds: ClassVar[int] = 12
+
+    def test_eight_threads_on_shared_keys(self, adapter: L2Adapter, kit: Kit) -> None:
+        """Everything that a load calls DONE is one of the objects that were stored under its key, whole."""
+        if not adapter.capabilities.thread_safe:
+            not_claimed("thread_safe")
+        keys = [material.key(number) for number in range(3)]
+        legal = {
+            key: {material.content(100 * number + version, 30_000) for version in range(THREADS)}
+            for number, key in enumerate(keys)
+        }
+        faults: list[str] = []
+        start = threading.Barrier(THREADS)
+
+        def work(me: int) -> None:
+            try:
+                start.wait(material.DEADLINE_S)
+                for turn in range(self.race_rounds if kit.quick else 4 * self.race_rounds):
+                    number = (me + turn) % len(keys)
+                    mine = material.content(100 * number + me, 30_000)
+                    outcome = material.store(adapter, keys[number], mine[:4096], mine[4096:])
+                    if outcome.result is not Result.DONE:
+                        faults.append(f"a store was answered {material.seen(outcome)}")
+                    for key in keys:
+                        outcome, found = material.load(adapter, key, 4096, 30_000 - 4096)
+                        if outcome.result is Result.DONE and found not in legal[key]:
+                            faults.append("a load called bytes whole that nobody stored under that key")
+                        if outcome.result not in (Result.DONE, Result.MISS):
+                            faults.append(f"a load was answered {material.seen(outcome)}")
+                    if adapter.capabilities.delete and turn % 4 == me % 4:
+                        (outcome,) = adapter.delete([keys[number]], material.soon())
+                        if outcome.result is not Result.DONE:
+                            faults.append(f"a delete was answered {material.seen(outcome)}")
+                    if len(adapter.exists(keys, material.soon())) != len(keys):
+                        faults.append("exists gave another number of answers")
+            except Exception as error:  # noqa: BLE001 - of a thread: told by the test
+                faults.append(f"a call raised {type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=work, args=(me,), name="kit-race", daemon=True) for me in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * material.DEADLINE_S)
+        late = sum(thread.is_alive() for thread in threads)
+        assert not late, f"{late} of {THREADS} threads did not come back"
+        assert not faults, f"{len(faults)} times in {THREADS} threads, at first: {faults[0]}"
+
+    # --- under a scheduler ----------------------------------------------------------------------------------
+    @contextmanager
+    def _reader(self, adapter: L2Adapter, reopen: Any) -> Iterator[L2Adapter]:
+        """Who looks while the adapter stands still: another one on the medium, or else the adapter itself."""
+        if reopen is not None:
+            with reopen() as other:
+                if _shares(adapter, other):
+                    yield other
+                    return
+        if not adapter.capabilities.thread_safe:
+            not_judged("thread_safe is not claimed: a fixture 'reopen' on the same medium unlocks it")
+        yield adapter
+
+    @pytest.mark.parametrize(("before", "after"), [(BYTES, 4000), (4000, BYTES), (BYTES, BYTES)])
+    def test_an_overwrite_shows_the_old_object_or_the_new_one(
+        self, adapter: L2Adapter, reopen: Any, before: int, after: int
+    ) -> None:
+        """Never a MISS, and never bytes of both, wherever the writer stands."""
+        versions = {"the old": material.content(1, before), "the new": material.content(2, after)}
+        with self._reader(adapter, reopen) as reader:
+            material.expect_stored(adapter, material.key(1), versions["the old"])
+            material.expect_holds(reader, material.key(1), versions["the old"], "before its overwrite")
+            source = bytearray(versions["the new"])
+
+            def look() -> None:
+                _expect_one_of(reader, versions, False, "an overwrite was under way")
+                words = material.difference(bytes(source), versions["the new"])
+                assert source == versions["the new"], f"during a store, of its source {words}"
+
+            stepped = _stepped(adapter, lambda: adapter.store([_item(source)], material.soon()), look)
+            material.expect_result(stepped[0], Result.DONE, "asked to overwrite an object")
+            material.expect_holds(reader, material.key(1), versions["the new"], "after its overwrite")
+
+    def test_a_first_store_and_a_delete_show_all_or_nothing(self, adapter: L2Adapter, reopen: Any) -> None:
+        whole = {"the object": material.content(1, BYTES)}
+        with self._reader(adapter, reopen) as reader:
+            material.expect_miss(reader, material.key(1), "before its first store")
+            source = bytearray(whole["the object"])
+            stored = _stepped(
+                adapter,
+                lambda: adapter.store([_item(source)], material.soon()),
+                lambda: _expect_one_of(reader, whole, True, "a first store was under way"),
+            )
+            material.expect_result(stored[0], Result.DONE, "asked to store an object")
+            material.expect_holds(reader, material.key(1), whole["the object"], "after its first store")
+            if adapter.capabilities.delete:
+                deleted = _stepped(
+                    adapter,
+                    lambda: adapter.delete([material.key(1)], material.soon()),
+                    lambda: _expect_one_of(reader, whole, True, "a delete was under way"),
+                )
+                material.expect_result(deleted[0], Result.DONE, "asked to delete an object")
+                material.expect_miss(reader, material.key(1), "after its delete")
+
+    def test_two_stores_do_not_meet(self, adapter: L2Adapter) -> None:
+        """One stands at each of its lines while another runs from end to end: what they share is seen."""
+        _needs_threads(adapter)
+        one, other = material.content(1, BYTES), material.content(2, BYTES - 1000)
+        told = _stepped(
+            adapter,
+            lambda: adapter.store([_item(one)], material.soon()),
+            lambda: material.expect_stored(adapter, material.key(2), other),
+        )
+        material.expect_result(told[0], Result.DONE, "two stores at once")
+        material.expect_holds(adapter, material.key(1), one, "stored while another store ran at each of its lines")
+        material.expect_holds(adapter, material.key(2), other, "stored while another store stood still")
+
+    def test_two_loads_do_not_meet(self, adapter: L2Adapter) -> None:
+        _needs_threads(adapter)
+        one, other = material.content(1, BYTES), material.content(2, BYTES - 1000)
+        material.expect_stored(adapter, material.key(1), one)
+        material.expect_stored(adapter, material.key(2), other)
+        target = bytearray(BYTES)
+        told = _stepped(
+            adapter,
+            lambda: adapter.load([LoadItem(material.key(1), [memoryview(target)])], material.soon()),
+            lambda: material.expect_holds(adapter, material.key(2), other, "loaded while another load stood still"),
+        )
+        material.expect_result(told[0], Result.DONE, "two loads at once")
+        wrong = material.difference(bytes(target), one)
+        assert target == one, f"a load, while another ran at each of its lines, said DONE, and {wrong}"
+
+    def test_a_lookup_and_a_store_do_not_meet(self, adapter: L2Adapter) -> None:
+        _needs_threads(adapter)
+        keys = [material.key(number) for number in range(1, 5)]
+        for key in keys[::2]:
+            material.expect_stored(adapter, key, b"there")
+
+        def look() -> None:
+            material.expect_exists(adapter, keys[::-1], [False, True, False, True], "another lookup stood still")
+            material.expect_stored(adapter, material.key(9), b"another")
+
+        found = _stepped(adapter, lambda: adapter.exists(keys, material.soon()), look)
+        answered = [bool(one) for one in found]
+        expected = [True, False, True, False]
+        assert answered == expected, f"a lookup, while others ran at each of its lines, said {answered}"
+
+
+def _item(content: bytes | bytearray) -> StoreItem:
+    return StoreItem(material.key(1), [memoryview(content)[:4096], memoryview(content)[4096:]])
+
+
+def _needs_threads(adapter: L2Adapter) -> None:
+    if not adapter.capabilities.thread_safe:
+        not_claimed("thread_safe")
+
+
+def _shares(adapter: L2Adapter, other: L2Adapter) -> bool:
+    """Whether both are on one medium."""
+    probe = material.key(77)
+    material.expect_stored(adapter, probe, b"probe")
+    found = bool(other.exists([probe], material.soon())[0])
+    if adapter.capabilities.delete:
+        adapter.delete([probe], material.soon())
+    return found
+
+
+def _stepped(adapter: L2Adapter, call: Callable[[], Any], look: Callable[[], Any]) -> Any:
+    scheduler = Stepped(call, own_modules(adapter), look)
+    answer = scheduler.run(LIMIT_S)
+    if scheduler.stops == 0:
+        modules = ", ".join(sorted(own_modules(adapter)))
+        not_judged(f"no line of {modules} ran in the call: what happens within C, or a library, cannot be stopped")
+    return answer
+
+
+def _expect_one_of(reader: L2Adapter, versions: dict[str, bytes], may_miss: bool, while_: str) -> None:
+    outcome, found = material.load(reader, material.key(1), BYTES)
+    if outcome.result is Result.DONE:
+        whole = found[: outcome.nbytes] in versions.values()
+        assert whole, f"while {while_}, a load said DONE with {outcome.nbytes:,} bytes: not {' or '.join(versions)}"
+    else:
+        legal = {Result.FAILED, Result.THROTTLED} | ({Result.MISS} if may_miss else set())
+        words = f"while {while_}, a load was answered {material.seen(outcome)}"
+        assert outcome.result in legal, f"{words}: {' or '.join(versions)} is there all the time"

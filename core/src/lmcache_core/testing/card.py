@@ -1,0 +1,130 @@
+"""The score card of a run of the kit: each claim, and whether it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lmcache_core.testing.contract import NOT_CLAIMED, NOT_JUDGED, Contract, claim_of
+
+HELD, FAILED, KNOWN = "held", "FAILED", "known to fail"
+JUDGED_NOT, CLAIMED_NOT = "not judged", "not claimed"
+_ORDER = (FAILED, KNOWN, HELD, JUDGED_NOT, CLAIMED_NOT)  # of several variants of one claim the first is told
+_COLOURS = {FAILED: "red", KNOWN: "yellow", HELD: "brightgreen"}
+
+
+class Line(NamedTuple):
+    """`subject`: the test class. `why`: what was seen, what would unlock it, or nothing."""
+
+    subject: str
+    claim: str
+    verdict: str
+    why: str = ""
+
+
+class Card:
+    """What a run has shown so far."""
+
+    def __init__(self, speed: str) -> None:
+        self.speed = speed
+        self._lines: dict[tuple[str, str], Line] = {}
+
+    def add(self, line: Line) -> None:
+        """Of a claim with several variants the worst counts."""
+        place = line.subject, line.claim
+        known = self._lines.get(place)
+        if known is None or _ORDER.index(line.verdict) < _ORDER.index(known.verdict):
+            self._lines[place] = line
+
+    @property
+    def lines(self) -> list[Line]:
+        return list(self._lines.values())
+
+    def counts(self, subject: str) -> dict[str, int]:
+        """How many claims of a subject have each verdict."""
+        mine = [line.verdict for line in self._lines.values() if line.subject == subject]
+        return {verdict: mine.count(verdict) for verdict in _ORDER if verdict in mine}
+
+    @property
+    def subjects(self) -> list[str]:
+        return list(dict.fromkeys(subject for subject, _ in self._lines))
+
+    def badge(self) -> dict[str, Any]:
+        """For shields.io/endpoint."""
+        total = {verdict: sum(self.counts(each).get(verdict, 0) for each in self.subjects) for verdict in _ORDER}
+        said = [f"{count} {verdict}" for verdict, count in total.items() if count and verdict != CLAIMED_NOT]
+        worst = next((verdict for verdict in (FAILED, KNOWN) if total[verdict]), HELD)
+        return {
+            "schemaVersion": 1,
+            "label": f"lmcache-core kit ({self.speed})",
+            "message": ", ".join(said) or "nothing was run",
+            "color": _COLOURS[worst] if said else "lightgrey",
+        }
+
+    def write(self, path: Path) -> None:
+        """The badge, and beside it every claim."""
+        claims = [line._asdict() for line in self.lines]
+        path.write_text(json.dumps({**self.badge(), "speed": self.speed, "claims": claims}, indent=2) + "\n")
+
+    def table(self, rows_of: Iterable[str] = (FAILED, KNOWN, JUDGED_NOT)) -> list[str]:
+        """Lines to print: for each subject its figures, and the claims that do not simply hold."""
+        shown = set(rows_of)
+        told = []
+        for subject in self.subjects:
+            counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts(subject).items())
+            told.append(f"{subject}: {counts}")
+            for line in sorted(self.lines, key=lambda line: _ORDER.index(line.verdict)):
+                if line.subject == subject and line.verdict in shown:
+                    told.append(f"  {line.verdict:<13} {line.claim}{': ' + line.why if line.why else ''}")
+        return told
+
+
+class CardWriter:
+    """A pytest plugin: notes each contract test, prints the card at the end, and writes it to a file."""
+
+    def __init__(self, path: str, speed: str, *, every: bool = False) -> None:
+        self.card = Card(speed)
+        self._path = Path(path)
+        self._every = every
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        cls = getattr(item, "cls", None)
+        if cls is not None and issubclass(cls, Contract) and (report.when == "call" or report.outcome != "passed"):
+            line = self._line(cls, item, report)
+            if line is not None:
+                self.card.add(line)
+        return report
+
+    def _line(self, cls: type[Contract], item: Any, report: Any) -> Line | None:
+        subject = f"{cls.component} ({cls.__name__})" if cls.component else cls.__name__
+        claim = claim_of(item.name)
+        if report.outcome == "passed":
+            return Line(subject, claim, HELD)
+        if report.outcome == "skipped" and hasattr(report, "wasxfail"):
+            return Line(subject, claim, KNOWN, report.wasxfail.removeprefix("reason: "))
+        if report.outcome == "skipped":
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            why = why.removeprefix("Skipped: ")
+            if why.startswith(NOT_CLAIMED):
+                return Line(subject, claim, CLAIMED_NOT, why.removeprefix(NOT_CLAIMED))
+            return Line(subject, claim, JUDGED_NOT, why.removeprefix(NOT_JUDGED))
+        crash = getattr(report.longrepr, "reprcrash", None)
+        words = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines()
+        said = (words or ["?"])[0].removeprefix("AssertionError: ").removeprefix(f"{claim}: ")
+        return Line(subject, claim, FAILED, said if report.when == "call" else f"{report.when} of its fixtures: {said}")
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.card.lines:
+            return
+        terminalreporter.section(f"score card, speed {self.card.speed}")
+        rows = _ORDER if self._every else (FAILED, KNOWN, JUDGED_NOT)
+        for line in self.card.table(rows):
+            terminalreporter.write_line(line)
+        self.card.write(self._path)
+        terminalreporter.write_line(f"written to {self._path}")

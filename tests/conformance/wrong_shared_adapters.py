@@ -1,0 +1,1163 @@
+"""Adapters on a medium that others use, too, with one realistic fault each, and the test that has to notice it.
+
+Each of these passed the kit once, or is a neighbour of one that did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import pytest
+
+from lmcache_core.errors import TierError
+from lmcache_core.testing import Backdoor, L2AdapterContract, MemoryAdapter
+from lmcache_core.tiers.contract import (
+    AdapterContext,
+    Capabilities,
+    LoadItem,
+    Outcome,
+    Result,
+    ScanEntry,
+    ScanPage,
+    StoreItem,
+    Usage,
+)
+
+DONE = Outcome(Result.DONE)
+MISS = Outcome(Result.MISS)
+HANG_S = 1000.0
+
+
+class Shelf(MemoryAdapter):
+    """Correct: a dictionary that all adapters of a test share. `state` is its trouble: "hangs", "locked", "gone"."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True)
+    shared_objects: ClassVar[dict[Any, Any]]
+    state: ClassVar[dict[str, bool]]
+
+    def __init__(self, settings: Any = None, context: AdapterContext | None = None, **more: Any) -> None:
+        super().__init__(settings, context, **more)
+        if not more:
+            self.objects = self.shared_objects
+
+    def medium(self) -> str | None:
+        return "the shelf"
+
+    # --- the medium's own trouble, which a correct adapter passes on
+    def _ask(self, deadline: float) -> None:
+        if self.state.get("gone"):
+            raise TierError("the shelf is gone")
+        if self.state.get("hangs"):
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            raise TierError("the shelf does not answer")
+
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        self._ask(deadline)
+        if self.state.get("locked"):
+            return [Outcome(Result.FAILED, error="the shelf is locked", retryable=True)] * len(items)
+        return super().store(items, deadline)
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        self._ask(deadline)
+        return super().exists(keys, deadline)
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        self._ask(deadline)
+        return super().load(items, deadline)
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        self._ask(deadline)
+        return super().delete(keys, deadline)
+
+    def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+        self._check_open()
+        self._ask(deadline)
+        return super().scan(cursor, deadline)
+
+    def usage(self) -> Usage:
+        self._check_open()
+        self._ask(time.monotonic())
+        return super().usage()
+
+
+class Door(Backdoor):
+    def __init__(self, objects: dict[Any, Any]) -> None:
+        self._objects = objects
+
+    def read(self, key: bytes) -> bytes | None:
+        return bytes(self._objects[key][0]) if key in self._objects else None
+
+    def write(self, key: bytes, content: bytes) -> None:
+        self._objects[key] = (content, 0.0)
+
+    def remove(self, key: bytes) -> None:
+        del self._objects[key]
+
+
+@contextlib.contextmanager
+def trouble(state: dict[str, bool], name: str) -> Iterator[None]:
+    state[name] = True
+    try:
+        yield
+    finally:
+        state[name] = False
+
+
+class Wrong(L2AdapterContract):
+    """With every fixture that the kit knows."""
+
+    caught_by: ClassVar[str]
+    faulty: ClassVar[type[Shelf]] = Shelf
+    hang_deadline_s = 0.2
+    hang_slack_s = 0.4
+
+    @pytest.fixture
+    def made(self, adapter_context: AdapterContext) -> Callable[[], Shelf]:
+        state: dict[str, bool] = {}
+        cls = type("Made", (self.faulty,), {"shared_objects": {}, "state": state})
+        cls.__module__ = self.faulty.__module__
+        return lambda: cls(None, adapter_context)
+
+    @pytest.fixture
+    def adapter(self, made: Callable[[], Shelf]) -> Iterator[Shelf]:
+        with made() as adapter:
+            yield adapter
+
+    @pytest.fixture
+    def reopen(self, made: Callable[[], Shelf]) -> Callable[[], Shelf]:
+        return made
+
+    @pytest.fixture
+    def backdoor(self, adapter: Shelf) -> Backdoor:
+        return Door(adapter.shared_objects)
+
+    @pytest.fixture
+    def unreachable(self, made: Callable[[], Shelf]) -> Iterator[Shelf]:
+        with made() as adapter, trouble(adapter.state, "gone"):
+            yield adapter
+
+    @pytest.fixture
+    def outage(self, adapter: Shelf) -> AbstractContextManager[None]:
+        return trouble(adapter.state, "gone")
+
+    @pytest.fixture
+    def hang(self, adapter: Shelf) -> AbstractContextManager[None]:
+        return trouble(adapter.state, "hangs")
+
+    @pytest.fixture
+    def stall(self, adapter: Shelf) -> AbstractContextManager[None]:
+        return trouble(adapter.state, "stalls")
+
+    @pytest.fixture
+    def lock(self, adapter: Shelf) -> AbstractContextManager[None]:
+        return trouble(adapter.state, "locked")
+
+    @pytest.fixture
+    def small_adapter(self, adapter: Shelf) -> Shelf:
+        return type(adapter)(medium_bytes=2 << 20)
+
+
+# --- leaks ----------------------------------------------------------------------------------------------------------
+class TestLeavesAThreadBehind(Wrong):
+    caught_by = "test_opening_and_closing_leaves_nothing_behind"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            threading.Thread(target=time.sleep, args=(HANG_S,), name="heartbeat", daemon=True).start()
+
+
+class TestStartsAThreadForEachCall(Wrong):
+    caught_by = "test_use_takes_no_more_and_more"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            threading.Thread(target=time.sleep, args=(HANG_S,), name="reader", daemon=True).start()
+            return super().load(items, deadline)
+
+
+class TestLeavesItsConnectionOpen(Wrong):
+    caught_by = "test_opening_and_closing_leaves_nothing_behind"
+    kept: ClassVar[list[Any]] = []
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            TestLeavesItsConnectionOpen.kept.append(socket.socketpair())  # close() forgets them
+
+
+class TestKeepsItsDatabasesFileOpen(Wrong):
+    caught_by = "test_opening_and_closing_leaves_nothing_behind"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.file = os.open(os.devnull, os.O_RDONLY)
+
+
+class TestLosesADescriptorForEachFailedOpen(Wrong):
+    caught_by = "test_failures_leave_nothing_behind"
+
+    class faulty(Shelf):
+        def _ask(self, deadline: float) -> None:
+            if self.state.get("gone"):
+                os.open(os.devnull, os.O_RDONLY)
+            super()._ask(deadline)
+
+
+class TestLosesADescriptorForEachMiss(Wrong):
+    caught_by = "test_use_takes_no_more_and_more"
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            handle = os.open(os.devnull, os.O_RDONLY)
+            outcome = super()._load_one(item)
+            if outcome.result is Result.DONE:  # the early return leaves it open
+                os.close(handle)
+            return outcome
+
+
+class TestKeepsAConnectionOfEachThread(Wrong):
+    caught_by = "test_opening_and_closing_leaves_nothing_behind"
+    connections: ClassVar[dict[Any, Any]] = {}
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            mine = (id(self), threading.get_ident())
+            TestKeepsAConnectionOfEachThread.connections.setdefault(mine, (self, socket.socketpair()))
+            return super().exists(keys, deadline)
+
+
+# --- other servers --------------------------------------------------------------------------------------------------
+class TestSaysDoneWhileTheMediumIsLocked(Wrong):
+    caught_by = "test_a_store_that_the_medium_refuses_is_not_done"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            outcomes = super().store(items, deadline)
+            return [DONE if "locked" in outcome.error else outcome for outcome in outcomes]  # "it will be flushed"
+
+
+class TestWaitsForTheLockItself(Wrong):
+    caught_by = "test_a_store_that_the_medium_refuses_is_not_done"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            for _ in range(50):  # the library's busy time-out: 5 s
+                if self.state.get("locked"):
+                    time.sleep(0.1)
+            return super().store(items, deadline)
+
+
+class TestRemembersANo(Wrong):
+    caught_by = "test_no_answer_about_what_is_there_is_kept"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.absent: set[bytes] = set()
+
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            self.absent -= {item.key for item in items}
+            return super().store(items, deadline)
+
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            found = super().exists([key for key in keys if key not in self.absent], deadline)
+            answers = iter(found)
+            told = [key not in self.absent and next(answers) for key in keys]
+            self.absent |= {key for key, there in zip(keys, told, strict=True) if not there}
+            return told
+
+
+class TestRemembersAYes(Wrong):
+    caught_by = "test_two_handles_agree_while_both_are_open"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.present: set[bytes] = set()
+
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            told = [
+                key in self.present or super(type(self).__mro__[1], self).exists([key], deadline)[0] for key in keys
+            ]
+            self.present |= {key for key, there in zip(keys, told, strict=True) if there}
+            return told
+
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            self.present |= {item.key for item in items}
+            return super().store(items, deadline)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            self.present -= set(keys)
+            return super().delete(keys, deadline)
+
+
+class TestKeepsWhatItLoaded(Wrong):
+    caught_by = "test_no_answer_about_what_is_there_is_kept"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.cached: dict[bytes, Any] = {}
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.cached.pop(item.key, None)
+            return super()._store_one(item)
+
+        def _load_one(self, item: LoadItem) -> Outcome:
+            mine = self.cached.setdefault(item.key, self.objects.get(item.key))
+            theirs = self.objects.get(item.key)
+            if mine is not None and theirs is not None:
+                self.objects[item.key] = mine
+            outcome = super()._load_one(item)
+            if theirs is not None:
+                self.objects[item.key] = theirs
+            return outcome
+
+
+class TestHasNoNameForItsMedium(Wrong):
+    caught_by = "test_the_medium_has_one_name_for_every_adapter_on_it"
+
+    class faulty(Shelf):
+        def medium(self) -> str | None:
+            return None
+
+
+class TestNamesItsMediumByItself(Wrong):
+    caught_by = "test_the_medium_has_one_name_for_every_adapter_on_it"
+
+    class faulty(Shelf):
+        def medium(self) -> str | None:
+            return f"shelf {id(self)}"
+
+
+class TestNobodyLeadsOnceTheFirstIsGone(Wrong):
+    caught_by = "test_someone_leads_and_another_once_that_one_is_gone"
+
+    class faulty(Shelf):
+        def try_to_lead(self) -> bool:
+            return bool(self.shared_objects.setdefault("leader", self) is self)
+
+
+class TestServesADamagedObjectFromMemory(Wrong):
+    caught_by = "test_a_damaged_object_is_a_miss"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.recent: dict[bytes, Any] = {}
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            outcome = super()._store_one(item)
+            self.recent[item.key] = self.objects[item.key]
+            return outcome
+
+        def _load_one(self, item: LoadItem) -> Outcome:
+            if item.key in self.recent and item.key in self.objects:
+                self.objects[item.key] = self.recent[item.key]
+            return super()._load_one(item)
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------
+class TestHasATimeoutOfItsOwnInExists(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return super().exists(keys, time.monotonic() + 5.0)
+
+
+class TestHasATimeoutOfItsOwnInScan(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            return super().scan(cursor, time.monotonic() + 5.0)
+
+
+class TestHasATimeoutOfItsOwnInLoad(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            return super().load(items, time.monotonic() + 5.0)
+
+
+class TestHasATimeoutOfItsOwnInDelete(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return super().delete(keys, time.monotonic() + 5.0)
+
+
+class TestHangsForGood(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def _ask(self, deadline: float) -> None:
+            if self.state.get("hangs"):
+                time.sleep(HANG_S)
+            super()._ask(deadline)
+
+
+class TestHangsInAnyCall(Wrong):
+    caught_by = "test_a_miss_is_a_value"
+    limit_s = 0.5
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            if item.key not in self.objects:
+                time.sleep(HANG_S)
+            return super()._load_one(item)
+
+
+class TestHangsInClose(Wrong):
+    caught_by = "test_close_is_idempotent"
+    limit_s = 0.5
+
+    class faulty(Shelf):
+        def close(self) -> None:
+            if not self._closed and self.objects:
+                self._closed = True
+                time.sleep(HANG_S)
+
+
+class TestTakesThreeSecondsForALoad(Wrong):
+    caught_by = "test_no_call_takes_long_beyond_its_deadline"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            time.sleep(3.0)
+            return super().load(items, deadline)
+
+
+class TestTakesThreeSecondsForALookup(Wrong):
+    caught_by = "test_no_call_takes_long_beyond_its_deadline"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            time.sleep(3.0)
+            return super().exists(keys, deadline)
+
+
+class TestTakesThreeSecondsForAScan(Wrong):
+    caught_by = "test_no_call_takes_long_beyond_its_deadline"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            time.sleep(3.0)
+            return super().scan(cursor, deadline)
+
+
+class TestGivesUpForGoodWhenALookupIsLate(Wrong):
+    caught_by = "test_what_is_past_its_deadline_is_answered_and_may_be_tried_again"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            if time.monotonic() >= deadline:
+                raise TierError("too late", retryable=False)
+            return super().exists(keys, deadline)
+
+
+class TestGivesUpForGoodWhenAScanIsLate(Wrong):
+    caught_by = "test_what_is_past_its_deadline_is_answered_and_may_be_tried_again"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            if time.monotonic() >= deadline:
+                raise TierError("too late", retryable=False)
+            return super().scan(cursor, deadline)
+
+
+class TestRaisesItsLibrarysTimeout(Wrong):
+    caught_by = "test_what_is_past_its_deadline_is_answered_and_may_be_tried_again"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            if time.monotonic() >= deadline:
+                raise TimeoutError("timed out")
+            return super().load(items, deadline)
+
+
+class TestBoundsEachReceiveAndNotTheCall(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_an_answer_stalls"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            while self.state.get("stalls"):
+                time.sleep(0.05)  # another byte has come: the library waits anew
+            return super().load(items, deadline)
+
+
+# --- a medium that is not there -------------------------------------------------------------------------------------
+class TestScansNothingWhereNothingAnswers(Wrong):
+    caught_by = "test_a_medium_that_is_not_there_is_said_in_words"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            try:
+                return super().scan(cursor, deadline)
+            except TierError:
+                self._check_open()
+                return ScanPage([], None)
+
+
+class TestUsesNothingWhereNothingAnswers(Wrong):
+    caught_by = "test_a_medium_that_is_not_there_is_said_in_words"
+
+    class faulty(Shelf):
+        def usage(self) -> Usage:
+            try:
+                return super().usage()
+            except TierError:
+                self._check_open()
+                return Usage(0, 0, 0)
+
+
+class TestMissesWhereNothingAnswers(Wrong):
+    caught_by = "test_a_medium_that_is_not_there_is_said_in_words"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            try:
+                return super().load(items, deadline)
+            except TierError:
+                self._check_open()
+                return [MISS] * len(items)
+
+
+class TestKnowsNothingIsThereWhereNothingAnswers(Wrong):
+    caught_by = "test_a_medium_that_goes_away_is_said_in_words_and_used_again"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            try:
+                return super().exists(keys, deadline)
+            except TierError:
+                self._check_open()
+                return [False] * len(keys)
+
+
+class TestDeletesWhereNothingAnswers(Wrong):
+    caught_by = "test_a_medium_that_is_not_there_is_said_in_words"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            try:
+                return super().delete(keys, deadline)
+            except TierError:
+                self._check_open()
+                return [DONE] * len(keys)
+
+
+class TestFailsWithoutAWord(Wrong):
+    caught_by = "test_a_medium_that_is_not_there_is_said_in_words"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            try:
+                return super().store(items, deadline)
+            except TierError:
+                self._check_open()
+                return [Outcome(Result.FAILED, retryable=True)] * len(items)
+
+
+class TestNeverComesBackAfterAnOutage(Wrong):
+    caught_by = "test_a_medium_that_goes_away_is_said_in_words_and_used_again"
+
+    class faulty(Shelf):
+        lost = False
+
+        def _ask(self, deadline: float) -> None:
+            self.lost = self.lost or bool(self.state.get("gone"))
+            if self.lost:
+                raise TierError("the connection is closed")
+            super()._ask(deadline)
+
+
+# --- keys -----------------------------------------------------------------------------------------------------------
+class TestCutsKeysAt63Bytes(Wrong):
+    caught_by = "test_keys_that_resemble_each_other_do_not_meet"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            return super()._store_one(StoreItem(item.key[:63], item.buffers))
+
+        def _load_one(self, item: LoadItem) -> Outcome:
+            return super()._load_one(LoadItem(item.key[:63], item.buffers))
+
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return super().exists([key[:63] for key in keys], deadline)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return super().delete([key[:63] for key in keys], deadline)
+
+
+class Stripped(Shelf):
+    def _store_one(self, item: StoreItem) -> Outcome:
+        return super()._store_one(StoreItem(item.key.rstrip(b"\0"), item.buffers))
+
+    def _load_one(self, item: LoadItem) -> Outcome:
+        return super()._load_one(LoadItem(item.key.rstrip(b"\0"), item.buffers))
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+        return super().exists([key.rstrip(b"\0") for key in keys], deadline)
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        return super().delete([key.rstrip(b"\0") for key in keys], deadline)
+
+
+class TestStripsNuls(Wrong):
+    caught_by = "test_keys_that_resemble_each_other_do_not_meet"
+    faulty = Stripped
+
+
+class TestStripsNulsOnTheMedium(Wrong):
+    caught_by = "test_every_key_has_a_place_of_its_own_on_the_medium"
+    faulty = Stripped
+
+
+class TestStoresUnderAnotherNameThanItSays(Wrong):
+    """Its back door finds nothing, and the kit says so."""
+
+    caught_by = "test_a_torn_object_is_never_called_whole"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            return super()._store_one(StoreItem(b"v2" + item.key, item.buffers))
+
+        def _load_one(self, item: LoadItem) -> Outcome:
+            return super()._load_one(LoadItem(b"v2" + item.key, item.buffers))
+
+
+class TestScansKeysAsItSpellsThem(Wrong):
+    caught_by = "test_a_scan_gives_keys_as_they_were_stored"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            page = super().scan(cursor, deadline)
+            return ScanPage([entry._replace(key=entry.key.strip()) for entry in page.entries], page.cursor)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+class TestLooksUpFortyKeys(Wrong):
+    caught_by = "test_a_batch_of_the_largest_size"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return [*super().exists(keys[:40], deadline), *[False] * len(keys[40:])]
+
+
+class TestLoads48Objects(Wrong):
+    caught_by = "test_a_batch_of_the_largest_size"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            return [*super().load(items[:48], deadline), *[MISS] * len(items[48:])]
+
+
+class TestDeletesFiftyKeys(Wrong):
+    caught_by = "test_a_batch_of_the_largest_size"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return [*super().delete(keys[:50], deadline), *[DONE] * len(keys[50:])]
+
+
+class TestAnswersEachKeyOnce(Wrong):
+    caught_by = "test_a_key_that_is_named_twice_is_answered_twice"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return super().exists(list(dict.fromkeys(keys)), deadline)
+
+
+class TestFillsTheLastOfTwoTargets(Wrong):
+    caught_by = "test_a_key_that_is_named_twice_is_answered_twice"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            by_key = {item.key: item for item in items}
+            done = dict(zip(by_key, super().load(list(by_key.values()), deadline), strict=True))
+            return [done[item.key] for item in items]
+
+
+class TestMixesTwoStoresOfOneKey(Wrong):
+    caught_by = "test_a_key_that_is_named_twice_is_answered_twice"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            joined: dict[bytes, list[memoryview]] = {}
+            for item in items:
+                joined.setdefault(item.key, []).extend(item.buffers)
+            super().store([StoreItem(key, buffers) for key, buffers in joined.items()], deadline)
+            return [Outcome(Result.DONE, item.nbytes) for item in items]
+
+
+class TestDeletesATwinOnce(Wrong):
+    caught_by = "test_a_key_that_is_named_twice_is_answered_twice"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            super().delete(keys, deadline)
+            first = {key: position for position, key in reversed(list(enumerate(keys)))}
+            failed = Outcome(Result.FAILED, error="deleted by this very batch")
+            return [DONE if first[key] == position else failed for position, key in enumerate(keys)]
+
+
+class TestChokesOnAnEmptyBatch(Wrong):
+    caught_by = "test_an_empty_batch_is_an_empty_answer"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return super().exists([keys[0], *keys[1:]], deadline)
+
+
+class TestBatchesAreAnotherWay(Wrong):
+    caught_by = "test_a_batch_is_the_same_as_its_single_calls"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            outcomes = super().load(items, deadline)
+            if len(items) < 12:
+                return outcomes
+            return [DONE if outcome.result is Result.MISS else outcome for outcome in outcomes]
+
+
+class TestReportsADeleteOnce(Wrong):
+    caught_by = "test_a_delete_in_a_batch_is_reported_for_each_key"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            super().delete(keys, deadline)
+            return [DONE]
+
+
+class TestDeletesTwoKeysAtATime(Wrong):
+    caught_by = "test_it_behaves_as_a_dictionary"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return [*super().delete(keys[:2], deadline), *[DONE] * len(keys[2:])]
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+class TestStoresBeyondItsOwnLimit(Wrong):
+    caught_by = "test_the_largest_object"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
+
+
+class TestAsksToTryATooLargeObjectAgain(Wrong):
+    caught_by = "test_the_largest_object"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            if item.nbytes > 65536:
+                return Outcome(Result.FAILED, error="too large", retryable=True)
+            return super()._store_one(item)
+
+
+class TestTakesLessThanItSays(Wrong):
+    caught_by = "test_the_largest_object"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(durable=True, shared=True, object_bytes_max=65536)
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            if item.nbytes > 65536 - 48:  # the medium's own header counts, too
+                return Outcome(Result.FAILED, error="too large")
+            return super()._store_one(item)
+
+
+class TestTakesNoKernelKeys(Wrong):
+    caught_by = "test_it_is_an_adapter_that_says_what_it_can_do"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(key_bytes_max=32)
+
+
+class TestWantsWritableSources(Wrong):
+    caught_by = "test_the_source_may_be_read_only"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            import ctypes
+
+            for buffer in item.buffers:
+                (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
+            return super()._store_one(item)
+
+
+class TestSaysTheRoomForTheLength(Wrong):
+    caught_by = "test_an_object_smaller_than_the_buffers_says_its_length"
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            outcome = super()._load_one(item)
+            return outcome._replace(nbytes=sum(buffer.nbytes for buffer in item.buffers)) if outcome.nbytes else outcome
+
+
+class TestSetsNothingAside(Wrong):
+    caught_by = "test_what_is_set_aside_is_not_there_any_more"
+
+    class faulty(Shelf):
+        def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return [DONE] * len(keys)
+
+
+class TestNeedsToBeUsedBeforeItCloses(Wrong):
+    caught_by = "test_an_adapter_that_was_never_used_can_be_closed"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.connection = object()
+            return super()._store_one(item)
+
+        def close(self) -> None:
+            closed, self._closed = self._closed, True
+            if not closed:
+                del self.connection
+
+
+# --- threads, line by line ------------------------------------------------------------------------------------------
+class TestDeletesAndInserts(Wrong):
+    caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.objects.pop(item.key, None)
+            return super()._store_one(item)
+
+
+class TestWritesInPlace(Wrong):
+    caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            whole = b"".join(item.buffers)
+            former = bytes(self.objects.get(item.key, (b"", 0.0))[0])
+            self.objects[item.key] = (whole[:4096] + former[4096 : len(whole)], time.time())
+            self.objects[item.key] = (whole, time.time())
+            return Outcome(Result.DONE, item.nbytes)
+
+
+class TestWritesTheHeaderFirst(Wrong):
+    caught_by = "test_a_first_store_and_a_delete_show_all_or_nothing"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            if item.key not in self.objects:
+                self.objects[item.key] = (bytes(item.buffers[0]), time.time())
+            return super()._store_one(item)
+
+
+class TestEmptiesBeforeItDeletes(Wrong):
+    caught_by = "test_a_first_store_and_a_delete_show_all_or_nothing"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            for key in keys:
+                if key in self.objects:
+                    self.objects[key] = (b"", 0.0)
+            return super().delete(keys, deadline)
+
+
+class TestMarksTheSourceForAMoment(Wrong):
+    caught_by = "test_an_overwrite_shows_the_old_object_or_the_new_one"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            buffer = item.buffers[0]
+            if buffer.readonly or not buffer.nbytes:
+                return super()._store_one(item)
+            byte = buffer[0]
+            buffer[0] = byte ^ 1
+            buffer[0] = byte  # nobody will have noticed
+            return super()._store_one(item)
+
+
+class TestSharesAScratchForAMoment(Wrong):
+    caught_by = "test_two_stores_do_not_meet"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.scratch = b"".join(item.buffers)
+            whole = memoryview(self.scratch)
+            return super()._store_one(StoreItem(item.key, [whole]))
+
+
+class TestSharesItsAnswersForAMoment(Wrong):
+    caught_by = "test_two_loads_do_not_meet"
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            self.key = item.key
+            found = self.key
+            return super()._load_one(LoadItem(found, item.buffers))
+
+
+class TestSharesItsListOfKeysForAMoment(Wrong):
+    caught_by = "test_a_lookup_and_a_store_do_not_meet"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            self.asked = list(keys)
+            self._ask(deadline)
+            return super().exists(self.asked, deadline)
+
+
+# --- accounts -------------------------------------------------------------------------------------------------------
+class Counted(Shelf):
+    """Keeps its own figures, as media do whose own are too dear."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.number = len(self.objects)
+
+    def usage(self) -> Usage:
+        return super().usage()._replace(objects=self.number)
+
+
+class TestCountsOverwritesTwice(Wrong):
+    caught_by = "test_usage_counts_an_object_once"
+
+    class faulty(Counted):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.number += 1
+            return super()._store_one(item)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            self.number -= len(self.objects.keys() & set(keys))
+            return super().delete(keys, deadline)
+
+
+class TestSubtractsWhatNeverWasThere(Wrong):
+    caught_by = "test_usage_counts_an_object_once"
+
+    class faulty(Counted):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.number += item.key not in self.objects
+            return super()._store_one(item)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            self.number = max(0, self.number - len(keys))
+            return super().delete(keys, deadline)
+
+
+class TestBeginsToCountAtZero(Wrong):
+    caught_by = "test_a_fresh_handle_knows_how_much_is_there"
+
+    class faulty(Shelf):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.mine: set[bytes] = set()
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.mine.add(item.key)
+            return super()._store_one(item)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            self.mine -= set(keys)
+            return super().delete(keys, deadline)
+
+        def usage(self) -> Usage:
+            return super().usage()._replace(objects=len(self.mine), bytes_used=None)
+
+
+class TestIsNeverFuller(Wrong):
+    caught_by = "test_what_is_free_grows_less"
+
+    class faulty(Shelf):
+        def usage(self) -> Usage:
+            return super().usage()._replace(bytes_free=1 << 40)
+
+
+class TestIsNeverFullerOnALargeMedium(Wrong):
+    caught_by = "test_what_is_free_grows_less"
+
+    class faulty(Shelf):
+        def usage(self) -> Usage:
+            return super().usage()._replace(bytes_free=1 << 40)
+
+    @pytest.fixture
+    def small_adapter(self) -> None:
+        return None
+
+
+class TestUsesLessThanNothing(Wrong):
+    caught_by = "test_usage_follows_what_is_stored"
+
+    class faulty(Shelf):
+        def usage(self) -> Usage:
+            used = super().usage()
+            return used._replace(bytes_used=(used.bytes_used or 0) - 4096)
+
+
+# --- scans ----------------------------------------------------------------------------------------------------------
+class Paged(Shelf):
+    """Pages of 500, by key."""
+
+    page_entries = 500
+
+    def listed(self) -> list[ScanEntry]:
+        return [ScanEntry(key, len(self.objects[key][0]), self.objects[key][1]) for key in sorted(self.objects)]
+
+
+class TestLosesOneAtThePagesEdge(Wrong):
+    caught_by = "test_a_scan_of_many_pages_loses_none_and_doubles_none"
+
+    class faulty(Paged):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            at, entries = int(cursor or 0), self.listed()
+            following = at + self.page_entries
+            more = following < len(entries)
+            return ScanPage(entries[at:following], str(following + 1) if more else None)
+
+
+class TestDoublesOneAtThePagesEdge(Wrong):
+    caught_by = "test_a_scan_of_many_pages_loses_none_and_doubles_none"
+
+    class faulty(Paged):
+        page_entries = 1000
+
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            after, entries = bytes.fromhex(cursor or ""), self.listed()
+            left = [entry for entry in entries if entry.key >= after]
+            page = left[: self.page_entries]
+            return ScanPage(page, page[-1].key.hex() if len(left) > len(page) else None)
+
+
+class TestStopsAtAFullPage(Wrong):
+    caught_by = "test_a_scan_of_many_pages_loses_none_and_doubles_none"
+
+    class faulty(Paged):
+        page_entries = 1000
+
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            return ScanPage(self.listed()[: self.page_entries], None)  # the service's own limit
+
+
+class TestCountsOnTheOrderOfASet(Wrong):
+    caught_by = "test_a_scan_loses_none_while_others_are_deleted"
+
+    class faulty(Paged):
+        """OFFSET: a number of entries, some of which are gone by then."""
+
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            at, entries = int(cursor or 0), self.listed()
+            page = entries[at : at + self.page_entries]
+            return ScanPage(page, str(at + len(page)) if at + len(page) < len(entries) else None)
+
+
+class TestKeepsItsCursorToItself(Wrong):
+    caught_by = "test_two_scans_do_not_meet"
+
+    class faulty(Paged):
+        after = b""
+
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            self.after = b"" if cursor is None else self.after
+            left = [entry for entry in self.listed() if entry.key > self.after]
+            page = left[: self.page_entries]
+            self.after = page[-1].key if page else b""
+            return ScanPage(page, "more" if len(left) > len(page) else None)
+
+
+class TestKeepsItsCursorsInATable(Wrong):
+    caught_by = "test_two_scans_do_not_meet"
+
+    class faulty(Paged):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            self.cursors: list[bytes] = []
+
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            super().scan(None, deadline)
+            after = b"" if cursor is None else self.cursors[int(cursor)]
+            left = [entry for entry in self.listed() if entry.key > after]
+            page = left[: self.page_entries]
+            if len(left) <= len(page):
+                return ScanPage(page, None)
+            self.cursors.append(page[-1].key)
+            return ScanPage(page, str(len(self.cursors) - 1))
+
+
+class TestGoesByTheMonotonicClock(Wrong):
+    caught_by = "test_the_last_use_is_told_in_seconds_since_the_epoch"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            page = super().scan(cursor, deadline)
+            return ScanPage([entry._replace(used_at_s=time.monotonic()) for entry in page.entries], page.cursor)
+
+
+class TestTellsMilliseconds(Wrong):
+    caught_by = "test_the_last_use_is_told_in_seconds_since_the_epoch"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            page = super().scan(cursor, deadline)
+            return ScanPage([entry._replace(used_at_s=entry.used_at_s * 1e3) for entry in page.entries], page.cursor)
+
+
+class TestTellsTheTimeInTokyo(Wrong):
+    caught_by = "test_the_last_use_is_told_in_seconds_since_the_epoch"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            page = super().scan(cursor, deadline)
+            return ScanPage([entry._replace(used_at_s=entry.used_at_s + 9 * 3600) for entry in page.entries], None)
+
+
+class TestServesWhatExpired(Wrong):
+    caught_by = "test_what_expired_is_a_miss"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(durable=True, shared=True, ttl=True)
+
+    @pytest.fixture
+    def expire(self) -> Callable[[], None]:
+        return lambda: None  # the entry's time is noted, and nobody looks at it
+
+
+class TestDropsTheNewest(Wrong):
+    caught_by = "test_a_full_medium_is_an_ordinary_answer"
+
+    class faulty(Shelf):
+        capabilities = Capabilities(durable=True, shared=True, evicts=True)
+
+        def _store_one(self, item: StoreItem) -> Outcome:
+            super()._store_one(item)
+            return Outcome(Result.DONE, item.nbytes)
+
+
+class TestSaysFullAndKeepsIt(Wrong):
+    caught_by = "test_a_full_medium_is_an_ordinary_answer"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            outcome = super()._store_one(item)
+            if outcome.result is Result.FULL:
+                self.objects[item.key] = (b"".join(item.buffers), time.time())
+            return outcome
