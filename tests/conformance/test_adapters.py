@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -16,7 +17,7 @@ from lmcache_core.testing import (
     MemoryAdapter,
     RecordingAdapter,
 )
-from lmcache_core.tiers.contract import AdapterContext, L2Adapter
+from lmcache_core.tiers.contract import AdapterContext, Capabilities, L2Adapter, Outcome, Result, StoreItem
 from lmcache_fs.adapter import FsAdapter
 from lmcache_fs.paths import Paths
 from lmcache_fs.settings import FsSettings
@@ -121,3 +122,55 @@ class TestWrapped(TestMemory):
     @pytest.fixture
     def adapter(self, memory: MemoryAdapter) -> L2Adapter:
         return RecordingAdapter(FaultyAdapter(LatencyAdapter(memory, latency_s=1e-5, bandwidth_bytes_s=1e10)))
+
+
+class Small(MemoryAdapter):
+    """Honest, and limited: objects of 64 KiB at most, keys of 44 bytes, batches of two."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(object_bytes_max=1 << 16, key_bytes_max=44, batch_keys_max=2)
+
+    def _store_one(self, item: StoreItem) -> Outcome:
+        if item.nbytes > 1 << 16:
+            return Outcome(Result.FAILED, error=f"{item.nbytes:,} bytes are more than a value may have")
+        return super()._store_one(item)
+
+
+class TestSmall(TestMemory):
+    """What a medium cannot do is no fault of its adapter, once it says so."""
+
+    scan_pages_objects = 600
+
+    @pytest.fixture
+    def memory(self, adapter_context: AdapterContext) -> MemoryAdapter:
+        return Small(None, adapter_context)
+
+    @pytest.fixture
+    def small_adapter(self) -> L2Adapter:
+        return Small(medium_bytes=2 << 20)
+
+
+class Kept(MemoryAdapter):
+    """Honest, and without a delete, a scan, or a promise to be called by many threads."""
+
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        delete=False, scan=False, thread_safe=False, object_bytes_max=1 << 20
+    )
+
+    def _store_one(self, item: StoreItem) -> Outcome:
+        if item.nbytes > 1 << 20:
+            return Outcome(Result.FAILED, error=f"{item.nbytes:,} bytes are more than a value may have")
+        return super()._store_one(item)
+
+    def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+        self._check_open()
+        return [Outcome(Result.FAILED, error="nothing is deleted here")] * len(keys)
+
+
+class TestKept(TestMemory):
+    @pytest.fixture
+    def memory(self, adapter_context: AdapterContext) -> MemoryAdapter:
+        return Kept(None, adapter_context)
+
+    @pytest.fixture
+    def small_adapter(self) -> L2Adapter:
+        return Kept(medium_bytes=2 << 20)

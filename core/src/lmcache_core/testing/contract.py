@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import pytest
-from _pytest.outcomes import OutcomeException
 
 from lmcache_core.testing.watch import NotBackError, alarm
 
 _KIT = __name__.rpartition(".")[0] + "."
+_OUTCOMES = pytest.skip.Exception, pytest.fail.Exception, pytest.xfail.Exception
 _HUNG_MAX = 2  # tests of one class that may hang before the others are not run any more
 
 
@@ -92,13 +92,14 @@ def run_watched(cls: type[Contract], test: str, call: Callable[[], Any]) -> None
     try:
         with alarm(cls.limit_s):
             call()
-    except (OutcomeException, KeyboardInterrupt):
+    except (*_OUTCOMES, KeyboardInterrupt):
         raise
     except NotBackError as error:
         cls._hung = [*hung, test]  # type: ignore[attr-defined]
         raise AssertionError(f"{claim_of(test)}: {error}") from None
     except AssertionError as error:
-        error.args = (f"{claim_of(test)}: {str(error) or 'it does not'}",)
+        words = str(error).partition("\nassert ")[0]  # pytest shows the values: thousands of bytes, maybe
+        error.args = (f"{claim_of(test)}: {words or 'it does not'}",)
         raise
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
