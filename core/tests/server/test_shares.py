@@ -144,6 +144,26 @@ def test_the_last_places_go_to_who_has_few_and_then_there_is_no_more() -> None:
     assert share.full_for("somebody else")
 
 
+def test_in_a_small_table_the_first_place_is_anybodys_and_the_second_a_matter_of_its_share() -> None:
+    share = Share(2, 0.5)
+    share.take("first")
+    assert share.full_for("first")
+    assert not share.full_for("second")
+    share.take("second")
+    assert share.full_for("third")
+
+
+def test_who_has_exactly_its_share_after_one_more_is_given_that() -> None:
+    share = Share(8, 0.75)  # at most three times what is free then
+    share.take("first", 5)
+    assert not share.full_for("first"), "six, and two are free"
+    share.take("first")
+    assert share.full_for("first")
+    assert not share.full_for("first", beyond=1)
+    share.take("first")
+    assert share.full_for("first", beyond=1)
+
+
 # --- each table ------------------------------------------------------------------------------------------------
 
 

@@ -263,7 +263,9 @@ class Rooms:
         mean = max(1, allocator.used_bytes // max(1, residents.objects()))
         coldest = residents.coldest(LOOK_OBJECTS_MAX * mean, LOOK_OBJECTS_MAX)
         if first.sacrifices:
-            coldest += residents.shield.oldest(LOOK_OBJECTS_MAX)
+            oldest = residents.shield.oldest(LOOK_OBJECTS_MAX)
+            residents.touched += len(oldest)
+            coldest += oldest
         if not coldest:
             return False
         if any(self._begin_around(first, slab) for slab in dict.fromkeys(item.slab for item in coldest)):

@@ -106,16 +106,19 @@ class StoreWaits:
     def _prepared(self, wait: _Wait, done: Preparation) -> None:
         """The slabs that could be had are empty, and what it was granted there is its own."""
         wait.preparation = None
-        kernel, session, now = self._kernel, wait.session, self._l1.clock.now
-        try:
-            if done.grants is not None:
-                kernel.take_more(session.id, wait.namespace, wait.grants, done.grants, now)
-        except CacheError:  # its lease has expired, or its session went in the very step that made room
-            assert done.grants is not None
-            with contextlib.suppress(CacheError):
-                kernel.abort_store(session.id, done.grants.lease_id, now)
+        if done.grants is not None:
+            self._take(wait, done.grants)
         if wait in self._waits:
             self._tried(wait)
+
+    def _take(self, wait: _Wait, more: Grants) -> None:
+        kernel, session, now = self._kernel, wait.session, self._l1.clock.now
+        with contextlib.suppress(CacheError):  # its lease has expired, or its session has ended
+            if wait in self._waits:
+                kernel.take_more(session.id, wait.namespace, wait.grants, more, now)
+                return
+        with contextlib.suppress(CacheError):  # it was answered, or went, in the very step that made room
+            kernel.abort_store(session.id, more.lease_id, now)
 
     def _tried(self, oldest: _Wait) -> bool:
         """It was given what there is: answer it, unless it lacks something that may come. Whether there is another."""
