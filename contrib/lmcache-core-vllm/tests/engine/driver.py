@@ -61,10 +61,11 @@ def main() -> None:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         options["distributed_executor_backend"] = "uni"
     settings, role = asked.pop("connector"), asked.pop("role", "kv_both")
+    name, module = asked.pop("kv_connector", ("LMCacheCoreConnector", "lmcache_core_vllm"))
     if settings is not None:
         options["kv_transfer_config"] = {
-            "kv_connector": "LMCacheCoreConnector",
-            "kv_connector_module_path": "lmcache_core_vllm",
+            "kv_connector": name,
+            "kv_connector_module_path": module,
             "kv_role": role,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": settings,
@@ -79,7 +80,8 @@ def main() -> None:
         return [{"tokens": list(each.outputs[0].token_ids), "cached": each.num_cached_tokens} for each in outputs]
 
     known: dict[str, Any] = {"llm": llm, "generate": generate, "SamplingParams": SamplingParams, "time": time}
-    if settings is not None and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+    ours = settings is not None and module == "lmcache_core_vllm"
+    if ours and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         known["core"] = llm.llm_engine.engine_core.engine_core
