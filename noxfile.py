@@ -29,8 +29,8 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("*/*/pypr
 CORE = ROOT / "core"
 TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "packaging"]
 
-# With sessions of their own: native, compatibility, crash, fuzz, matrix(…), simulation, site, soak, vllm, and plugin(…) for
-# those that need a server.
+# With sessions of their own: native, compatibility, crash, fuzz, matrix(…), simulation, site, soak, vllm, and
+# plugin(…) for those that need a server.
 LONG = [
     "contrib/deploy",
     "contrib/lmcache-core-vllm/tests/engine",
@@ -313,10 +313,12 @@ def site(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff: rules and format."""
-    session.install("-q", "ruff>=0.17,<0.18")
+    """ruff: rules and format; proselint: the pages."""
+    session.install("-q", "ruff>=0.17,<0.18", "proselint>=0.16,<0.17")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    pages = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", *map(str, sorted(ROOT.glob("*/*/README.md")))]
+    session.run("proselint", "check", "--config", "proselint.json", *pages)
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""Work that gives way: how much processor time it may take in the long run, whatever it could use."""
+"""Work that gives way: how much processor time it may take on average, whatever it could use."""
 
 from __future__ import annotations
 

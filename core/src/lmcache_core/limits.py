@@ -60,7 +60,9 @@ EXPLAIN_KEYS_MAX = 128  # keys explained by one frame: each may have a word from
 EXPLAIN_TIERS_MAX = 16
 EXPLAINS_UNDER_WAY_MAX = 64  # explanations that wait for tiers, of all sessions
 EXPLAINS_PER_SESSION_MAX = 8
-STORED_WAITS_MAX = 256  # held answers to who waits until tiers have something: each is looked at whenever a store ends
+STORED_WAITS_MAX = (
+    256  # held answers to callers that wait until tiers have something: each is looked at whenever a store ends
+)
 STORED_WAITS_PER_SESSION_MAX = STORED_WAITS_MAX // 4
 STORED_WAIT_S_MAX = 30.0  # one answer is held back no longer; a client that waits on asks again
 ERROR_EXCERPT_CHARS_MAX = 200  # of a tier's or a policy's words, where they are kept or sent beside keys
@@ -91,12 +93,14 @@ PINNED_FRACTION_PER_HOLDER_MAX = 0.1875  # whether or not the sessions that pinn
 PINNED_FRACTION_PER_SESSION_MAX = 0.125
 SHARED_FRACTION_PER_HOLDER_MAX = 0.875  # of each table, for one uid or key that has it alone: 882 of 1,008 worker rows
 SHARE_FEW = 64  # who has less than one in so many is refused only where nothing is left: 15 worker rows
-ROWS_RETURNING_MAX = 16  # of the worker table, for who comes back and still has its former row until it has attached
+ROWS_RETURNING_MAX = (
+    16  # of the worker table, for workers that come back and have their former row until they have attached
+)
 
 # --- tiers ------------------------------------------------------------------------------------------------
 TIERING_STEP_S = 50e-6  # of a turn of the loop for what tiers are owed: a worker's next message waits behind it
 LANE_NICE = 10  # a tenth of the loop's share of the processor, where there is not enough of it
-STORE_CPU_FRACTION = 0.25  # of the machine, for stores to one tier in the long run: the rest is the engines'
+STORE_CPU_FRACTION = 0.25  # of the machine, for stores to one tier on average: the rest is the engines'
 LANE_QUEUE_MAX = 256  # batches waiting for a tier; beyond it the answer is THROTTLED
 TIER_ERROR_KEPT_S = 60.0  # an error that nothing has confirmed since, of a tier that answers, is over
 TIER_NAME_CHARS_MAX = 64  # it stands in every log line, metric and status, and in the names of threads

@@ -169,7 +169,7 @@ class Trust:
     # --- processes ----------------------------------------------------------------------------------------
 
     def check_peer(self, sock: socket.socket, what: str) -> None:
-        """The uid of who listens at a Unix socket that we are connected to. Raises `UntrustedError`."""
+        """The uid of the process that listens at a Unix socket that we are connected to. Raises `UntrustedError`."""
         uid = peer_uid(sock)
         if uid not in self.uids:
             raise UntrustedError(f"the server at {what} runs as uid {uid}, not as ours: {self._cure(uid)}")

@@ -58,7 +58,7 @@ def test_the_programs_find_nothing_where_everybody_validates(name: str, count: i
 
 @pytest.fixture(scope="module")
 def without_validation(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The whole extension, built from the very same sources with one macro."""
+    """The whole extension, built from the same sources with one macro."""
     folder = tmp_path_factory.mktemp("extension")
     environ = {**os.environ, "LMCACHE_CORE_NATIVE": "require", "LMCACHE_CORE_NATIVE_DEFINES": NO_VALIDATION}
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(folder), "--build-temp", str(folder)]

@@ -57,6 +57,6 @@ def test_a_server_logs_in_lines_of_json(tmp_path: Path, monkeypatch: pytest.Monk
     _, said = server.communicate(timeout=60)
     lines = [json.loads(line) for line in said.splitlines()]
     assert server.returncode == 0
-    assert "LMCACHE_CORE_NONSENSE is no setting" in lines[0]["message"]
+    assert "LMCACHE_CORE_NONSENSE is not a setting" in lines[0]["message"]
     assert any("drains" in line["message"] for line in lines)
     assert [line["event"]["event"] for line in lines if "event" in line] == ["drain"]

@@ -239,7 +239,7 @@ def test_a_tier_may_have_any_name_that_matches(registry: Registry, name: str) ->
         (["--l1", "8GiB"], "is a table"),
         (["--l2.cold", "plain"], r"is a table: set l2\.cold\.type"),
         (["--chunk_tokens", "1", "--chunk-tokens", "2"], "twice"),
-        (["8GiB"], "no setting"),
+        (["8GiB"], "not a setting"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_name_and_place(registry: Registry, flags: list[str], said: str) -> None:

@@ -19,9 +19,9 @@ COLD = {"LMCACHE_CORE_L2__COLD__TYPE": "acme", "LMCACHE_CORE_L2__COLD__BUCKET": 
 @pytest.mark.parametrize(
     ("flags", "environ", "file", "said"),
     [
-        (["--l1.size_byte", "1"], {}, "", "--l1.size_byte is no setting: did you mean '--l1.size_bytes'?"),
-        (["--nme", "x"], {}, "", "--nme is no setting: did you mean '--name'?"),
-        ([], {}, "[l1]\nwatermrk = 0.5\n", "is no setting: did you mean 'l1.watermark'?"),
+        (["--l1.size_byte", "1"], {}, "", "--l1.size_byte is not a setting: did you mean '--l1.size_bytes'?"),
+        (["--nme", "x"], {}, "", "--nme is not a setting: did you mean '--name'?"),
+        ([], {}, "[l1]\nwatermrk = 0.5\n", "is not a setting: did you mean 'l1.watermark'?"),
         ([], {}, "[leese]\nwrite_ttl_s = 5\n", "did you mean 'lease.write_ttl_s'?"),
         ([], {}, '[l2.cold]\ntype = "acme"\nbuckt = "b"\n', "did you mean 'l2.cold.bucket'?"),
         (
@@ -61,8 +61,8 @@ def test_variables_of_ours_that_are_no_settings_are_no_warning(registry: Registr
 def test_an_unknown_variable_outside_our_sections_is_a_warning(registry: Registry) -> None:
     composed = compose(registry, [], {"LMCACHE_CORE_L1_SIZE": "1GiB", "LMCACHE_CORE_FOO": "1", "LMCACHE_FOO": "1"})
     assert composed.warnings == [
-        "LMCACHE_CORE_FOO is no setting and is ignored",
-        "LMCACHE_CORE_L1_SIZE is no setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
+        "LMCACHE_CORE_FOO is not a setting and is ignored",
+        "LMCACHE_CORE_L1_SIZE is not a setting and is ignored: did you mean 'LMCACHE_CORE_L1__SIZE_BYTES'?",
     ]
 
 

@@ -1,4 +1,4 @@
-"""AES-GCM: the very bytes come back to their own key and layout, under a key that is known, and to nobody else."""
+"""AES-GCM: the bytes come back to their own key and layout, under a key that is known, and to nobody else."""
 
 from __future__ import annotations
 

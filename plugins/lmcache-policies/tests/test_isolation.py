@@ -113,7 +113,7 @@ def test_no_bursts_take_anything_in_the_pool_from_a_tenant_inside_its_quota(layo
         over = [tenant for tenant in TENANTS if before[tenant][1] > QUOTAS[tenant]]
         for tenant in TENANTS:
             ready, used = before[tenant]
-            # With one size of slots the quotas fit into the pool: who loses something has lost it to who is over.
+            # With one size of slots the quotas fit into the pool: what somebody lost went to a tenant that is over.
             # With two, slabs can be wanting: what somebody loses then is lost because nobody is over any more.
             still = [other for other in over if other != tenant and pool.used(other) > QUOTAS[other]]
             others = still if layouts[2] > 1 else [cause]

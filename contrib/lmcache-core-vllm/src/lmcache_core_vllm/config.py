@@ -27,7 +27,7 @@ class ConnectorConfig:
 
     `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
     owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep
-    busy in the long run; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
+    busy on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
     "always". `copy_threads`: as `Client.connect` takes it.
     """
 

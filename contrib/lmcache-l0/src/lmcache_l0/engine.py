@@ -4,7 +4,7 @@ anybody is told.
 Everything runs on the server's loop, which is also where L1 changes: between the look at an object and its copy in L0
 nothing can happen to it, so promotion needs no ticket. What L0 holds is always in L1 as well, under the key that
 `records.py` maps it to: a clear, an eviction or a new value of the key takes it out by that mapping, and nothing needs
-to be remembered of what went up. L1 hears of what is read in L0, or it would evict the very keys that are hot.
+to be remembered of what went up. L1 hears of what is read in L0, or it would evict the keys that are hot.
 """
 
 from __future__ import annotations

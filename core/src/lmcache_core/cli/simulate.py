@@ -111,7 +111,7 @@ def _parse_choice(text: str) -> _Choice:
     for part in filter(None, rest.split(",")):
         field, equals, value = part.partition("=")
         if not equals:
-            raise UsageError(f"--policy {text}: {part!r} is no setting: write {name}:FIELD=VALUE,…")
+            raise UsageError(f"--policy {text}: {part!r} is not a setting: write {name}:FIELD=VALUE,…")
         settings[field] = value  # text: the settings model makes it a number
     return _Choice(text, name, settings)
 

@@ -192,7 +192,7 @@ class Channel:
         return pending
 
     def expecting(self, undo: Undo | None = None, extra_s: float = 0.0) -> Pending:
-        """A call that is not sent yet, for who has to know of it before the server does. See `send`."""
+        """A call that is not sent yet, for a caller that has to know of it before the server does. See `send`."""
         self._called_at_s = now = self._clock()
         pending = Pending(next(self._rids), now + self.timeout_s + extra_s, self._heard)
         if undo is not None:
@@ -398,7 +398,7 @@ class Channel:
                 if pending.reply is not None or pending.error is not None:
                     return
                 before = self._leader
-                # A call of this very thread that reads was interrupted, and has ended, or goes on after this one.
+                # A call of this thread that reads was interrupted, and has ended, or goes on after this one.
                 if before is None or not runs_elsewhere(before):
                     self._leader = _getframe()
                 else:

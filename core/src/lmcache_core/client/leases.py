@@ -161,7 +161,7 @@ class Lease(ABC):
         channel.send(pending, lambda rid: make(rid, holding.id))
         return channel.wait(pending)
 
-    # --- for who must not wait ------------------------------------------------------------------------------
+    # --- for callers that must not wait ------------------------------------------------------------------------------
 
     @property
     def holding(self) -> Holding:
@@ -528,7 +528,7 @@ class ReadLease(Lease):
         return [at for at in list(self._unsettled) if at >= first and not self._checksums[at]]
 
     def report_damaged(self, positions: Sequence[int]) -> None:
-        """Let go of these, and have the server delete the very objects that they hold. Where there is none now, the
+        """Let go of these, and have the server delete the objects that they hold. Where there is none now, the
         next reader finds them again."""
         with contextlib.suppress(CacheError):
             self._settle(m.ReportDamaged, self._chosen(positions))

@@ -124,7 +124,7 @@ class Link:
         return layout_id
 
     def start_binding(self, namespace: Namespace) -> Pending | None:
-        """As `bind`, for who must not wait: the call under way, for `note_bound`; None where nothing is to be done."""
+        """As `bind`, for callers that must not wait: the call under way, for `note_bound`; None where none is due."""
         if namespace.id in self._bound:
             return None
         under_way = self._binding.get(namespace.id)
@@ -210,7 +210,7 @@ class Link:
             self.index = self._open_index(segment, target)
         self.segment = segment
         self.life_lock = LifeLock.acquire(segment, self.row)
-        row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to who maps the pool
+        row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to those who map the pool
         segment.clear_tally(row)
         if self.index is not None:
             self.index.count_in(segment.tally_offset(row))

@@ -115,8 +115,8 @@ class Links:
             return ask(self.current(patient=patient))
 
     def step(self) -> Link | None:
-        """The link, or None while it is being made: for who must not wait. Raises `DisconnectedError` where there is no
-        server, or none that answers."""
+        """The link, or None while it is being made: for callers that must not wait. Raises `DisconnectedError` where
+        there is no server, or none that answers."""
         link = self._link
         if link is not None and not link.channel.found_lost():
             return link

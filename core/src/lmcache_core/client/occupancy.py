@@ -258,7 +258,7 @@ class Occupancy:
             return True
 
     def give_page_up(self, holding: Holding, page: Page | None = None) -> None:
-        """Its answer will not be used: what it grants, should it come, goes back. `page`: for who asked for it, as
+        """Its answer will not be used: what it grants, should it come, goes back. `page`: for whoever asked for it, as
         another thread may have ended the holding."""
         page = page or holding.page
         if page is not None:

@@ -409,7 +409,7 @@ class FormerSlots:
         """`rows`: of the workers that live. They answer, or end, by giving their life lock up."""
         self._releases = releases
         self.rows = set(rows)
-        self._written: dict[int, list[Incarnation]] = {}  # by the row of who may write
+        self._written: dict[int, list[Incarnation]] = {}  # by the row of the writer
         self._read: list[Incarnation] = []  # nobody noted by whom
         for offset, state, row in waiting:
             slab = residents.allocator.slab_at(offset)

@@ -16,7 +16,7 @@ class Grant(IntEnum):
 
     GRANTED = 0
     EXISTS = 1  # stored already: nothing to write
-    BUSY = 2  # someone (perhaps this very batch) is writing it
+    BUSY = 2  # someone (perhaps this batch) is writing it
     FULL = 3  # no room, even after eviction
     WARMING = 4  # no room yet: the pool is still being populated
     TOO_LARGE = 5  # no pool of this size can hold it

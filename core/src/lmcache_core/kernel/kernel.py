@@ -154,7 +154,7 @@ class Kernel:
         loading: bool = False,
         ttl_s: float | None = None,
     ) -> Grants:
-        """`begin_store` and all its steps in one call, which costs what it evicts: for who has nobody waiting."""
+        """`begin_store` and all its steps in one call, which costs what it evicts: for callers who block nobody."""
         answer = self.begin_store(
             session_id,
             namespace,
@@ -411,7 +411,7 @@ class Kernel:
         return [item for item in found if item.state is State.READY and not item.temporary]
 
     def report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
-        """End a read lease's hold on these positions and delete the very objects that they hold: their bytes are not
+        """End a read lease's hold on these positions and delete the objects that they hold: their bytes are not
         what was stored. The `Settled` of each."""
         self._expire_due(now)
         return self._reading.report_damaged(self._sessions.get(session_id), lease_id, positions)
@@ -512,7 +512,7 @@ class Kernel:
         return self._pins.unpin(namespace, keys)
 
     def clear(self, now: float, namespace: int | None = None) -> ClearedCount:
-        """`begin_clear` and all its steps in one call, which costs what it removes: for who has nobody waiting."""
+        """`begin_clear` and all its steps in one call, which costs what it removes: for callers who block nobody."""
         clearing = self.begin_clear(now, namespace)
         while not clearing.done:
             self.free_cleared(now)

@@ -111,7 +111,7 @@ class KernelLease:
         return let_go, where
 
     def settle_all(self, answer: Settled) -> list[Incarnation | None]:
-        """Let go of all that it still holds, without looking at it: by position, for who takes it back in steps."""
+        """Let go of all that it still holds, without looking at it: by position, to be taken back in steps."""
         entries, self.entries = self.entries, []
         self.answers = self.answers.replace(bytes((_OPEN,)), bytes((answer,)))
         self.pending = 0

@@ -19,7 +19,7 @@ from lmcache_core.kernel.guard import GuardedPolicy
 
 POSITIONS = 1 << 16  # of keys, while objects change hands
 MOVED_OBJECTS = 512  # in one step: half a millisecond
-OTHERS = ""  # the name of who has all namespaces that no tenant lists
+OTHERS = ""  # the name of the owner of all namespaces that no tenant lists
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The server's log as lines of JSON, for who collects logs."""
+"""The server's log as lines of JSON, for those who collect logs."""
 
 from __future__ import annotations
 

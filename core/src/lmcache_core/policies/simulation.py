@@ -1,4 +1,4 @@
-"""Replay a request trace through an eviction policy: the very objects that the server uses."""
+"""Replay a request trace through an eviction policy: the objects that the server uses."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ class Segment:
         return self._serving[0]
 
     def still(self, info: PoolInfo) -> bool:
-        """Whether the mapping shows this very pool, all at its place, and no other that was made over it."""
+        """Whether the mapping shows this pool, all at its place, and no other that was made over it."""
         try:
             found = headers.decode(bytes(self._buffer[: headers.HEADER_BYTES]))
         except PoolMismatchError:

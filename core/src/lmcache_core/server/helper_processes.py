@@ -135,7 +135,7 @@ class _Watched:
             with self._lock:
                 if self._ending.is_set():
                     return ""
-                # What it prints goes where the server's log goes: the server's own output is for who started it.
+                # What it prints goes where the server's log goes: the server's own output is for whoever started it.
                 self._process = subprocess.Popen(
                     guarded, env=self._environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
                 )

@@ -280,7 +280,7 @@ class Server:
             self._thread.join()
 
     def connect(self, client_name: str = "embedded", *, maps_pool: bool = True, use_index: bool = True) -> Any:
-        """A client of this very server over a socket pair: nothing on the file system is involved."""
+        """A client of this server over a socket pair: nothing on the file system is involved."""
         from lmcache_core.client.client import Client
         from lmcache_core.client.link import Target
 

@@ -92,7 +92,7 @@ class Stores:
         return granted(request.rid, grants, self._l1.clock.now)
 
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
-        if done not in self._waiting.get(session, {}):  # its session went in the very step that made room
+        if done not in self._waiting.get(session, {}):  # its session went in the step that made room
             return
         request = self._forget(session, done)
         reply: m.Message | None = None

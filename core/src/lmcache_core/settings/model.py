@@ -119,7 +119,8 @@ class L1Settings(Section):
         default=0, ge=0, description="entries of the index, a power of two; 0: enough for objects of 8 KiB and more"
     )
     on_stale: Literal["adopt", "recreate", "refuse"] = Field(
-        default="adopt", description="what a pool that a former server left is for: to go on with, to replace, to ask"
+        default="adopt",
+        description="what to do with a pool that a former server left: go on with it, replace it, or refuse to start",
     )
     adopt: AdoptSettings = AdoptSettings()
     keep_pool: bool = Field(default=False, description="leave the pool to the next server at an orderly end")
@@ -237,7 +238,7 @@ class TierSettings(Section):
         default=None, description="how often the medium is counted again, where several servers share it; none: never"
     )
     store_cpu_share: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = Field(
-        default=None, description="cores that stores to it may keep busy in the long run; none: a quarter of all"
+        default=None, description="cores that stores to it may keep busy on average; none: a quarter of all"
     )
     store_io: Literal["idle", "normal"] = Field(
         default="idle", description="whether what is stored waits for a disk that others read or write"

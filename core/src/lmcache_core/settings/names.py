@@ -12,7 +12,7 @@ from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, f
 
 
 def take_unknown_variables(sources: Sequence[Source], companions: Collection[str] = ()) -> dict[SettingPath, str]:
-    """Take variables that are no setting out of the sources; their paths and names, for `warnings_about`.
+    """Take variables that are not settings out of the sources; their paths and names, for `warnings_about`.
     `companions`: names of tables besides those that every server has.
 
     The prefix is ours, but the environment is everybody's: what lies below no section of ours is a warning, and
@@ -34,20 +34,23 @@ def take_unknown_variables(sources: Sequence[Source], companions: Collection[str
 
 
 def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
-    """A line for each variable that is no setting. Raises SettingsError for one that differs from a setting in nothing
-    but its underscores: it was meant to be that one, and a server without it is not what was asked for."""
+    """A line for each variable that is not a setting. Raises SettingsError for one that differs from a setting only
+    in its underscores: it was meant to be that one, and a server without it is not what was asked for."""
     flat = {"_".join(known): known for known in schema}
     meant = {name: flat.get("_".join(part for part in path if part)) for path, name in taken.items()}
-    wrong = [f"{name} is no setting: write {spelled(path, Origin.ENVIRONMENT)}" for name, path in meant.items() if path]
+    wrong = [
+        f"{name} is not a setting: write {spelled(path, Origin.ENVIRONMENT)}" for name, path in meant.items() if path
+    ]
     if wrong:
         raise SettingsError("; ".join(wrong))
     return [
-        f"{name} is no setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}" for path, name in taken.items()
+        f"{name} is not a setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}"
+        for path, name in taken.items()
     ]
 
 
 def check_names(schema: Schema, sources: Iterable[Source]) -> None:
-    """Raise SettingsError for every name that is no setting, with what was probably meant."""
+    """Raise SettingsError for every name that is not a setting, with what was probably meant."""
     problems = []
     for source in sources:
         for path, leaf in source.leaves.items():
@@ -56,7 +59,7 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
                 continue
             name = spelled(path, source.origin)
             where = f" ({leaf.where})" if leaf.where != name else ""
-            meant = near(path, schema, source.origin) if problem == "no setting" else ""
+            meant = near(path, schema, source.origin) if problem == "not a setting" else ""
             problems.append(f"{name}{where} is {problem}{meant}")
     if problems:
         raise SettingsError("; ".join(problems))
@@ -82,7 +85,7 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
             if empty
             else f"a table: set one of its settings, as in {dotted(below[0]) if below else 'l2.NAME.type'}"
         )
-    return "no setting"
+    return "not a setting"
 
 
 def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:

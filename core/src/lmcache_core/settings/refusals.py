@@ -37,7 +37,7 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
             f"or by {spelled(path, Origin.ENVIRONMENT)}"
         )
     if kind == "extra_forbidden":
-        return f"{dotted(path)} is no setting{near(path, schema, Origin.DEFAULT)}"
+        return f"{dotted(path)} is not a setting{near(path, schema, Origin.DEFAULT)}"
     where = next(
         (leaf.where for source in sources for at, leaf in source.leaves.items() if at[: len(known)] == known), ""
     )

@@ -19,7 +19,7 @@ from lmcache_core.trust import SERVER_UID_VARIABLE
 
 PREFIX = "LMCACHE_CORE_"
 DEFAULT_FILE = "lmcache.toml"
-ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, SERVER_UID_VARIABLE, *BUILD_VARIABLES})  # ours, and no setting
+ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, SERVER_UID_VARIABLE, *BUILD_VARIABLES})  # ours, and not settings
 
 SettingPath = tuple[str, ...]
 
@@ -72,7 +72,7 @@ def read_flags(argv: Sequence[str]) -> Source:
     while waiting:
         flag = waiting.pop(0)
         if not flag.startswith("--") or len(flag) == 2:
-            raise SettingsError(f"{flag!r} is no setting: settings look like --l1.size_bytes 8GiB")
+            raise SettingsError(f"{flag!r} is not a setting: settings look like --l1.size_bytes 8GiB")
         name, given, value = flag.partition("=")
         if not given:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"

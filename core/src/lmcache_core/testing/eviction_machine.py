@@ -1,4 +1,4 @@
-"""A Hypothesis machine: an eviction policy beside the plain truth of who is resident and who is held."""
+"""A Hypothesis machine: an eviction policy beside the plain truth: what is resident, and what is held."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """Opens after `failures_max` failed calls in a row; each failed probe doubles the pause, up to a minute's half.
+    """Opens after `failures_max` failed calls in a row; each failed probe doubles the pause, up to half a minute.
 
     The caller asks `allows` before each call, and reports its end by `succeeded` or `failed`, once.
     """

@@ -16,7 +16,7 @@ class TierConfig:
     second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own. `rescan_s`: how often
     the medium is counted again (None: only at the start). `eviction_name`: what people call the eviction policy.
 
-    `store_cpu_share`: cores that stores to it may keep busy in the long run. `store_io`: "idle" lets them wait for a
+    `store_cpu_share`: cores that stores to it may keep busy on average. `store_io`: "idle" lets them wait for a
     disk that others use, "normal" does not.
     """
 

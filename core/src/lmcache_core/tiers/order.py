@@ -32,7 +32,7 @@ class Made(Enum):
 
 
 class Change:
-    """A call that changes keys, for who watches these; it outlives the call."""
+    """A call that changes keys, for those who watch these; it outlives the call."""
 
     __slots__ = ("access", "before", "made")
 

@@ -1,4 +1,4 @@
-"""The store controller: what is committed to the L1 goes to the tiers that the policy names, behind everyone's back.
+"""The store controller: what is committed to the L1 goes to the tiers that the policy names, in the background.
 
 An object waits for each of its tiers in that tier's queue, as a few words of metadata; its bytes stay in the L1
 and are pinned only while a lane reads them. From its commit on it leaves the L1 last, or, where `keep` says so, not

@@ -18,8 +18,8 @@ ASKED_ABOUT = Priority(8)  # somebody waits, but no request does: requests and d
 @dataclass(slots=True)
 class TierAnswer:
     """What one tier says. `found` is None where it gave no answer, for `reason`; `text` are its own words then.
-    `losses[i]` is what it is known to have lost, whether or not it answers. For who waits for stores, `found` has
-    values of `Stored`, a third one among them."""
+    `losses[i]` is what it is known to have lost, whether or not it answers. For callers that wait for stores, `found`
+    has values of `Stored`, a third one among them."""
 
     name: str
     losses: Sequence[TierLoss | None]

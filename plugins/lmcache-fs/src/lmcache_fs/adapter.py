@@ -307,5 +307,5 @@ class FsAdapter(L2Adapter):
         elif error.errno in _FULL:
             cure = f"free room on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:
-            cure = f"look at the medium of {self._paths.root}"
+            cure = f"check the disk under {self._paths.root}"
         return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"

@@ -18,9 +18,12 @@ class HttpSettings(BaseModel):
     port: int = Field(default=8080, ge=0, le=65535, description="port to listen at")
     unix_socket: Path | None = Field(default=None, description="listen at this Unix socket instead")
     token_file: Path | None = Field(
-        default=None, description="file with the bearer token of who may read and change; without it nothing is changed"
+        default=None,
+        description="file with the bearer token of those who may read and change; without it nothing is changed",
     )
-    read_token_file: Path | None = Field(default=None, description="file with the bearer token of who may only read")
+    read_token_file: Path | None = Field(
+        default=None, description="file with the bearer token of those who may only read"
+    )
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="host names by which it is asked, besides host and loopback's"
     )

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Without rules: show those in the file."
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the control file")
-    parser.add_argument("rules", nargs="*", metavar="RULE", help="e.g. 'any hang', 'load flipped_bits rate=0.1'")
+    parser.add_argument("rules", nargs="*", metavar="RULE", help="for example 'any hang', 'load flipped_bits rate=0.1'")
     parser.add_argument("--heal", action="store_true", help="nothing goes wrong any more")
     parser.add_argument("--add", action="store_true", help="keep the rules that are there")
 

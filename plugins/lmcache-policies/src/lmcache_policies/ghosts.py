@@ -53,7 +53,7 @@ class Ghosts:
         return self.put_fingerprint(fingerprint(entry.key, entry.namespace), entry.nbytes, note)
 
     def put_fingerprint(self, number: int, nbytes: int, note: Any = True) -> Any:
-        """As `put`, for who has no entry."""
+        """As `put`, for callers that have no entry."""
         shard = self._shards[number % SHARDS]
         same = shard.get(number)
         if same is not None:
