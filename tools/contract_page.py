@@ -20,8 +20,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/plugins/contract.md"
 
 INTRODUCTION = """# The contract
 
-What a component may rely on, and what it has to do. This page is made of the docstrings, so that `help()` says the same;
-`python tools/contract_page.py` writes it. The [kit](testing.md) tests all that a machine can test of it.
+What a component may rely on, and what it has to do. This page is made of the docstrings, so that `help()` says the
+same; `python tools/contract_page.py` writes it. The [kit](testing.md) tests all that a machine can test of it.
 
 A component is called as its kind says, with an instance of its own settings model. The same instance stands in the
 settings as a whole, which `lmcache_check` is given: `settings.l2[name].settings` for a tier, and `.settings` wherever a

@@ -713,7 +713,7 @@ class TestDeletesATwinOnce(Wrong):
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
             super().delete(keys, deadline)
             first = {key: position for position, key in reversed(list(enumerate(keys)))}
-            failed = Outcome(Result.FAILED, error="deleted by this very batch")
+            failed = Outcome(Result.FAILED, error="deleted by this batch")
             return [DONE if first[key] == position else failed for position, key in enumerate(keys)]
 
 

@@ -35,7 +35,7 @@ class CompanionContext:
         return self._l1.layouts.get(layout_id)
 
     def ready(self, namespace: int, wanted: Sequence[Named]) -> list[Incarnation | None]:
-        """For each (key, generation) that very object, if readers may have it now. Its bytes stand still until the
+        """For each (key, generation) that object, if readers may have it now. Its bytes stand still until the
         caller returns to the loop."""
         return self._l1.kernel.ready(namespace, wanted)
 

@@ -117,7 +117,7 @@ class StoreWaits:
             if wait in self._waits:
                 kernel.take_more(session.id, wait.namespace, wait.grants, more, now)
                 return
-        with contextlib.suppress(CacheError):  # it was answered, or went, in the very step that made room
+        with contextlib.suppress(CacheError):  # it was answered, or went, in the step that made room
             kernel.abort_store(session.id, more.lease_id, now)
 
     def _tried(self, oldest: _Wait) -> bool:
