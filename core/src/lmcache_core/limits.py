@@ -122,6 +122,8 @@ TIER_LOSSES_REMEMBERED = 1 << 14  # why a tier does not have a key: some 3 MB a 
 TIER_DOUBTS_MAX = (
     4096  # keys that a tier is asked about after calls that failed; what a longer outage leaves, a scan finds
 )
+TRACE_RECORD_BYTES_MAX = 1 << 20  # of a recording: a frame's keys are a tenth of it
+RECORDS_WAITING_MAX = 10_000  # operations that wait to be written
 KV_EVENT_BATCH_HASHES = 4096  # of one KV event, and events of one batch of a snapshot
 KV_EVENTS_PENDING_MAX = 65_536  # objects whose blocks were reported, and that are not stored yet
 BLOCK_HASH_BYTES_MAX = 64  # of an engine: SHA-256 has 32

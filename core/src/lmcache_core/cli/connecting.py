@@ -37,8 +37,8 @@ def add_server_uid_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connect(arguments: argparse.Namespace, command: str) -> Client:
-    """A client that maps no pool. Raises `UsageError` for half a pair of keys."""
+def connect(arguments: argparse.Namespace, command: str, *, maps_pool: bool = False) -> Client:
+    """A client, of a command that moves no bytes unless it `maps_pool`. Raises `UsageError` for half a pair of keys."""
     from lmcache_core.client.client import Client
 
     # Commands end with one line that says the same.
@@ -52,7 +52,7 @@ def connect(arguments: argparse.Namespace, command: str) -> Client:
         address=arguments.address,
         curve=_curve(arguments),
         client_name=f"lmcache-core {command}",
-        maps_pool=False,
+        maps_pool=maps_pool,
         server_uid=arguments.server_uid,
     )
 

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
     "verify": (f"{_HERE}.verify", "read every object of a tier and check it", True),
     "copy": (f"{_HERE}.copy_tiers", "copy the objects of one tier to another", True),
     "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
+    "trace": (f"{_HERE}.trace", "record what a server is asked for, and replay it", False),
     "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
 }
 # Commands and benches that other packages bring: without the package, they answer with what to install.

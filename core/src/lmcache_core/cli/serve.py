@@ -22,6 +22,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="leave the pool to the next server at an orderly end (l1.keep_pool)",
     )
     parser.add_argument(
+        "--record", metavar="DIR", help="record what is asked for into this directory (record.dir), for `trace`"
+    )
+    parser.add_argument(
         "--log-format", default="text", choices=["text", "json"], help="json: one object a line (default: %(default)s)"
     )
     parser.add_argument(
@@ -39,13 +42,17 @@ def _begin_log(arguments: argparse.Namespace) -> None:
             handler.setFormatter(JsonLines())
 
 
+def _record(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return () if arguments.record is None else ("--record.dir", arguments.record)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serve; the exit status. Says one line once clients can connect."""
     if arguments.help:
         print_settings_help(arguments)
         return 0
     _begin_log(arguments)
-    arguments.setting_flags = [*arguments.setting_flags, *arguments.keep_pool]
+    arguments.setting_flags = [*arguments.setting_flags, *arguments.keep_pool, *_record(arguments)]
     settings = composed(arguments, log.warning).settings
     for refusal in arguments.registry.refused:
         if not refusal.chosen:

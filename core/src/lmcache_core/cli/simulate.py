@@ -26,7 +26,7 @@ _BAR_CELLS = 30
 
 def add_options(parser: ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="JSON lines with hash_ids")
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="JSON lines with hash_ids, or recordings")
     parser.add_argument(
         "--synthetic",
         action="append",
@@ -130,14 +130,26 @@ def _build(registry: Registry, choice: _Choice) -> Any:
 
 
 def _traces(options: Namespace) -> list[Trace]:
+    from lmcache_core.observe.traces import is_recording
     from lmcache_core.policies.traces import parse_synthetic, read_trace, synthetic_trace
 
-    traces = [read_trace(path) for path in options.traces]
+    traces = [_recorded(path) if is_recording(path) else read_trace(path) for path in options.traces]
     for spec in options.synthetic:
         traces.append(synthetic_trace(parse_synthetic("" if spec == "default" else spec)))
     if not traces:
         raise UsageError("there is nothing to replay: name a trace file, or give --synthetic default")
     return traces
+
+
+def _recorded(path: Path) -> Trace:
+    """The requests of a recording of a server."""
+    from lmcache_core.observe.traces import read_recording, requests_of
+    from lmcache_core.policies.traces import Trace
+
+    requests = [blocks for _, blocks in requests_of(read_recording(path)[1])]
+    if not requests:
+        raise UsageError(f"{path} holds no request: nobody looked anything up while it was recorded")
+    return Trace(path.stem, requests)
 
 
 def _replay_all(

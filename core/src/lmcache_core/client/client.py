@@ -613,6 +613,16 @@ class Client:
             told += expect(asked, m.Done).count
         return told
 
+    def record_start(self, directory: str | Path, **settings: Any) -> None:
+        """Have the server record what it is asked for into a directory of its machine, which has no recording yet.
+        `settings`: as in the table [record]. Until it ends, hits cost a call. Raises `UsageError` with its words."""
+        where = str(Path(directory).absolute())
+        self._ask(lambda rid: m.ChangeRecording(rid, where, settings))
+
+    def record_stop(self) -> None:
+        """End the recording; all of it is written when this returns. Raises `UsageError` where there is none."""
+        self._ask(lambda rid: m.ChangeRecording(rid, None))
+
     def quotas(self) -> list[dict[str, Any]]:
         """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`: of each `used_bytes`,
         `reserved_bytes`, `limit_bytes`. The one without a name is all namespaces that no tenant has."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import accumulate, count
 from math import isfinite
@@ -46,6 +47,20 @@ def read_trace(path: Path) -> Trace:
     if not requests:
         raise UsageError(f"{path} holds no request: give a file with one JSON object a line")
     return Trace(path.stem, requests)
+
+
+def read_requests(path: Path) -> Iterator[tuple[float, list[int]]]:
+    """When each request of a file came, in milliseconds (0 where it does not say), and its blocks. UsageError as
+    `read_trace`."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    blocks = _blocks(line, f"{path}:{number}")
+                    at_ms = json.loads(line).get("timestamp", 0)
+                    yield (at_ms if isinstance(at_ms, int | float) and isfinite(at_ms) else 0), blocks
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as a trace ({error}): give a file of JSON lines") from error
 
 
 def _blocks(line: str, place: str) -> list[int]:

@@ -254,6 +254,15 @@ class ReportBlocks(Message, tag="report_blocks"):
     token_ids: list[int] = []
 
 
+class ChangeRecording(Message, tag="change_recording"):
+    """Record what the server is asked for into `dir`, on its machine; None: end that. `settings` as in the table
+    [record]. Answered by `Done`. Over the lifeline only, and only for the server's own user."""
+
+    rid: int
+    dir: str | None
+    settings: dict[str, Any] = {}
+
+
 class QuotasRequest(Message, tag="quotas"):
     """The tenants with a quota and what they use, from number `first` on."""
 
@@ -339,6 +348,7 @@ Request = (
     | Tiers
     | ChangeTier
     | ReportBlocks
+    | ChangeRecording
     | QuotasRequest
     | SetQuota
     | RemoveQuota

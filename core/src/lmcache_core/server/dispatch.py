@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
     from lmcache_core.server.quotas import Quotas
+    from lmcache_core.server.recording import Recording
     from lmcache_core.server.sessions import Sessions
     from lmcache_core.server.stored_waits import StoredWaits
     from lmcache_core.server.stores import Stores
@@ -71,6 +72,7 @@ class Dispatch:
         stored_waits: StoredWaits,
         tier_changes: TierChanges,
         quotas: Quotas,
+        recording: Recording,
         companions: Companions,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
@@ -83,6 +85,7 @@ class Dispatch:
         self._namespaces = namespaces
         self._clears = clears
         self._companions = companions
+        self._recording = recording
         self._settings = settings
         self._status = status
         self.counters: Counter[str] = Counter()
@@ -112,6 +115,7 @@ class Dispatch:
             m.Tiers: lambda s, r: tier_changes.describe(r.rid),
             m.ChangeTier: tier_changes.change,
             m.ReportBlocks: self._report_blocks,
+            m.ChangeRecording: recording.change,
             m.QuotasRequest: quotas.describe,
             m.SetQuota: quotas.set,
             m.RemoveQuota: quotas.remove,
@@ -133,6 +137,8 @@ class Dispatch:
             return
         reply = self._answer(peer, request)
         self._l1.apply()
+        if self._recording.on:
+            self._recording.served(peer.session, request, reply)
         if reply is not None:
             peer.send(encode(reply))
 

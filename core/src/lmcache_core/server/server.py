@@ -50,6 +50,7 @@ from lmcache_core.server.lookups import Lookups
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.namespaces import Namespaces
 from lmcache_core.server.quotas import Quotas
+from lmcache_core.server.recording import Recording
 from lmcache_core.server.service_manager import ServiceManager
 from lmcache_core.server.session import Session
 from lmcache_core.server.sessions import Sessions
@@ -151,6 +152,8 @@ class Server:
                 self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of, self.shares.explains
             )
             self.stored_waits = StoredWaits(self.l1, explains, self.shares.stored_waits)
+            self.recording = Recording(settings.name, self.l1, self.loop, self._serve_index, self._about)
+            undo.callback(self.recording.stop)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
                 self.kernel,
@@ -164,6 +167,7 @@ class Server:
                 self.stored_waits,
                 tier_changes,
                 self.quotas,
+                self.recording,
                 self.companions,
                 settings,
                 lambda: describe(self),
@@ -178,8 +182,9 @@ class Server:
             self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
             undo.callback(self.populator.stop)
             self.populator.start()
-            if self.l1.index is not None:
-                self.segment.serve(self.kernel.epoch)
+            self._serve_index(True)
+            if settings.record.dir is not None:
+                self.recording.start(settings.record)
             undo.pop_all()
             self.segment.keeping = False  # what becomes of it is decided anew at the end
 
@@ -370,6 +375,22 @@ class Server:
                 next_s = each
         return next_s
 
+    def _serve_index(self, answers: bool) -> None:
+        """Whether clients find hits by themselves."""
+        if self.l1.index is not None:
+            self.segment.serve(self.kernel.epoch if answers else 0)
+
+    def _about(self) -> dict[str, Any]:
+        """What a recording says of its server."""
+        pool = self.kernel.usage()
+        return {
+            "pool_bytes": pool.pool_bytes,
+            "eviction_policy": self.settings.l1.eviction.type,
+            "watermark": self.settings.l1.watermark,
+            "chunk_tokens": self.settings.chunk_tokens,
+            "tiers": [] if self.tiering is None else [tier.name for tier in self.tiering.tiers],
+        }
+
     def _hurry(self) -> None:
         """Keep house in the next turn."""
         self._housekeeping_at_s = 0.0
@@ -400,6 +421,7 @@ class Server:
             self._repair()
             if self.l1.taps is not None:
                 self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
+            self.recording.check()
             self.sessions.drop_silent(now)
 
     def _repair(self) -> None:
@@ -506,6 +528,7 @@ class Server:
         """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
         log.info("%r ends%s", self.settings.name, self._owed())
         self._end_by(
+            ("ending the recording", self.recording.stop),
             ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
             ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
             ("ending the helpers", self.helpers.close),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lmcache_core.pool.tables import NO_ROW
@@ -55,6 +56,7 @@ class Session:
     heard_at_s: float = 0.0
     check_at_s: float = 0.0  # when its life lock is looked at next, and how long after the last time
     check_pause_s: float = 0.0
+    told: Callable[[Session, Message], None] | None = None  # hears what it is answered later, while that is recorded
 
     def move(self, event: SessionEvent) -> None:
         """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
@@ -67,6 +69,8 @@ class Session:
 
     def send(self, message: Message) -> None:
         """Answer, or tell; nothing happens where nobody listens any more."""
+        if self.told is not None:
+            self.told(self, message)
         if self.peer is not None:
             self.peer.send(encode(message))
 

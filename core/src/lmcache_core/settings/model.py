@@ -283,6 +283,14 @@ class HelperSettings(Section):
     )
 
 
+class RecordSettings(Section):
+    """A recording of what the server is asked for."""
+
+    dir: Path | None = Field(default=None, description="directory of the recording; none: nothing is recorded")
+    file_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
+    files: int = Field(default=16, ge=1, le=10_000, description="files kept; the oldest goes")
+
+
 class Settings(BaseSettings):
     """Everything a server is told. Frozen; unknown names are refused."""
 
@@ -331,6 +339,7 @@ class Settings(BaseSettings):
     helpers: Mapping[str, HelperSettings] = Field(
         default={}, description="processes beside the server: a table of each one's settings"
     )
+    record: RecordSettings = RecordSettings()
     event_bus_queue_size: int = Field(
         default=limits.EVENT_BUS_QUEUE_SIZE, ge=1, le=1 << 20, description="events that may wait for subscribers"
     )

@@ -1,0 +1,206 @@
+"""`lmcache-core trace`: recordings of what a server was asked for; look at them, convert them, replay them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.cli import connecting
+from lmcache_core.cli.table import print_table
+
+if TYPE_CHECKING:
+    from lmcache_core.client.replaying import ReplayResult
+    from lmcache_core.observe.traces import Operation
+
+REQUEST_BYTES = 4096  # of an object, where a trace says nothing of it
+_PERCENTILES = (50, 99)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options, and one subcommand for each thing to do."""
+    shared = argparse.ArgumentParser(add_help=False)
+    connecting.add_options(shared)
+    actions = parser.add_subparsers(
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+    )
+
+    def add(name: str, summary: str, *, asks: bool = False) -> argparse.ArgumentParser:
+        parents = [shared] if asks else []
+        return actions.add_parser(name, parents=parents, help=summary, description=f"{name}: {summary}")
+
+    start = add("start", "have a running server record into a directory; hits cost a call meanwhile", asks=True)
+    start.add_argument("directory", metavar="DIR", type=Path)
+    add("stop", "end the recording of a running server", asks=True)
+    info = add("info", "what a recording, or a trace of requests, holds")
+    info.add_argument("trace", metavar="TRACE", type=Path, help="a recording's directory or file, or JSON lines")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    convert = add("convert", "write a recording as JSON lines with hash_ids, which simulate and others read")
+    convert.add_argument("trace", metavar="TRACE", type=Path)
+    convert.add_argument("output", metavar="OUTPUT", type=Path, help="the file; - for standard output")
+    replay = add("replay", "do the same again at a running server", asks=True)
+    replay.add_argument("trace", metavar="TRACE", type=Path)
+    replay.add_argument(
+        "--speed",
+        type=_speed,
+        default=1.0,
+        help="1 to 100 times as recorded; max: one after the other, at once",
+    )
+    replay.add_argument("--workers", type=int, metavar="N", help="clients for JSON lines (default: 1)")
+    replay.add_argument("--object-bytes", type=int, metavar="N", help="of each object, rather than as recorded")
+    replay.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _speed(text: str) -> float:
+    if text == "max":
+        return 0.0
+    try:
+        speed = float(text.removesuffix("x"))
+    except ValueError:
+        speed = 0.0
+    if not 1 <= speed <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed: give 1 to 100, or max")
+    return speed
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do it; 0. Raises `UsageError` for what is no trace, and what the server answers as an error."""
+    if arguments.action == "start":
+        with connecting.connect(arguments, "trace") as client:
+            client.record_start(arguments.directory)
+    elif arguments.action == "stop":
+        with connecting.connect(arguments, "trace") as client:
+            client.record_stop()
+    elif arguments.action == "info":
+        _info(arguments)
+    elif arguments.action == "convert":
+        _convert(arguments)
+    else:
+        _replay(arguments)
+    return 0
+
+
+def _operations(path: Path, workers: int = 1) -> Iterator[Operation]:
+    """Of a recording, or of JSON lines: a request each, dealt to so many workers in turn."""
+    from lmcache_core.client.replaying import REQUEST
+    from lmcache_core.observe.traces import ID_BYTES, Operation, is_recording, read_recording
+    from lmcache_core.policies.traces import read_requests
+
+    if is_recording(path):
+        yield from read_recording(path)[1]
+        return
+    for number, (at_ms, blocks) in enumerate(read_requests(path)):
+        keys = b"".join(block.to_bytes(ID_BYTES, "big") for block in blocks)
+        worker = number % max(1, workers)
+        yield Operation(int(1000 * at_ms), 0, worker, REQUEST, 0, REQUEST_BYTES, keys, True, 0, b"")
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    import msgspec
+
+    from lmcache_core.observe.traces import is_recording, read_recording
+
+    told: dict[str, Any] = {}
+    if is_recording(arguments.trace):
+        told = msgspec.to_builtins(read_recording(arguments.trace)[0])
+    told |= _summary(_operations(arguments.trace))
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return
+    rows = [(name, _shown(value)) for name, value in told.items()]
+    print_table(("", arguments.trace.name), rows)
+
+
+def _summary(operations: Iterable[Operation]) -> dict[str, Any]:
+    from lmcache_core.observe.traces import ID_BYTES, LOOKUP
+
+    kinds: Counter[str] = Counter()
+    workers: set[int] = set()
+    unique: set[tuple[int, bytes]] = set()
+    keys = looked_up = hits = last_us = 0
+    for operation in operations:
+        kinds[operation.kind] += 1
+        workers.add(operation.worker)
+        unique.update((operation.space, each) for each in operation.ids())
+        keys += len(operation.keys) // ID_BYTES
+        last_us = max(last_us, operation.at_us)
+        if operation.kind == LOOKUP:
+            looked_up += len(operation.keys) // ID_BYTES
+            hits += operation.hits
+    return {
+        "operations": dict(kinds),
+        "workers": len(workers),
+        "seconds": round(last_us / 1e6, 3),
+        "keys": keys,
+        "unique_keys": len(unique),
+        "looked_up": looked_up,
+        "hit_rate": round(hits / looked_up, 6) if looked_up else None,
+    }
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    from lmcache_core.errors import UsageError
+    from lmcache_core.observe.traces import is_recording, read_recording, requests_of
+
+    if not is_recording(arguments.trace):
+        raise UsageError(f"{arguments.trace} is no recording: JSON lines need no conversion")
+    lines = (
+        json.dumps({"timestamp": at_us // 1000, "hash_ids": blocks}, separators=(",", ":")) + "\n"
+        for at_us, blocks in requests_of(read_recording(arguments.trace)[1])
+    )
+    if str(arguments.output) == "-":
+        sys.stdout.writelines(lines)
+        return
+    try:
+        with arguments.output.open("x", encoding="utf-8") as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise UsageError(f"{arguments.output} cannot be written: {error.strerror}") from error
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    from lmcache_core.client.replaying import replay_trace
+
+    result = replay_trace(
+        _operations(arguments.trace, arguments.workers or 1),
+        lambda: connecting.connect(arguments, "trace replay", maps_pool=True),
+        speed=arguments.speed,
+        object_bytes=arguments.object_bytes,
+    )
+    told = _told(result)
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+    else:
+        print_table(("", "replay"), [(name, _shown(value)) for name, value in told.items()])
+
+
+def _told(result: ReplayResult) -> dict[str, Any]:
+    rate = result.recorded_hit_rate
+    return {
+        "operations": result.operations,
+        "keys": result.keys,
+        "hit_rate": round(result.hit_rate, 6),
+        "recorded_hit_rate": None if rate is None else round(rate, 6),
+        "refused_objects": result.refused,
+        "seconds": round(result.seconds, 3),
+        "late_s": round(result.late_s, 3),
+        "ms": {
+            kind: {f"p{p}": round(1e3 * _percentile(took, p), 3) for p in _PERCENTILES}
+            for kind, took in sorted(result.took_s.items())
+        },
+    }
+
+
+def _percentile(values: list[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)

@@ -1,0 +1,212 @@
+"""Recordings of what a server was asked for: compact, bounded, and with nothing that tells a prompt.
+
+A recording is a directory of files. Each begins with a magic and a header, and holds records of MessagePack, each with
+its length before it, so that what a kill has torn off the end is all that is lost. Keys and namespaces stand there as
+keyed hashes; the key is made for the recording, kept in memory, and gone with it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from lmcache_core.errors import UsageError
+from lmcache_core.limits import KEY_BYTES, TRACE_RECORD_BYTES_MAX
+from lmcache_core.observe.events import CacheEvent
+from lmcache_core.observe.subscriber import EventSubscriber
+from lmcache_core.settings.model import RecordSettings
+
+MAGIC = b"LMCTRACE1\n"
+SUFFIX = ".lmctrace"
+ID_BYTES = 8  # of a key, of 32
+LOOKUP, STORE, RETRIEVE, CLEAR = "lookup", "store", "retrieve", "clear"
+
+
+class Operation(msgspec.Struct, array_like=True, frozen=True):
+    """One operation. `keys`: ids of 8 bytes each; `hits`: of a lookup or a retrieve, how many of them it was answered;
+    of a store, how many it was granted."""
+
+    at_us: int  # since the recording began
+    took_us: int
+    worker: int
+    kind: str
+    space: int  # its namespace
+    nbytes: int  # of one object
+    keys: bytes
+    prefix: bool
+    hits: int
+    statuses: bytes
+
+    def ids(self) -> list[bytes]:
+        """Of its keys."""
+        return [self.keys[at : at + ID_BYTES] for at in range(0, len(self.keys), ID_BYTES)]
+
+
+class TraceHeader(msgspec.Struct, frozen=True):
+    """What each file begins with."""
+
+    began_at_s: float  # Unix
+    server: str
+    version: str
+    about: dict[str, Any]
+
+
+class OperationServed(CacheEvent, tag="operation", frozen=True):
+    """An operation with its keys. For the recorder alone, and never on the bus of events."""
+
+    asked_at_s: float  # monotonic
+    took_s: float
+    worker: int
+    kind: str
+    namespace: int
+    nbytes: int
+    keys: bytes
+    prefix: bool
+    hits: int
+    statuses: bytes
+
+
+class TraceRecorder(EventSubscriber):
+    """Writes a recording. Raises `UsageError` for a directory that has one already, and what the file system raises."""
+
+    def __init__(self, settings: RecordSettings, header: TraceHeader, began_s: float) -> None:
+        assert settings.dir is not None
+        self._settings = settings
+        self._header = header
+        self._began_s = began_s
+        self._secret = secrets.token_bytes(32)
+        self._workers: dict[int, int] = {}
+        self._files: list[Path] = []
+        self._number = 0
+        settings.dir.mkdir(parents=True, exist_ok=True)
+        if any(settings.dir.glob(f"*{SUFFIX}")):
+            raise UsageError(f"{settings.dir} holds a recording already: name another directory, or empty it")
+        self.operations = 0
+        self._file = self._begin_file()
+
+    def hear(self, events: Sequence[CacheEvent]) -> None:
+        parts: list[bytes] = []
+        for event in events:
+            if isinstance(event, OperationServed):
+                record = msgspec.msgpack.encode(self._record(event))
+                parts += (len(record).to_bytes(4, "little"), record)
+        self._file.write(b"".join(parts))
+        self._file.flush()
+        self.operations += len(parts) // 2
+        if self._file.tell() >= self._settings.file_bytes:
+            self._file.close()
+            self._file = self._begin_file()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _record(self, event: OperationServed) -> Operation:
+        ids = [self._id(event.keys[at : at + KEY_BYTES]) for at in range(0, len(event.keys), KEY_BYTES)]
+        return Operation(
+            int(1e6 * (event.asked_at_s - self._began_s)),
+            int(1e6 * event.took_s),
+            self._workers.setdefault(event.worker, len(self._workers)),
+            event.kind,
+            int.from_bytes(self._id(event.namespace.to_bytes(8, "big")), "big"),
+            event.nbytes,
+            b"".join(ids),
+            event.prefix,
+            event.hits,
+            event.statuses,
+        )
+
+    def _id(self, raw: bytes) -> bytes:
+        return blake2b(raw, digest_size=ID_BYTES, key=self._secret).digest()
+
+    def _begin_file(self) -> BinaryIO:
+        assert self._settings.dir is not None
+        while len(self._files) >= self._settings.files:
+            self._files.pop(0).unlink(missing_ok=True)
+        path = self._settings.dir / f"{self._number:06}{SUFFIX}"
+        self._number += 1
+        self._files.append(path)
+        header = msgspec.msgpack.encode(self._header)
+        file = path.open("xb")
+        file.write(MAGIC + len(header).to_bytes(4, "little") + header)
+        return file
+
+
+def is_recording(path: Path) -> bool:
+    """Whether it may be one: a directory, or a file of one."""
+    try:
+        if path.is_dir():
+            return True
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False  # who reads it as something else says what is wrong
+
+
+def read_recording(path: Path) -> tuple[TraceHeader, Iterator[Operation]]:
+    """A recording's header, and its operations in the order of their answers. Raises `UsageError` for what is none."""
+    files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    if not files:
+        raise UsageError(f"{path} holds no recording: it has no file *{SUFFIX}")
+    header, _ = _open(files[0])
+    return header, _operations(files)
+
+
+def _operations(files: Iterable[Path]) -> Iterator[Operation]:
+    for path in files:
+        _, at = _open(path)
+        with path.open("rb") as file:
+            file.seek(at)
+            while len(size := file.read(4)) == 4:
+                nbytes = int.from_bytes(size, "little")
+                record = file.read(nbytes) if nbytes <= TRACE_RECORD_BYTES_MAX else b""
+                if len(record) < nbytes or not nbytes:
+                    break  # torn off by a kill
+                try:
+                    yield msgspec.msgpack.decode(record, type=Operation)
+                except msgspec.MsgspecError as error:
+                    raise UsageError(f"{path} is damaged at byte {file.tell() - nbytes:,}: {error}") from error
+
+
+def _open(path: Path) -> tuple[TraceHeader, int]:
+    """The header of a file, and where its records begin."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(f"{path} is no recording: it does not begin with {MAGIC!r}")
+            size = int.from_bytes(file.read(4), "little")
+            header = msgspec.msgpack.decode(file.read(min(size, TRACE_RECORD_BYTES_MAX)), type=TraceHeader)
+            return header, len(MAGIC) + 4 + size
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path} cannot be read as a recording: {error}") from error
+
+
+def requests_of(operations: Iterable[Operation]) -> Iterator[tuple[int, list[int]]]:
+    """What simulators read: when, and the blocks of each request, numbered as they first come. A request is a lookup;
+    where a recording has none, a retrieve."""
+    numbers: dict[tuple[int, bytes], int] = {}
+    kinds = {LOOKUP}
+    waiting: list[Operation] | None = []  # retrieves, until the first lookup shows that they are not needed
+    for operation in operations:
+        if operation.kind == LOOKUP:
+            waiting = None
+        elif operation.kind == RETRIEVE and waiting is not None:
+            waiting.append(operation)
+        if operation.kind in kinds and operation.keys:
+            yield operation.at_us, _numbered(operation, numbers)
+    for operation in waiting or ():
+        yield operation.at_us, _numbered(operation, numbers)
+
+
+def _numbered(operation: Operation, numbers: dict[tuple[int, bytes], int]) -> list[int]:
+    return [numbers.setdefault((operation.space, each), len(numbers)) for each in operation.ids()]
+
+
+def header_of(server: str, version: str, about: dict[str, Any]) -> TraceHeader:
+    """Of a recording that begins now."""
+    return TraceHeader(time.time(), server, version, about)

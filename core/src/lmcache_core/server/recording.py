@@ -1,0 +1,188 @@
+"""Recording what the server is asked for: begun with it, or at run time, and written beside the loop.
+
+While it records, nobody answers for the index, so clients ask for what they would have found by themselves: a recording
+without the hits would tell nothing. The loop leaves each operation on a bus of its own as it was asked and answered.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core import __version__
+from lmcache_core.errors import UsageError
+from lmcache_core.kernel.answers import Grant
+from lmcache_core.limits import KEY_BYTES, RECORDS_WAITING_MAX
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.events import CacheEvent
+from lmcache_core.observe.traces import (
+    CLEAR,
+    LOOKUP,
+    RETRIEVE,
+    STORE,
+    OperationServed,
+    TraceRecorder,
+    header_of,
+)
+from lmcache_core.protocol import messages as m
+from lmcache_core.settings.model import RecordSettings
+
+if TYPE_CHECKING:
+    from lmcache_core.server.l1 import L1
+    from lmcache_core.server.loop import Loop
+    from lmcache_core.server.session import Session
+
+_PENDING_MAX = 65_536  # operations that are answered later
+_KINDS: dict[type[m.Message], str] = {
+    m.LookupRequest: LOOKUP,
+    m.PrepareStore: STORE,
+    m.PrepareRetrieve: RETRIEVE,
+    m.Clear: CLEAR,
+}
+_GRANTED = bytes([Grant.GRANTED])
+
+
+class Recording:
+    """Lives on the loop's thread. `serve(False)`: nobody answers for the index."""
+
+    def __init__(
+        self, server: str, l1: L1, loop: Loop, serve: Callable[[bool], None], about: Callable[[], dict[str, Any]]
+    ) -> None:
+        self.on = False
+        self._loop = loop
+        self._server = server
+        self._l1 = l1
+        self._clock = l1.clock
+        self._serve = serve
+        self._about = about
+        self._bus: EventBus | None = None
+        self._recorder: TraceRecorder | None = None
+        self._settings = RecordSettings()
+        self._pending: dict[tuple[Session, int], tuple[m.Message, float]] = {}
+
+    def start(self, settings: RecordSettings) -> None:
+        """Begin; raises `UsageError` for a directory that cannot be used."""
+        if self._bus is not None:
+            raise UsageError(f"the server records into {self._settings.dir} already: stop that first")
+        try:
+            header = header_of(self._server, __version__, self._about())
+            self._recorder = TraceRecorder(settings, header, self._clock.now)
+        except OSError as error:
+            raise UsageError(f"nothing can be recorded into {settings.dir}: {error.strerror}") from error
+        self._settings = settings
+        self._bus = EventBus({"record": self._recorder}, RECORDS_WAITING_MAX)
+        self.on = True
+        self._serve(False)
+
+    def stop(self) -> None:
+        """End it, where there is one, and wait until it is written: at the server's end."""
+        bus = self._end()
+        if bus is not None:
+            bus.close()
+
+    def _end(self) -> EventBus | None:
+        """Nothing more is recorded; who closes what is given back waits until the rest is written."""
+        self.on = False
+        for session, _ in self._pending:
+            session.told = None
+        self._pending.clear()
+        bus, self._bus, self._recorder = self._bus, None, None
+        if bus is not None:
+            self._serve(True)
+        return bus
+
+    def change(self, session: Session, request: m.ChangeRecording) -> m.Message | None:
+        """Serves requests to begin and to end one. The end is answered (None) when all is written."""
+        if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
+            raise UsageError("recordings are made over the lifeline, by the server's own user: run the command there")
+        if request.dir is None:
+            bus = self._end()
+            if bus is None:
+                raise UsageError("the server records nothing")
+            done = m.Done(request.rid)
+
+            def close() -> None:
+                bus.close()
+                self._loop.call(lambda: session.send(done))
+
+            threading.Thread(target=close, name="lmcache-record-end", daemon=True).start()
+            return None
+        try:
+            settings = RecordSettings.model_validate({"dir": request.dir, **request.settings})
+        except ValueError as error:
+            raise UsageError(f"this cannot be recorded: {error}") from error
+        self.start(settings)
+        return m.Done(request.rid)
+
+    def check(self) -> None:
+        """Now and then: a recorder that hangs is put aside."""
+        if self._bus is not None:
+            self._bus.check()
+
+    def status(self) -> dict[str, Any] | None:
+        """For `status`."""
+        if self._bus is None or self._recorder is None:
+            return None
+        told = self._bus.status()
+        return {
+            "dir": str(self._settings.dir),
+            "operations": self._recorder.operations,
+            "waiting": told["queue"],
+            "dropped": told["dropped"],
+            "aside": told["subscribers"]["record"]["aside"],
+        }
+
+    # --- the loop's side ------------------------------------------------------------------------------------
+
+    def served(self, session: Session | None, request: m.Request, reply: m.Message | None) -> None:
+        """A request was answered, or will be (None)."""
+        if session is None or type(request) not in _KINDS:
+            return
+        if reply is not None:
+            self._leave(session, request, reply, self._clock.now)
+        elif len(self._pending) < _PENDING_MAX:
+            self._pending[session, request.rid] = (request, self._clock.now)
+            session.told = self._answered
+
+    def _answered(self, session: Session, reply: m.Message) -> None:
+        found = self._pending.pop((session, getattr(reply, "rid", 0)), None)
+        if found is not None:
+            self._leave(session, found[0], reply, found[1])
+
+    def _leave(self, session: Session, request: m.Message, reply: m.Message, asked_at_s: float) -> None:
+        if self._bus is None:
+            return
+        layout = self._l1.layouts.get(session.namespaces.get(getattr(request, "namespace", None) or 0, 0))
+        self._bus.emit(
+            _operation,
+            asked_at_s,
+            self._clock.now - asked_at_s,
+            session.id,
+            0 if layout is None else layout.nbytes,
+            request,
+            reply,
+            objects=len(getattr(request, "keys", b"")) // KEY_BYTES,
+        )
+
+
+def _operation(
+    at_s: float, asked_at_s: float, took_s: float, worker: int, nbytes: int, request: Any, reply: Any
+) -> Iterator[CacheEvent]:
+    """On the bus's thread."""
+    statuses: bytes = getattr(reply, "statuses", b"")
+    hits = reply.hits if isinstance(reply, m.LookupReply) else statuses.count(_GRANTED)
+    yield OperationServed(
+        at_s=at_s,
+        asked_at_s=asked_at_s,
+        took_s=took_s,
+        worker=worker,
+        kind=_KINDS[type(request)],
+        namespace=request.namespace or 0,
+        nbytes=nbytes,
+        keys=getattr(request, "keys", b""),
+        prefix=getattr(request, "prefix", False),
+        hits=hits,
+        statuses=statuses,
+    )
