@@ -7,10 +7,14 @@ import platform
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from lmcache_core.pool.cores import usable_cores
+from lmcache_core.server.build import tier_config
+from lmcache_core.settings.model import TierSettings
 from lmcache_core.tiers.contract import Outcome, StoreItem
 from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
 
@@ -122,3 +126,17 @@ def test_a_server_that_ends_writes_what_it_owes_without_a_rest(doubles: Any) -> 
     loop.tiering.begin_drain()
     loop.until(lambda: loop.tiering.drained)
     assert len(adapter.objects) == 2
+
+
+def test_a_tier_that_nothing_is_said_of_gives_way() -> None:
+    config = tier_config(TierSettings(type="mem"))
+    assert config.store_io == "idle"
+    assert config.store_cpu_share == usable_cores() / 4
+    assert tier_config(TierSettings(type="mem", store_cpu_share=1.5, store_io="normal")).store_cpu_share == 1.5
+
+
+def test_a_running_tier_takes_over_another_share(doubles: Any) -> None:
+    tier = doubles.tier("mem", doubles.adapter(), store_cpu_share=SHARE)
+    doubles.loop(doubles.l1(), tier).idle()
+    tier.reconfigure(replace(tier.config, store_cpu_share=2.0))
+    assert tier.store_cpu.share == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -30,6 +31,10 @@ LOAD_BYTES = 252_000_000  # 4,096 tokens of the larger model
 LOAD_MIN = 0.9
 LOSS_MAX = {False: 1.03, True: 1.05}  # without reuse; with a tier on a disk
 CPU_MAX = {False: 0.01, True: 0.03}
+NOT_BESIDE = (
+    "LMCache's own connector is not in these figures: it needs a server and an engine configuration of its own, and "
+    "cannot be switched within one engine"
+)
 WARM_PAIRS, LOSS_PAIRS = 20, 80  # an even number: half of them in each order
 PROMPTS = 2  # that the warm pairs take turns with
 TIER_BATCHES = 4  # of one measurement, so that most of what is written back is written beside the next batch
@@ -56,6 +61,7 @@ def run(options: Namespace, bench: Bench) -> None:
             with _Engine(options, bench, sizes._replace(model=options.model or sizes.model), tier=tier) as engine:
                 for name in chosen:
                     PARTS[name](engine, bench, options.pairs, loss.tokens)
+    print(NOT_BESIDE, file=sys.stderr)
 
 
 class _Sizes(NamedTuple):
