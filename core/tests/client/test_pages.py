@@ -596,6 +596,26 @@ def test_promises_are_redeemed_or_given_back(ways: Ways, watcher: Client, missin
         until(lambda: leases(watcher) == NO_LEASES, "the promise to go")
 
 
+@pytest.mark.parametrize("made_to", ["this session", "another"])
+def test_a_slice_of_a_promise_is_redeemed_and_the_rest_stays_promised(
+    ways: Ways, watcher: Client, made_to: str
+) -> None:
+    for way in ways.names:
+        small = Small(lambda groups, way=way: ways.pages(way, groups))  # type: ignore[misc]
+        small.store()
+        scheduler = ways.clients[way] if made_to == "this session" else watcher
+        found = scheduler.lookup(small.keys, namespace=small.space, hold=True, prefix=False)
+        assert found.promise
+        group, keys, page_ids, *_ = small.entry
+        ids, half = list(page_ids), len(keys) // 2
+        per_key = len(ids) // len(keys)
+        for first, end, kept in ((0, half, 1), (half, len(keys), 0)):
+            entry = (group, keys[first:end], ids[first * per_key : end * per_key])
+            assert small.pages.retrieve([entry], promises=[found.promise.slice(first, end)]).hits == end - first
+            until(lambda kept=kept: leases(watcher) == NO_LEASES | {"promise": kept}, "the slice to be redeemed")  # type: ignore[misc]
+        assert scheduler.free_lookup_locks(found.promise) == 0, "all of it was redeemed"
+
+
 # --- what a session may hold at once ---------------------------------------------------------------------------
 
 

@@ -140,6 +140,7 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.RenewLease, rid, lease),
         st.builds(m.LeaseStatusOf, rid, lease),
         st.builds(m.FreeLookupLocks, rid, st.lists(lease, max_size=5)),
+        st.builds(m.RedeemPromise, rid, lease, namespace, keys),
         st.builds(m.QueryPrefetchStatus, rid, wire_int),
         st.builds(m.QueryLookupHits, rid, wire_int),
         st.builds(m.Cancel, rid, wire_int),

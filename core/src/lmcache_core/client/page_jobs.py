@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache_core.client.channel import Pending, expect
@@ -459,7 +460,7 @@ class RetrieveJob(PagesJob):
             link = ground.links.look()
             layout = None if link is None else link.layout_of(namespace)
             there = [] if found is None else [at for at, byte in enumerate(found) if byte]
-            # A promise is redeemed as a whole, by who asks the server; where nothing is to be asked it is given back.
+            # A promise is redeemed by who asks the server; where nothing is to be asked, it is told what was read.
             if self._promises[number] and len(there) < len(keys):
                 there = []
             if link is None or link.index is None or layout is None:
@@ -571,7 +572,7 @@ class RetrieveJob(PagesJob):
             if failed and not self._told:
                 again.append((number, failed))
             elif not failed and (promise := self._promises[number]):
-                self._give_back(promise)
+                self._redeem(self._entries[number], promise)
         self._found = []
         return again
 
@@ -581,11 +582,13 @@ class RetrieveJob(PagesJob):
         if link is not None and link.index is not None:
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
-    def _give_back(self, promise: Promise) -> None:
+    def _redeem(self, entry: GroupKeys, promise: Promise) -> None:
+        """For what was read by the index, without an answer. It may be a slice, of a promise to another session: what it
+        keeps for others stays kept."""
         link = self._ground.links.look()
-        if link is not None:
-            held = promise.numbers
-            link.channel.post(lambda rid: m.FreeLookupLocks(rid, held))
+        for first, end, number in frames_of(entry.keys, promise, BATCH_KEYS_MAX):
+            if link is not None and number:
+                link.channel.post(partial(_redemption, number, entry.namespace.id, join_keys(entry.keys[first:end])))
 
     def _get_leased_on(self, leased: _Leased) -> bool:
         if leased.over:
@@ -712,6 +715,10 @@ class RetrieveJob(PagesJob):
                 if each is Status.ABORTED:
                     self._note(number, position, status, reason)
         self._finish()
+
+
+def _redemption(number: int, space: int, keys: bytes, rid: int) -> m.Message:
+    return m.RedeemPromise(rid, number, space, keys)
 
 
 def _over(work: Any) -> bool:

@@ -88,7 +88,8 @@ class Pages:
 
         What the index has is read without a call; the server is asked for the rest, without waiting for its answer. So
         somebody has to look at the job now and then, by `done`, `done_region` or a wait. `promises`: for each entry
-        those that `lookup(hold=True)` of its keys gave; they are redeemed, or given back. `order`: "region" has the
+        that of a lookup of its keys, or a slice of it, whichever session it was made to; it is redeemed for the keys of
+        the entry that are read, and keeps the others. `order`: "region" has the
         first region of all objects ready first, as layers are computed; "object" one object after another.
         `deadline_s`: what is not there by then is a miss with the reason `LATE`, as soon as somebody looks. `verify`:
         as for `Client.retrieve`; objects that are checked are not done before all of their regions are.

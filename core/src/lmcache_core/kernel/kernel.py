@@ -447,6 +447,13 @@ class Kernel:
         self._releases.step()
         return freed
 
+    def redeem_promise(self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float) -> int:
+        """These keys of a promise were read without a lease, by whoever: of how many it kept something."""
+        self._expire_due(now)
+        redeemed = self._reading.redeem(promise_id, namespace, keys)
+        self._releases.step()
+        return redeemed
+
     def promise_more(
         self, promise_id: int, namespace: int, keys: Sequence[bytes], now: float, *, prefix: bool = False
     ) -> float | None:

@@ -154,7 +154,7 @@ class Reading:
             kept = keys
             if Grant.QUOTA in statuses:
                 kept = [key for key, status in zip(keys, statuses, strict=True) if status != Grant.QUOTA]
-            self._redeem(promise_id, namespace, kept)
+            self.redeem(promise_id, namespace, kept)
         if lease is None:
             lease = self._new(LeaseKind.READ, session, namespace, now, ttl_s or self._read_ttl_s, entries, len(found))
         else:
@@ -200,14 +200,16 @@ class Reading:
             self._leases.remember(lease)
         return lease
 
-    def _redeem(self, promise_id: int, namespace: int, keys: Sequence[bytes]) -> None:
-        """The promise is kept for these keys: its holds on them end, now that the lease has its own."""
+    def redeem(self, promise_id: int, namespace: int, keys: Sequence[bytes]) -> int:
+        """The promise is kept for these keys: its holds on them end, now that a lease has its own, or that they were
+        read without one. On how many it had any."""
         promise = self._leases.find_promise(promise_id, namespace)
-        if promise is not None:
-            asked = set(keys)
-            self._let_go(
-                promise, [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
-            )
+        if promise is None:
+            return 0
+        asked = set(keys)
+        kept = [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
+        self._let_go(promise, kept)
+        return len(kept)
 
     def finish(self, session: KernelSession, lease_id: int, positions: Sequence[int] | None) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.READ)

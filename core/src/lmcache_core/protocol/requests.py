@@ -95,6 +95,16 @@ class FreeLookupLocks(Message, tag="free_lookup_locks"):
     promises: list[int]
 
 
+class RedeemPromise(Message, tag="redeem_promise"):
+    """These keys of a promise were read without a lease: it keeps them no longer, and the others as before. By any
+    session of the namespace. Answered by `Done`: of how many keys something was kept."""
+
+    rid: int
+    promise: int
+    namespace: int
+    keys: bytes
+
+
 class PrepareStore(Message, tag="prepare_store"):
     """`lease` 0 opens a lease; otherwise the keys are the next page of that one."""
 
@@ -330,6 +340,7 @@ Request = (
     | QueryPrefetchStatus
     | QueryLookupHits
     | FreeLookupLocks
+    | RedeemPromise
     | PrepareStore
     | CommitStore
     | AbortStore

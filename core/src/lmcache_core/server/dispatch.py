@@ -97,6 +97,7 @@ class Dispatch:
             m.QueryPrefetchStatus: lambda s, r: lookups.status_of(s, r.rid, r.job),
             m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
             m.FreeLookupLocks: self._free_lookup_locks,
+            m.RedeemPromise: self._redeem_promise,
             m.PrepareStore: self._prepare_store,
             m.CommitStore: self._commit_store,
             m.AbortStore: self._settle(partial(kernel.abort_store, reason=Reason.ABORTED)),
@@ -263,6 +264,11 @@ class Dispatch:
         freed = self._kernel.free_lookup_locks(session.id, request.promises, self._l1.clock.now)
         self._lookups.freed(session, request.promises)
         return m.Done(request.rid, freed)
+
+    def _redeem_promise(self, session: Session, request: m.RedeemPromise) -> m.Message:
+        self._layout_of(session, request.namespace)
+        keys, now = split_keys(request.keys), self._l1.clock.now
+        return m.Done(request.rid, self._kernel.redeem_promise(request.promise, request.namespace, keys, now))
 
     # --- the two phases -----------------------------------------------------------------------------------
 
