@@ -13,6 +13,7 @@ from lmcache_core.plugins.components import API_GENERATION, ComponentSpec, Findi
 from lmcache_core.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from lmcache_core.client.asynchronous import AsyncClient
     from lmcache_core.client.boundaries import KeyGroup, Need
     from lmcache_core.client.client import Client
     from lmcache_core.client.pages import PageEntry
@@ -30,6 +31,7 @@ if "free-threading" in sys.version:  # what our C shares between threads is guar
 
 __all__ = [
     "API_GENERATION",
+    "AsyncClient",
     "CacheError",
     "Client",
     "ComponentSpec",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AsyncClient": "lmcache_core.client.asynchronous",
     "Client": "lmcache_core.client.client",
     "KeyGroup": "lmcache_core.client.boundaries",
     "Layout": "lmcache_core.pool.layout",

@@ -583,8 +583,8 @@ class RetrieveJob(PagesJob):
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
     def _redeem(self, entry: GroupKeys, promise: Promise) -> None:
-        """For what was read by the index, without an answer. It may be a slice, of a promise to another session: what it
-        keeps for others stays kept."""
+        """For what was read by the index, without an answer. It may be a slice, of a promise to another session: what
+        it keeps for others stays kept."""
         link = self._ground.links.look()
         for first, end, number in frames_of(entry.keys, promise, BATCH_KEYS_MAX):
             if link is not None and number:

@@ -1,0 +1,215 @@
+"""AsyncClient against a real server: the same answers, and an event loop that goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core import AsyncClient, Client, Layout, Namespace, PageGroup, Region, Server
+from lmcache_core.client.results import Status
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.settings.compose import make_settings
+
+NBYTES = 4096
+SPACE = Namespace("asynchronous", Layout("uint8", (NBYTES,)))
+KEYS = [bytes([number]) * 32 for number in range(8)]
+AT_ONCE = {"lookup_nowait", "companions"}  # of Client, what never waits and is called there
+
+
+def content(key: bytes) -> bytes:
+    return key * (NBYTES // len(key))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    settings = make_settings(
+        name=f"a{os.urandom(4).hex()}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 16 << 20, "backing": "memfd"}, drain_s=0.1,
+    )  # fmt: skip
+    with Server(settings, load_plugins()) as server:
+        assert server.populator.wait(60)
+        yield server
+
+
+def connect(server: Server, **options: Any) -> AsyncClient:
+    return AsyncClient.connect(server.settings.name, runtime_dir=server.settings.runtime_dir, **options)
+
+
+def test_every_method_of_a_client_is_there_with_its_parameters() -> None:
+    for name, method in inspect.getmembers(Client, inspect.isfunction):
+        if name.startswith("_") or name in AT_ONCE:
+            continue
+        ours = getattr(AsyncClient, name)
+        if name != "register_pages":
+            assert inspect.iscoroutinefunction(ours), name
+        theirs = set(inspect.signature(method).parameters)
+        if name != "lookup":  # which passes its options on
+            assert set(inspect.signature(ours).parameters) == theirs, name
+
+
+def test_what_is_stored_is_found_and_read(server: Server) -> None:
+    async def run() -> None:
+        async with connect(server) as client:
+            stored = await client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+            assert stored.stored == len(KEYS)
+            found = await client.lookup([*KEYS, b"x" * 32], namespace=SPACE)
+            assert found.hits == len(KEYS)
+            into = [bytearray(NBYTES) for _ in KEYS]
+            assert (await client.retrieve(KEYS, into, namespace=SPACE)).hits == len(KEYS)
+            assert [bytes(each) for each in into] == [content(key) for key in KEYS]
+            held = await client.lookup(KEYS, namespace=SPACE, hold=True)
+            assert await client.free_lookup_locks(held.promise) == 1
+            assert (await client.lookup(KEYS * 200, namespace=SPACE)).hits == 200 * len(KEYS)
+            assert (await client.status())["l1"]["used_bytes"] == len(KEYS) * NBYTES
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("use_index", [True, False])
+def test_pages_go_both_ways(server: Server, use_index: bool) -> None:
+    async def run() -> None:
+        memory = bytearray(b"".join(map(content, KEYS)))
+        regions = [Region(memory, 0, NBYTES, NBYTES, len(KEYS))]
+        async with connect(server, use_index=use_index) as client:
+            pages = client.register_pages([PageGroup(SPACE, regions, 1)])
+            assert (await pages.store([(0, KEYS, range(len(KEYS)))])).stored == len(KEYS)
+            before = bytes(memory)
+            memory[:] = bytes(len(memory))
+            assert (await pages.retrieve([(0, KEYS, range(len(KEYS)))])).hits == len(KEYS)
+            assert bytes(memory) == before
+            memory[:] = bytes(len(memory))
+            got = await client.retrieve_strided(KEYS, regions, range(len(KEYS)), namespace=SPACE)
+            assert got.hits == len(KEYS)
+            assert bytes(memory) == before
+            again = await client.store_strided(KEYS[:2], regions, [0, 1], namespace=SPACE)
+            assert list(again.statuses) == [Status.EXISTS] * 2
+
+    asyncio.run(run())
+
+
+def test_a_hit_by_the_index_does_not_give_the_event_loop_away(server: Server) -> None:
+    async def run() -> None:
+        async with connect(server) as client:
+            await client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+            if not client.client.lookup(KEYS, namespace=SPACE, ask=False).hits:
+                pytest.skip("there is no index without the C extension")
+            for ask in (True, False):
+                coroutine = client.lookup(KEYS, namespace=SPACE, ask=ask)
+                with pytest.raises(StopIteration) as ended:
+                    coroutine.send(None)  # to its end, without one turn of the loop
+                assert ended.value.value.hits == len(KEYS)
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Iterator[Any]:
+    """A server in a process of its own that can be made to hang; a connected client."""
+    name = f"h{os.urandom(4).hex()}"
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", f"--name={name}", "--l1.backing=memfd"]
+    command += [f"--runtime_dir={tmp_path / 'run'}", f"--state_dir={tmp_path / 'state'}", "--l1.size_bytes=16MiB"]
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            yield process, name, tmp_path / "run"
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def test_the_event_loop_goes_on_while_a_hung_server_is_waited_for(stopped: Any) -> None:
+    process, name, runtime_dir = stopped
+
+    async def run() -> None:
+        async with AsyncClient.connect(name, runtime_dir=runtime_dir, call_timeout_s=60) as client:
+            while not await client.register_layout(SPACE):
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
+            asked = [
+                asyncio.ensure_future(client.lookup(KEYS, namespace=SPACE)),
+                asyncio.ensure_future(client.status()),
+            ]
+            for _ in range(100):
+                await asyncio.sleep(0.001)  # would never end if either held the loop
+            assert not any(each.done() for each in asked)
+            process.send_signal(signal.SIGCONT)
+            found, status = await asyncio.gather(*asked)
+            assert found.hits == 0
+            assert "l1" in status
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_ends_when_it_writes_no_more(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, go_on = threading.Event(), threading.Event()
+    retrieve = Client.retrieve
+
+    async def run() -> None:
+        async with connect(server) as client:
+            await client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+
+            def slowly(*arguments: Any, **options: Any) -> Any:
+                assert go_on.wait(60)
+                result = retrieve(client.client, *arguments, **options)
+                written.set()
+                return result
+
+            into = [bytearray(NBYTES) for _ in KEYS]
+            task = asyncio.ensure_future(_call(slowly, KEYS, into))
+            await asyncio.sleep(0)
+            for _ in range(3):  # impatiently
+                task.cancel()
+                await asyncio.sleep(0)
+            assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert written.is_set()
+
+    async def _call(slowly: Any, keys: Any, into: Any) -> Any:
+        from functools import partial
+
+        from lmcache_core.client.asynchronous import _elsewhere
+
+        return await _elsewhere(partial(slowly, keys, into, namespace=SPACE))
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_lookup_is_cancelled_at_the_server(stopped: Any) -> None:
+    process, name, runtime_dir = stopped
+
+    async def run() -> None:
+        async with AsyncClient.connect(name, runtime_dir=runtime_dir) as client:
+            while not await client.register_layout(SPACE):
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
+            task = asyncio.ensure_future(client.lookup(KEYS, namespace=SPACE, hold=True))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            process.send_signal(signal.SIGCONT)
+            assert (await client.lookup(KEYS, namespace=SPACE)).hits == 0
+            assert (await client.status())["l1"]["leases_by_kind"]["promise"] == 0
+
+    asyncio.run(run())
+
+
+def test_without_a_server_everything_is_a_value(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncClient.connect("nobody", runtime_dir=tmp_path, connect_timeout_s=0.1) as client:
+            assert (await client.lookup(KEYS, namespace=SPACE)).hits == 0
+            assert (await client.store(KEYS[:1], [content(KEYS[0])], namespace=SPACE)).stored == 0
+            assert client.why_unreachable
+
+    asyncio.run(run())
