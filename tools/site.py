@@ -35,7 +35,15 @@ MERMAID = "mermaid@12.3.0"
 
 # What the pages say about the code: page → its title and the modules whose public names it shows.
 API = {
-    "client": ("Client", ["lmcache_core.client.client", "lmcache_core.client.asynchronous", "lmcache_core.client.results", "lmcache_core.client.leases"]),
+    "client": (
+        "Client",
+        [
+            "lmcache_core.client.client",
+            "lmcache_core.client.asynchronous",
+            "lmcache_core.client.results",
+            "lmcache_core.client.leases",
+        ],
+    ),
     "names": ("Keys, namespaces, layouts", ["lmcache_core.tokens", "lmcache_core.pool.layout"]),
     "server": ("Server and errors", ["lmcache_core.server.server", "lmcache_core.errors"]),
     "plugins": ("Hooks and components", ["lmcache_core.plugins.hookspecs", "lmcache_core.plugins.components"]),

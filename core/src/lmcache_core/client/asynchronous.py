@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
@@ -185,6 +186,10 @@ class AsyncClient:
         """As `Client.operate`."""
         return await _elsewhere(partial(self.client.operate, companion, operation, **arguments))
 
+    async def record_start(self, directory: str | Path, **settings: Any) -> None:
+        """As `Client.record_start`."""
+        await _elsewhere(partial(self.client.record_start, directory, **settings))
+
     # One question and one answer, or a copy that lets others run: in the loop's executor.
     store = _awaited(Client.store)
     retrieve = _awaited(Client.retrieve)
@@ -218,6 +223,7 @@ class AsyncClient:
     tiers_drain = _awaited(Client.tiers_drain)
     tiers_remove = _awaited(Client.tiers_remove)
     report_block_allocation = _awaited(Client.report_block_allocation)
+    record_stop = _awaited(Client.record_stop)
     quotas = _awaited(Client.quotas)
     quota_set = _awaited(Client.quota_set)
     quota_remove = _awaited(Client.quota_remove)
