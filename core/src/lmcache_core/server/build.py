@@ -24,6 +24,7 @@ from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
 from lmcache_core.settings.model import Component, Settings, TierSettings
+from lmcache_core.tiers.drills import wrapped
 from lmcache_core.tiers.tier import Tier, TierConfig, adapter_context
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
@@ -109,10 +110,11 @@ def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
     component = settings.eviction
     return Tier(
         name,
-        adapter,
+        wrapped(name, adapter, settings.wrap),
         tier_config(settings),
         serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
         eviction=None if component is None else build_eviction(registry, component),
+        wrap=settings.wrap,
         make_eviction=None if component is None else lambda: build_eviction(registry, component),
         context=context,
     )

@@ -16,10 +16,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmcache_core import limits
-from lmcache_core.errors import SettingsError
+from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol.address import NAME_PATTERN
 from lmcache_core.settings.sizes import Size
+from lmcache_core.tiers.drills import parse_wrap
 
 _TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
@@ -234,6 +235,10 @@ class TierSettings(Section):
     serde: tuple[Component, ...] = Field(default=(), description="codec chain, in the order of encoding")
     connections: int = Field(default=4, ge=1, le=1024, description="requests that may be under way at once")
     deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time for one batch")
+    wrap: tuple[str, ...] = Field(
+        default=(),
+        description="for drills, around the tier, the first outermost: latency:SECONDS, faults:RULE; RULE, record",
+    )
     rescan_s: Seconds | None = Field(
         default=None, description="how often the medium is counted again, where several servers share it; none: never"
     )
@@ -257,6 +262,16 @@ class TierSettings(Section):
     def _gather(cls, value: Any) -> Any:
         ours = set(TierSettings.model_fields) - {"settings"}
         return gather(value, ours, "settings", isinstance_of=TierSettings, offers=has_own(cls, "settings"))
+
+    @field_validator("wrap")
+    @classmethod
+    def _wrappers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                parse_wrap(text)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return value
 
     @field_validator("eviction", mode="before")
     @classmethod

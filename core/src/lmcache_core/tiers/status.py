@@ -20,6 +20,7 @@ def tier_status(tier: Tier) -> dict[str, Any]:
     return {
         "name": tier.name,
         "draining": tier.draining,
+        "wrap": tier.wrap,
         "reads": {"breaker": str(tier.reads.state), "opened": tier.reads.opened},
         "writes": {"breaker": str(tier.writes.state), "opened": tier.writes.opened},
         "last_error": tier.last_error,

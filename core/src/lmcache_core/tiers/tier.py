@@ -74,6 +74,7 @@ class Tier:
         serdes: Sequence[Serde] = (),
         eviction: EvictionPolicy | None = None,
         make_eviction: Callable[[], EvictionPolicy] | None = None,
+        wrap: Sequence[str] = (),
         context: AdapterContext | None = None,
     ) -> None:
         if eviction is not None and config.capacity_bytes is not None and not adapter.capabilities.delete:
@@ -84,6 +85,7 @@ class Tier:
             eviction = None  # whom it named would count as leaving, and stay
         self.name = name
         self.adapter = adapter
+        self.wrap = list(wrap)  # for `status`: what the adapter is wrapped in
         self.medium = adapter.medium()
         self._recount = Recount() if context is None else context.recount  # as the adapter was built with
         self.config = config
