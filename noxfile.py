@@ -294,8 +294,13 @@ def simulation(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Small faults put into core one at a time: what no test notices. Hours; `-- --only tiers/order.py --sample 20`."""
-    install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, *test_requirements(CORE)), native="require")
+    """Small faults put in one at a time: what no test notices. Hours; `-- --only tiers/order.py --sample 20`.
+
+    `-- --only fs/adapter.py`, `redis/adapter.py` or `s3/adapter.py`: what the conformance kit does not notice.
+    """
+    adapters = [PACKAGES[name] for name in ("lmcache-fs", "lmcache-redis", "lmcache-s3")]
+    needs = {each for path in (CORE, *adapters) for each in test_requirements(path)}
+    install(session, *adapters, tools=(*TEST_TOOLS, *sorted(needs)), native="require")
     session.run("python", "tests/mutants/run.py", *session.posargs)
 
 

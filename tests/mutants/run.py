@@ -1,4 +1,5 @@
-"""Mutants: small faults, put into a copy of core's source one at a time. The tests of their module must notice each.
+"""Mutants: small faults, put into a copy of the source one at a time. The tests of their module must notice each; for
+our adapters that is the conformance kit, and nothing else.
 
     python tests/mutants/run.py [--only MODULE] [--lines FIRST-LAST] [--sample N] [--seed N] [--jobs N] [--list]
 
@@ -26,8 +27,6 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE = ROOT / "core" / "src"
-TESTS = ROOT / "core" / "tests"
 LIMIT_TIMES, LIMIT_S_MIN = 6.0, 30.0  # of what the tests take without a mutant: more is a loop, and noticed
 # module → the quick tests that are about it, those that notice most first
 TARGETS: dict[str, Sequence[str]] = {
@@ -44,8 +43,29 @@ TARGETS: dict[str, Sequence[str]] = {
                            "server/test_shares.py"],
     "server/shares.py": ["server/test_shares.py"],
 }  # fmt: skip
+# adapter → its package, and the class that puts it under the kit
+ADAPTERS = {
+    "fs/adapter.py": ("lmcache-fs", "tests/conformance/test_adapters.py::TestFs"),
+    "redis/adapter.py": ("lmcache-redis", "plugins/lmcache-redis/tests/test_contract.py::TestDirect"),
+    "s3/adapter.py": ("lmcache-s3", "plugins/lmcache-s3/tests/test_contract.py::TestDirect"),
+}
 _MOVED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
           ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}  # fmt: skip
+
+
+def source_of(module: str) -> tuple[Path, str]:
+    """The folder of sources that a module is in, and its path there."""
+    if module in ADAPTERS:
+        package = ADAPTERS[module][0]
+        return ROOT / "plugins" / package / "src", f"{package.replace('-', '_')}/{module.partition('/')[2]}"
+    return ROOT / "core" / "src", f"lmcache_core/{module}"
+
+
+def tests_of(module: str) -> list[str]:
+    """What pytest is to run."""
+    if module in ADAPTERS:
+        return [str(ROOT / ADAPTERS[module][1])]
+    return [str(ROOT / "core" / "tests" / test) for test in TARGETS[module]]
 
 
 class Mutant(NamedTuple):
@@ -61,7 +81,8 @@ class Mutant(NamedTuple):
 
 def mutants_of(module: str) -> list[Mutant]:
     """Every mutant of a module, in the order of its lines."""
-    text = (SOURCE / "lmcache_core" / module).read_text()
+    source, place = source_of(module)
+    text = (source / place).read_text()
     tree = ast.parse(text)
     found = []
     for path, node in _walk(tree, ()):
@@ -129,18 +150,23 @@ def _shown(node: ast.AST) -> str:
 
 
 class Bench:
-    """A copy of the source, in which one mutant after the other is put."""
+    """Copies of the sources, in which one mutant after the other is put."""
 
-    def __init__(self, folder: Path) -> None:
-        self.source = folder / "src"
+    def __init__(self, folder: Path, modules: Sequence[str]) -> None:
+        self._folder = folder
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.c", "*.h")
-        shutil.copytree(SOURCE, self.source, ignore=ignored)
+        for source in {source_of(module)[0] for module in modules}:
+            shutil.copytree(source, self._copy(source), ignore=ignored)
+
+    def _copy(self, source: Path) -> Path:
+        return self._folder / source.parent.name
 
     def passes(self, module: str, limit_s: float | None = None) -> bool:
         """Whether the tests of a module find nothing wrong."""
-        env = os.environ | {"PYTHONPATH": str(self.source), "PYTHONDONTWRITEBYTECODE": "1"}
+        path = [str(self._copy(source_of(module)[0])), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow",
-                   *(str(TESTS / test) for test in TARGETS[module])]  # fmt: skip
+                   *tests_of(module)]  # fmt: skip
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    start_new_session=True)  # fmt: skip
         try:
@@ -153,7 +179,8 @@ class Bench:
                 process.wait()
 
     def survives(self, mutant: Mutant, limit_s: float) -> bool:
-        place = self.source / "lmcache_core" / mutant.module
+        source, path = source_of(mutant.module)
+        place = self._copy(source) / path
         sound = place.read_text()
         place.write_text(mutant.source)
         try:
@@ -164,7 +191,13 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", action="append", choices=sorted(TARGETS), metavar="MODULE", help="default: all")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=sorted({**TARGETS, **ADAPTERS}),
+        metavar="MODULE",
+        help="default: all of core; adapters are named: " + ", ".join(ADAPTERS),
+    )
     parser.add_argument("--lines", metavar="FIRST-LAST", help="only mutants of these lines")
     parser.add_argument("--sample", type=int, metavar="N", help="so many of each module, by chance")
     parser.add_argument("--seed", type=int, default=0, help="of that chance (default: %(default)s)")
@@ -172,11 +205,12 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say what they are, and run none")
     options = parser.parse_args()
     first, last = map(int, options.lines.split("-")) if options.lines else (0, sys.maxsize)
+    modules = options.only or list(TARGETS)
     with tempfile.TemporaryDirectory() as folder:
         benches: SimpleQueue[Bench] = SimpleQueue()
         for number in range(options.jobs):
-            benches.put(Bench(Path(folder) / str(number)))
-        for module in options.only or TARGETS:
+            benches.put(Bench(Path(folder) / str(number), modules))
+        for module in modules:
             chosen = [mutant for mutant in mutants_of(module) if first <= mutant.line <= last]
             if options.sample is not None and options.sample < len(chosen):
                 chosen = random.Random(options.seed).sample(chosen, options.sample)

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmcache_core.cli import certify
 from lmcache_core.cli.new_plugin import TEMPLATES, write_package
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import CacheError, PluginError
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("action", nargs="?", choices=["list", "show", "new"], default="list", help="default: list")
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "show", "new", "certify"], default="list", help="default: list"
+    )
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="show: a plugin or a component; new: what its component is to be called"
     )
@@ -34,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="new: where the package's folder goes (default: here)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    certify.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _show(arguments.registry, arguments.name, arguments.json)
     if arguments.action == "new":
         return _new(arguments)
+    if arguments.action == "certify":
+        return certify.run(arguments)
     if arguments.name is not None:
         raise PluginError(f"`plugins list` takes no name: lmcache-core plugins show {arguments.name}")
     return _list(arguments.registry, arguments.json)

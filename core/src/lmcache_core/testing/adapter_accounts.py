@@ -6,11 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import pytest
-
 from lmcache_core.testing import material
 from lmcache_core.testing.adapter_batches import expect_all_stored, items_of
-from lmcache_core.testing.contract import Contract, not_claimed, not_judged
+from lmcache_core.testing.contract import Contract, missing, not_claimed, not_judged
 from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, Result, StoreItem, Usage
 
@@ -218,7 +216,7 @@ class AccountTests(Contract):
         able = adapter.capabilities
         if small_adapter is None:
             if able.evicts:
-                pytest.fail(f"{type(self).__name__} claims evicts: give it a fixture 'small_adapter'", pytrace=False)
+                missing(type(self), "small_adapter", "the adapter claims evicts")
             not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
         nbytes = material.fitting(adapter, 200_000)
         numbers = range(1 + (8 << 20) // nbytes)  # 8 MiB for a medium of 4 MiB at most

@@ -86,9 +86,10 @@ class Card:
 class CardWriter:
     """A pytest plugin: notes each contract test, prints the card at the end, and writes it to a file."""
 
-    def __init__(self, path: str, speed: str, *, every: bool = False) -> None:
+    def __init__(self, path: str | Path | None, speed: str, *, every: bool = False, subject: str = "") -> None:
         self.card = Card(speed)
-        self._path = Path(path)
+        self._subject = subject
+        self._path = None if path is None else Path(path)
         self._every = every
 
     @pytest.hookimpl(wrapper=True)
@@ -103,6 +104,7 @@ class CardWriter:
 
     def _line(self, cls: type[Contract], item: Any, report: Any) -> Line | None:
         subject = f"{cls.component} ({cls.__name__})" if cls.component else cls.__name__
+        subject = self._subject if cls.by_settings else subject
         claim = claim_of(item.name)
         if report.outcome == "passed":
             return Line(subject, claim, HELD)
@@ -126,5 +128,6 @@ class CardWriter:
         rows = _ORDER if self._every else (FAILED, KNOWN, JUDGED_NOT)
         for line in self.card.table(rows):
             terminalreporter.write_line(line)
-        self.card.write(self._path)
-        terminalreporter.write_line(f"written to {self._path}")
+        if self._path is not None:
+            self.card.write(self._path)
+            terminalreporter.write_line(f"written to {self._path}")

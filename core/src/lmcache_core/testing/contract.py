@@ -27,6 +27,7 @@ class Contract:
     """
 
     component: ClassVar[str] = ""  # the component's name in the registry, for tests that walk the registry
+    by_settings: ClassVar[bool] = False  # True: nobody can bring a fixture, and what needs one is not judged
     limit_s: ClassVar[float] = 120.0  # a test that takes longer hangs: it fails, and says where
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -64,8 +65,10 @@ def _reason_to_fail(found: Any) -> bool:
     return callable(found) and any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in marks)
 
 
-def missing(cls: type, fixture: str, why: str) -> NoReturn:
+def missing(cls: type[Contract], fixture: str, why: str) -> NoReturn:
     """Fail for a fixture that the component's own claims ask for."""
+    if cls.by_settings:
+        not_judged(f"{why}: a fixture {fixture!r} unlocks it, which only a test class can bring")
     pytest.fail(f"{cls.__name__} has no fixture {fixture!r}, and {why}", pytrace=False)
 
 
