@@ -2,7 +2,8 @@
 
     python tests/soak/run.py [--seconds 180] [--seed N]
 
-Workers store, look up, read, pin and clear objects, and check every byte. A key has other bytes each time that it is
+Workers store, look up, read, pin and clear objects of three sizes, and check every byte; what the pool may do with what
+tiers lack yet is another thing with each server. A key has other bytes each time that it is
 stored, as KV has that was computed again. At the end everything that was held is accounted for, no object of the pool
 or of an honest tier was ever found damaged, the server's memory is flat, and nothing is left behind. Exit status 0, or
 1 with what was wrong.
@@ -35,8 +36,11 @@ from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 
-LAYOUT = Layout("uint8", (65536,))
-NAMESPACES = [Namespace(f"model {number}", LAYOUT) for number in range(2)]
+MODELS = [Namespace(f"model {number}", Layout("uint8", (65536,))) for number in range(2)]
+SMALL = Namespace("small", Layout("uint8", (12288,)))
+LARGE = Namespace("large", Layout("uint8", (1536 * 1024,)))  # for one of these slabs of the others have to go
+NAMESPACES = [*MODELS, *MODELS, SMALL, LARGE]  # as often as they are met
+DIRTY = ("drop", "wait", "keep")
 KEYS = 300  # few enough that a key is stored, lost and stored again all the time, with other bytes
 WORKERS = 4
 SETTLE_S = 60.0
@@ -53,7 +57,7 @@ def payload(namespace: Namespace, number: int, stamp: bytes) -> bytes:
     """What a key holds that was stored with this stamp. Every part of it tells which key's it is, and which store's."""
     of = b"%d of %d, " % (number, namespace.id) + stamp
     unit = stamp + hashlib.shake_256(of).digest(UNIT_BYTES - STAMP_BYTES)
-    return unit * (LAYOUT.nbytes // UNIT_BYTES)
+    return unit * (namespace.layout.nbytes // UNIT_BYTES)
 
 
 def fresh(namespace: Namespace, number: int) -> bytes:
@@ -79,8 +83,9 @@ def work(name: str, run: str, seed: int) -> int:
     with Client.connect(name, runtime_dir=run, client_name=f"soak {seed}") as client:
         while not stop.is_set():
             namespace = rng.choice(NAMESPACES)
-            first = rng.randrange(KEYS)
-            numbers = [(first + step) % KEYS for step in range(rng.randrange(1, 40))]
+            first = rng.randrange(KEYS // 10 if namespace is LARGE else KEYS)
+            count = rng.randrange(1, 3 if namespace is LARGE else 40)
+            numbers = [(first + step) % KEYS for step in range(count)]
             keys = [key(number) for number in numbers]
             try:
                 if not _turn(client, namespace, numbers, keys, rng, counts):
@@ -116,7 +121,7 @@ def _turn(
         )
         if rng.random() < 0.1:
             return True  # promises are left to expire
-        into = [bytearray(LAYOUT.nbytes) for _ in keys]
+        into = [bytearray(namespace.layout.nbytes) for _ in keys]
         verify = rng.choice(["never", "first", "always"])
         result = client.retrieve(keys, into, namespace=namespace, prefix=prefix, promise=found.promise, verify=verify)
         for number, status, buffer in zip(numbers, result.statuses, into, strict=True):
@@ -161,6 +166,8 @@ class Soak:
             "runtime_dir": self.run,
             "state_dir": self.folder / "state",
             "drain_s": "5",
+            "dirty": self.rng.choice(DIRTY),
+            "store_wait_s": "0.3",
             "l1.size_bytes": "12MiB",
             "lease.promise_ttl_s": "5",
             "l2_order": "disk,cold,liar",
