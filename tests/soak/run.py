@@ -3,10 +3,9 @@
     python tests/soak/run.py [--seconds 180] [--seed N]
 
 Workers store, look up, read, pin and clear objects of three sizes, and check every byte; what the pool may do with what
-tiers lack yet is another thing with each server. A key has other bytes each time that it is
-stored, as KV has that was computed again. At the end everything that was held is accounted for, no object of the pool
-or of an honest tier was ever found damaged, the server's memory is flat, and nothing is left behind. Exit status 0, or
-1 with what was wrong.
+tiers lack yet is another thing with each server. A key has other bytes each time that it is stored, as KV has that was
+computed again. At the end everything that was held is accounted for, no object of the pool or of an honest tier was
+ever found damaged, the server's memory is flat, and nothing is left behind. Exit status 0, or 1 with what was wrong.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.link_states import LinkEvent, LinkState
 from lmcache_core.client.occupancy import Occupancy, settle_page
 from lmcache_core.client.results import Status
-from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.errors import DisconnectedError, LeaseExpiredError, LimitError, UsageError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.lifelock import LifeLock
@@ -478,3 +478,25 @@ def test_a_run_of_positions_is_said_as_a_range_and_any_others_one_by_one() -> No
     assert (run.first, run.count, run.positions) == (3, 3, b"")
     assert (others.first, others.count, list(unpack_positions(others.positions))) == (0, 0, [3, 5])
     assert (one.first, one.count) == (9, 1)
+
+
+def test_a_lease_of_which_a_page_was_refused_ends_with_its_last_commit(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server.connect() as client:
+        lease = client.prepare_store(KEYS[:1], namespace=SPACE)
+        begin = server.kernel.begin_store
+
+        def refused(*arguments: Any, **options: Any) -> Any:
+            raise LimitError("one lease too many")
+
+        monkeypatch.setattr(server.kernel, "begin_store", refused)
+        lease.ask(KEYS[1:2])
+        monkeypatch.setattr(server.kernel, "begin_store", begin)
+        assert lease.statuses == [Status.GRANTED, Status.QUOTA]
+        lease.view(0)[:] = bytes(NBYTES)
+        assert lease.commit() == [Status.STORED, Status.QUOTA]
+        with pytest.raises(LeaseExpiredError, match="has ended"):
+            lease.view(0)
+        assert not client._links.occupancy._holdings
+    assert leases(watcher) == NONE
