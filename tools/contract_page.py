@@ -38,6 +38,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "AdapterContext", "Recount",
         ],
     ),
+    ("Sockets that keep to a deadline", "lmcache_core.tiers.budget", ["within", "connect", "left_s", "BudgetSocket"]),
     ("Eviction policies", "lmcache_core.policies", ["EvictionPolicy", "Entry"]),
     ("Store policies", "lmcache_core.policies", ["StorePolicy", "StoreCandidate", "StorePlan", "TierView"]),
     ("Prefetch policies", "lmcache_core.policies", ["PrefetchPolicy", "PrefetchPlan"]),
@@ -60,6 +61,9 @@ def page() -> str:
 
 
 def _class(shown: Any) -> Iterator[str]:
+    if inspect.isfunction(shown):
+        yield f"\n### {shown.__name__}\n\n**`{shown.__name__}{_signature(shown)}`**\n\n{_text(shown)}\n"
+        return
     yield f"\n### {shown.__name__}\n\n{_text(shown)}\n"
     if not isinstance(shown, EnumType):
         fields = list(_fields(shown))
@@ -67,7 +71,9 @@ def _class(shown: Any) -> Iterator[str]:
             yield "\n```python\n" + "".join(f"{line}\n" for line in fields) + "```\n"
     for name, method in vars(shown).items():
         inner = method.fget if isinstance(method, property) else method
-        if name.startswith("_") or not inspect.isfunction(inner) or not inspect.getdoc(inner):
+        if not inspect.isfunction(inner) or not (inner.__doc__ if name == "__init__" else inspect.getdoc(inner)):
+            continue
+        if name.startswith("_") and name != "__init__":
             continue
         label = f"{name}" if isinstance(method, property) else f"{name}{_signature(inner)}"
         yield f"\n**`{label}`**\n\n{_text(inner)}\n"
@@ -80,7 +86,7 @@ def _fields(shown: Any) -> Iterator[str]:
         defaults = {each.name: each.default for each in dataclasses.fields(shown)}
     for name, annotation in vars(shown).get("__annotations__", {}).items():
         default = defaults.get(name, vars(shown).get(name, dataclasses.MISSING))
-        plain = default is None or isinstance(default, (bool, int, str, float))
+        plain = default is None or isinstance(default, (bool, int, float)) or default in ("", "0")
         yield f"{name}: {annotation}" + (f" = {default!r}" if plain else "")
 
 

@@ -25,8 +25,11 @@ def test_the_page_is_what_the_docstrings_say() -> None:
 
 
 @pytest.mark.parametrize("shown", SHOWN, ids=lambda shown: shown.__name__)
-def test_help_explains_every_field_and_every_method(shown: type) -> None:
+def test_help_explains_every_field_and_every_method(shown: Any) -> None:
     told = inspect.getdoc(shown) or ""
+    if inspect.isfunction(shown):
+        assert told
+        return
     if issubclass(shown, Enum):
         fields = [member.name for member in shown]
     elif issubclass(shown, tuple) or hasattr(shown, "__dataclass_fields__"):

@@ -9,6 +9,32 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import ClassVar
 
+__all__ = [
+    "CacheError",
+    "ClearedError",
+    "DamagedObjectError",
+    "DisconnectedError",
+    "ForgottenError",
+    "LeaseExpiredError",
+    "LimitError",
+    "MismatchedObjectError",
+    "NotAttachedError",
+    "NotEnoughMemoryError",
+    "PluginError",
+    "PoolBusyError",
+    "PoolError",
+    "PoolMismatchError",
+    "ProtocolError",
+    "Retry",
+    "RowTakenError",
+    "SettingsError",
+    "TierError",
+    "UnknownNamespaceError",
+    "UntrustedError",
+    "UsageError",
+    "VersionError",
+]
+
 
 class Retry(StrEnum):
     """Whether the same call may succeed later."""

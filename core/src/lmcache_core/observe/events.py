@@ -14,6 +14,34 @@ from typing import Protocol
 
 import msgspec
 
+__all__ = [
+    "EVENTS",
+    "BlocksReported",
+    "CacheCleared",
+    "CacheEvent",
+    "DrainBegun",
+    "EventsMissed",
+    "LeaseTimedOut",
+    "LookupAnswered",
+    "Maker",
+    "ObjectsAdmitted",
+    "ObjectsEvent",
+    "ObjectsEvicted",
+    "ObjectsLoaded",
+    "ObjectsRemoved",
+    "ObjectsTiered",
+    "ObjectsUntiered",
+    "PoolAdopted",
+    "ServerFault",
+    "SessionClosed",
+    "SessionOpened",
+    "SlotsQuarantined",
+    "TierListChanged",
+    "TierStateChanged",
+    "of_objects",
+    "one",
+]
+
 
 class CacheEvent(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
     """Something that has happened. `at_s`: Unix seconds, when the server noticed."""

@@ -13,6 +13,11 @@ from pathlib import Path
 
 from lmcache_core.observe.events import CacheEvent
 
+__all__ = [
+    "EventSubscriber",
+    "SubscriberContext",
+]
+
 
 @dataclass(frozen=True)
 class SubscriberContext:

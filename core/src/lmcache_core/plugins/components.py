@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+__all__ = [
+    "API_GENERATION",
+    "ComponentSpec",
+    "Finding",
+    "Kind",
+    "PluginInfo",
+]
+
 API_GENERATION = 1
 """Of hooks and contracts. Moves when one of them changes in a way that breaks plugins."""
 

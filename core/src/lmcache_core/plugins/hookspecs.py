@@ -18,6 +18,16 @@ from lmcache_core.plugins.components import ComponentSpec, Finding, PluginInfo
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings
 
+__all__ = [
+    "hookimpl",
+    "lmcache_add_commands",
+    "lmcache_check",
+    "lmcache_components",
+    "lmcache_plugin_info",
+    "lmcache_started",
+    "lmcache_stopping",
+]
+
 PROJECT = "lmcache_core"  # pluggy's project name and the entry-point group
 
 hookspec = pluggy.HookspecMarker(PROJECT)

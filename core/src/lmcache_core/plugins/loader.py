@@ -28,6 +28,10 @@ from lmcache_core.plugins.hookspecs import PROJECT
 from lmcache_core.plugins.records import PluginRecord, Refusal
 from lmcache_core.plugins.registry import Registry
 
+__all__ = [
+    "load_plugins",
+]
+
 BUILTIN = "builtin"
 _OURS = re.compile(r"lmcache[-_.]core\b(?![-_.])", re.IGNORECASE)
 Loaded = tuple[Candidate, object, Examined, float]

@@ -7,6 +7,10 @@ from typing import Any
 
 from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 
+__all__ = [
+    "LruEviction",
+]
+
 
 class _End:
     """Both ends of the ring: `newer` of it is the oldest entry, `older` of it the newest."""

@@ -10,6 +10,10 @@ from functools import cached_property
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import OBJECT_BYTES_MAX
 
+__all__ = [
+    "Layout",
+]
+
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,

@@ -8,6 +8,11 @@ from typing import ClassVar
 
 from lmcache_core.pool.layout import Layout
 
+__all__ = [
+    "Buffer",
+    "Serde",
+]
+
 Buffer = bytes | bytearray | memoryview
 
 

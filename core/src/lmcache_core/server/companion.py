@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from lmcache_core.pool.layout import Layout
     from lmcache_core.server.l1 import L1
 
+__all__ = [
+    "Companion",
+    "CompanionContext",
+]
+
 
 class CompanionContext:
     """What a companion may ask of its server. On the loop's thread only, and not from `committed`, `left` or `read`."""

@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+__all__ = [
+    "HelperContext",
+    "HelperProcess",
+]
+
 
 @dataclass(frozen=True)
 class HelperContext:

@@ -36,6 +36,10 @@ from lmcache_core.settings.sources import (
     tree_of,
 )
 
+__all__ = [
+    "make_settings",
+]
+
 
 class Provenance(NamedTuple):
     """Where a value came from: the kind of place, and the flag, variable or file itself."""

@@ -22,6 +22,12 @@ from lmcache_core.protocol.address import NAME_PATTERN
 from lmcache_core.settings.sizes import Size
 from lmcache_core.tiers.drills import parse_wrap
 
+__all__ = [
+    "Component",
+    "Settings",
+    "TierSettings",
+]
+
 _TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 

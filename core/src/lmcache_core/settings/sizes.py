@@ -7,6 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+__all__ = [
+    "Size",
+]
+
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}iB".upper(): 1024**power for power, letter in enumerate("KMGT", start=1)}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}

@@ -19,6 +19,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+__all__ = [
+    "BudgetSocket",
+    "BudgetTlsSocket",
+    "connect",
+    "left_s",
+    "locked",
+    "within",
+]
+
 T = TypeVar("T")
 _NEVER = float("inf")
 

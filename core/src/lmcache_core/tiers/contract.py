@@ -12,6 +12,20 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from lmcache_core.limits import TIER_BATCH_KEYS_MAX
 
+__all__ = [
+    "AdapterContext",
+    "Capabilities",
+    "L2Adapter",
+    "LoadItem",
+    "Outcome",
+    "Recount",
+    "Result",
+    "ScanEntry",
+    "ScanPage",
+    "StoreItem",
+    "Usage",
+]
+
 T = TypeVar("T")
 
 
@@ -230,14 +244,18 @@ class L2Adapter(ABC):
     of them has returned; the constructor and `medium` come before the first.
 
     A server names a key once in a batch. A key that is named twice is answered twice, as by two calls; of two stores of
-    it one stays, whole. What another adapter or process stores and deletes is seen at once: nothing that was read of
-    the medium, a key that was not there included, may be kept for the next call.
+    it one stays, whole. A deadline may be days away: cut it down to what your library can count. What another adapter
+    or process stores and deletes is seen at once: nothing that was read of the medium, a key that was not there
+    included, may be kept for the next call.
     """
 
     capabilities: ClassVar[Capabilities]
 
     @abstractmethod
-    def __init__(self, settings: Any, context: AdapterContext) -> None: ...
+    def __init__(self, settings: Any, context: AdapterContext) -> None:
+        """Open nothing, wait for nothing. `capabilities` stands on the class, where `lmcache-core plugins` reads it;
+        where it depends on the settings (the largest object, say), set it on the instance here: the server reads
+        that."""
 
     @abstractmethod
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:

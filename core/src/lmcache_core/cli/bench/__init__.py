@@ -11,6 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+__all__ = ["add_bench"]
+
 
 def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str, module: str) -> None:
     """Add the bench `name`, implemented by `module` (an import path), to `lmcache-core bench`.
