@@ -445,6 +445,23 @@ def matrix(session: nox.Session, backend: str) -> None:
 
 
 @nox.session
+def examples(session: nox.Session) -> None:
+    """Adapters for media of strangers (contrib/examples), each on its real medium; one that is missing is said."""
+    packages = sorted((ROOT / "contrib/examples").glob("*/pyproject.toml"))
+    needs = {each for path in packages for each in pyproject(path.parent)["project"]["dependencies"]}
+    needs |= {
+        each for path in packages for each in pyproject(path.parent)["project"]["optional-dependencies"]["testing"]
+    }
+    outer = sorted(each for each in needs if not each.startswith("lmcache-core"))
+    install(session, extras="[testing]", tools=(*TEST_TOOLS, *outer))
+    with tempfile.TemporaryDirectory() as folder:  # copies: a build leaves things behind
+        ours = [shutil.copytree(path.parent, Path(folder, path.parent.name)) for path in packages]
+        session.run("python", "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *map(str, ours))
+    tests = [str(path.parent / "tests") for path in packages]
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", *tests, *session.posargs)
+
+
+@nox.session
 def outside(session: nox.Session) -> None:
     """As a stranger: core from its wheel, far from here, with no checkout on the path; what it writes is green."""
     with tempfile.TemporaryDirectory() as folder:

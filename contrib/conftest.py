@@ -1,0 +1,9 @@
+"""The examples are packages of strangers: their tests run where they are installed (nox -s examples)."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+collect_ignore = [
+    f"examples/lmcache-{name}" for name in ("memcached", "lmdb", "postgres") if find_spec(f"lmcache_{name}") is None
+]

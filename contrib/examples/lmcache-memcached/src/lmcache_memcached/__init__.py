@@ -1,0 +1,36 @@
+"""A tier of lmcache-core. This module only names things: every `lmcache-core` command imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lmcache_core import ComponentSpec, Finding, Kind, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from lmcache_core.settings.model import Settings
+
+
+@hookimpl
+def lmcache_plugin_info() -> PluginInfo:
+    return PluginInfo(api=1, summary="objects on Memcached")
+
+
+@hookimpl
+def lmcache_components() -> Sequence[ComponentSpec]:
+    return [
+        ComponentSpec(
+            Kind.L2_ADAPTER,
+            "memcached",
+            factory="lmcache_memcached.adapter:MemcachedAdapter",
+            settings="lmcache_memcached.settings:MemcachedSettings",
+            summary="objects on Memcached",
+        )
+    ]
+
+
+@hookimpl
+def lmcache_check(settings: Settings) -> Sequence[Finding]:
+    from lmcache_memcached.check import check_tiers
+
+    return check_tiers(settings)
