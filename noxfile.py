@@ -195,10 +195,11 @@ def native(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", sorted(PACKAGES), ids=sorted(PACKAGES))
 def plugin(session: nox.Session, name: str) -> None:
-    """One package from its wheel, with its own tests."""
+    """One package from its wheel, with its own tests; an adapter's score card. `-- --kit=full` does more of the kit."""
     path = PACKAGES[name]
     install(session, *([] if path == CORE else [path]), tools=(*TEST_TOOLS, *test_requirements(path)))
-    session.run("python", "-m", "pytest", "-q", "--timeout=300", str(path / "tests"))
+    card = f"--kit-card={ROOT / 'build/cards' / name}.json"
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", card, str(path / "tests"), *session.posargs)
 
 
 @nox.session

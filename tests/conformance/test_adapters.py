@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,6 +44,18 @@ class Files(Backdoor):
         self._path(key).unlink()
 
 
+@contextlib.contextmanager
+def _away(folder: Path) -> Iterator[None]:
+    """Within it a file is in the way where the folder was."""
+    folder.rename(folder.with_name("away"))
+    folder.write_text("in the way")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        folder.with_name("away").rename(folder)
+
+
 class TestFs(L2AdapterContract):
     component = "fs"
     io_mode = "buffered"
@@ -50,17 +64,25 @@ class TestFs(L2AdapterContract):
         return FsSettings(path=path, io_mode=self.io_mode)
 
     @pytest.fixture
+    def outage(self, tmp_path: Path) -> AbstractContextManager[None]:
+        return _away(tmp_path / "disk")
+
+    @pytest.fixture
+    def lock(self, tmp_path: Path) -> AbstractContextManager[None]:
+        return _away(tmp_path / "disk/tier/tmp")
+
+    @pytest.fixture
     def adapter(self, tmp_path: Path, adapter_context: AdapterContext) -> Iterator[FsAdapter]:
-        with FsAdapter(self._settings(tmp_path / "tier"), adapter_context) as adapter:
+        with FsAdapter(self._settings(tmp_path / "disk/tier"), adapter_context) as adapter:
             yield adapter
 
     @pytest.fixture
     def reopen(self, tmp_path: Path, adapter_context: AdapterContext) -> Callable[[], FsAdapter]:
-        return lambda: FsAdapter(self._settings(tmp_path / "tier"), adapter_context)
+        return lambda: FsAdapter(self._settings(tmp_path / "disk/tier"), adapter_context)
 
     @pytest.fixture
     def backdoor(self, tmp_path: Path) -> Files:
-        return Files(tmp_path / "tier")
+        return Files(tmp_path / "disk/tier")
 
     @pytest.fixture
     def unreachable(self, tmp_path: Path, adapter_context: AdapterContext) -> Iterator[FsAdapter]:

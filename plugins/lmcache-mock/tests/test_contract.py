@@ -33,6 +33,15 @@ class Memory(Backdoor):
         del self._memory.objects[key]
 
 
+@contextlib.contextmanager
+def with_faults(adapter: MockAdapter, *rules: str) -> Iterator[None]:
+    adapter.set_faults(*rules)
+    try:
+        yield
+    finally:
+        adapter.set_faults()
+
+
 class TestMock(L2AdapterContract):
     component = "mock"
 
@@ -54,13 +63,19 @@ class TestMock(L2AdapterContract):
     def hang(self, adapter: MockAdapter) -> contextlib.AbstractContextManager[None]:
         """`hang` ignores deadlines on purpose; a medium that is this `slow` is the same to a client that keeps them."""
 
-        @contextlib.contextmanager
-        def slow() -> Iterator[None]:
-            adapter.set_faults("any slow s=1000")
-            yield
-            adapter.set_faults()
+        return with_faults(adapter, "any slow s=1000")
 
-        return slow()
+    @pytest.fixture
+    def stall(self, adapter: MockAdapter) -> contextlib.AbstractContextManager[None]:
+        return with_faults(adapter, "load slow s=1000")
+
+    @pytest.fixture
+    def outage(self, adapter: MockAdapter) -> contextlib.AbstractContextManager[None]:
+        return with_faults(adapter, "any gone")
+
+    @pytest.fixture
+    def lock(self, adapter: MockAdapter) -> contextlib.AbstractContextManager[None]:
+        return with_faults(adapter, "store throttled")
 
     @pytest.fixture
     def unreachable(self, adapter_context: AdapterContext) -> Iterator[MockAdapter]:

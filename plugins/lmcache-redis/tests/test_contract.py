@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import pytest
 import redis
 
-from lmcache_core.testing import Backdoor, L2AdapterContract
+from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext
 from lmcache_redis.adapter import RedisAdapter
 from lmcache_redis.settings import RedisSettings
@@ -50,9 +50,36 @@ class RedisContract(L2AdapterContract):
         )
 
     @pytest.fixture
-    def adapter(self, made: Callable[..., RedisAdapter]) -> Iterator[RedisAdapter]:
-        with made(ttl_s=3600) as adapter:
+    def proxy(self, server: Any) -> Iterator[StallingProxy]:
+        with StallingProxy("127.0.0.1", server.port) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def adapter(self, request: pytest.FixtureRequest, made: Callable[..., RedisAdapter]) -> Iterator[RedisAdapter]:
+        behind = {"stall", "outage"} & set(request.fixturenames)  # tests without trouble need no proxy
+        where = {"port": request.getfixturevalue("proxy").port} if behind else {}
+        with made(ttl_s=3600, **where) as adapter:
             yield adapter
+
+    @pytest.fixture
+    def stall(self, proxy: StallingProxy) -> AbstractContextManager[None]:
+        return proxy.stall()
+
+    @pytest.fixture
+    def outage(self, proxy: StallingProxy) -> AbstractContextManager[None]:
+        return proxy.outage()
+
+    @pytest.fixture
+    def lock(self, door: redis.Redis) -> AbstractContextManager[None]:
+        @contextmanager
+        def paused() -> Iterator[None]:
+            door.execute_command("CLIENT", "PAUSE", 600_000, "WRITE")
+            try:
+                yield
+            finally:
+                door.execute_command("CLIENT", "UNPAUSE")
+
+        return paused()
 
     @pytest.fixture
     def reopen(self, made: Callable[..., RedisAdapter]) -> Callable[..., RedisAdapter]:

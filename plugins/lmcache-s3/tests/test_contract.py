@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
 
 import pytest
+from s3_front import Fault, Front
 
-from lmcache_core.testing import Backdoor, L2AdapterContract
+from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter
 from lmcache_core.tiers.parallel import adapter_context as parallel_context
 from lmcache_s3.adapter import S3Adapter
@@ -40,10 +42,37 @@ class S3Contract(L2AdapterContract):
     quick_scan_pages_objects: ClassVar[int | None] = 60  # the server of these tests takes 5 ms for one
 
     @pytest.fixture
-    def settings(self, bucket: Any) -> S3Settings:
-        made = bucket.settings(transport=self.transport)
+    def proxy(self, front: Front) -> Iterator[StallingProxy]:
+        with StallingProxy("127.0.0.1", front.port) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def settings(self, request: pytest.FixtureRequest, bucket: Any, front: Front) -> S3Settings:
+        behind = {"stall", "outage"} & set(request.fixturenames)  # tests without trouble need no proxy
+        url = f"http://127.0.0.1:{request.getfixturevalue('proxy').port}" if behind else front.url
+        made = bucket.settings(transport=self.transport, endpoint_url=url)
         assert isinstance(made, S3Settings)
         return made
+
+    @pytest.fixture
+    def stall(self, proxy: StallingProxy) -> AbstractContextManager[None]:
+        return proxy.stall()
+
+    @pytest.fixture
+    def outage(self, proxy: StallingProxy) -> AbstractContextManager[None]:
+        return proxy.outage()
+
+    @pytest.fixture
+    def lock(self, front: Front) -> AbstractContextManager[None]:
+        @contextmanager
+        def slowed_down() -> Iterator[None]:
+            front.rule = lambda seen: Fault(status=503, code="SlowDown") if seen.method == "PUT" else None
+            try:
+                yield
+            finally:
+                front.rule = None
+
+        return slowed_down()
 
     @pytest.fixture
     def adapter(self, settings: S3Settings, adapter_context: AdapterContext) -> Iterator[L2Adapter]:
@@ -72,18 +101,6 @@ class S3Contract(L2AdapterContract):
 class TestDirect(S3Contract):
     transport = "direct"
 
-    @pytest.fixture
-    def settings(self, bucket: Any, front: Any) -> S3Settings:
-        made = bucket.settings(transport="direct", endpoint_url=front.url)
-        assert isinstance(made, S3Settings)
-        return made
-
 
 class TestPlain(S3Contract):
     transport = "plain"
-
-    @pytest.fixture
-    def settings(self, bucket: Any, front: Any) -> S3Settings:
-        made = bucket.settings(transport="plain", endpoint_url=front.url)
-        assert isinstance(made, S3Settings)
-        return made

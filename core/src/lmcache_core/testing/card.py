@@ -68,6 +68,7 @@ class Card:
     def write(self, path: Path) -> None:
         """The badge, and beside it every claim."""
         claims = [line._asdict() for line in self.lines]
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**self.badge(), "speed": self.speed, "claims": claims}, indent=2) + "\n")
 
     def table(self, rows_of: Iterable[str] = (FAILED, KNOWN, JUDGED_NOT)) -> list[str]:

@@ -32,6 +32,23 @@ class Way(Enum):
     AWAY = "away"  # connections end, and new ones are refused
 
 
+class _Flag:
+    """Whether something is so, to be waited for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._value = True
+
+    def set(self, value: bool) -> None:
+        with self._changed:
+            self._value = value
+            self._changed.notify_all()
+
+    def wait_for(self, value: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._value is value)
+
+
 class StallingProxy:
     """Listens on `port` of 127.0.0.1 and passes everything on to `host` and `target_port`, as long as it is well."""
 
@@ -41,6 +58,7 @@ class StallingProxy:
         self._closed = threading.Event()
         self._links: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
+        self._listens = _Flag()
         self._listener = self._listening(0)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="kit-proxy", daemon=True)
@@ -62,8 +80,10 @@ class StallingProxy:
     def outage(self) -> Iterator[None]:
         """Within it nothing listens, and what was connected is not any more."""
         with self._in(Way.AWAY):
+            self._listens.wait_for(False)
             self._hang_up()
             yield
+        self._listens.wait_for(True)
 
     def close(self) -> None:
         """End everything. Idempotent."""
@@ -105,9 +125,11 @@ class StallingProxy:
         while not self._closed.is_set():
             if self._way is Way.AWAY:
                 self._listener.close()
+                self._listens.set(False)
                 while self._way is Way.AWAY and not self._closed.is_set():
                     time.sleep(TURN_S)
                 self._listener = self._listening(self.port)
+                self._listens.set(True)
             if select.select([self._listener], [], [], TURN_S)[0]:
                 near, _ = self._listener.accept()
                 threading.Thread(target=self._link, args=(near,), name="kit-proxy-link", daemon=True).start()
@@ -121,6 +143,8 @@ class StallingProxy:
         link = near, far
         with self._lock:
             self._links.add(link)
+        if self._way is Way.AWAY:  # it was taken just before
+            self._hang_up()
         try:
             self._pass_on(near, far)
         finally:
