@@ -17,7 +17,7 @@ from lmcache_core.tiers.stored import StoredWatch
 
 
 @dataclass(eq=False)
-class _Wait:
+class _StoredWait:
     session: Session
     rid: int
     namespace: int
@@ -34,7 +34,7 @@ class StoredWaits:
         self._l1 = l1
         self._explains = explains
         self._share = share
-        self._waits: dict[_Wait, None] = {}
+        self._waits: dict[_StoredWait, None] = {}
         self._by_session: Counter[int] = Counter()
         self._moves = 0  # of the tiering, when the waits were last looked at …
         self._look_at_s = 0.0  # … and when they are looked at although nothing has moved: a scan has ended, say
@@ -59,7 +59,7 @@ class StoredWaits:
                 "them"
             )
         reply_at_s = now + min(request.wait_s, STORED_WAIT_S_MAX)
-        self._waits[_Wait(session, request.rid, request.namespace, keys, watch, reply_at_s)] = None
+        self._waits[_StoredWait(session, request.rid, request.namespace, keys, watch, reply_at_s)] = None
         self._by_session[session.id] += 1
         self._share.take(session.origin)
         return None
@@ -82,7 +82,7 @@ class StoredWaits:
             return None
         return min(self._look_at_s, min(wait.reply_at_s for wait in self._waits))
 
-    def _answer(self, wait: _Wait) -> None:
+    def _answer(self, wait: _StoredWait) -> None:
         del self._waits[wait]
         self._by_session -= Counter([wait.session.id])
         self._share.give(wait.session.origin)
