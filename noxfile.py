@@ -478,7 +478,13 @@ def outside(session: nox.Session) -> None:
             said = str(session.run(python, "-c", code, external=True, silent=True, env=clean))
             if str(ROOT) in said or folder not in said:
                 session.error(f"something of the checkout is on the path: {said}")
-            new = {"l2_adapter": "tier", "eviction": "order", "serde": "codec", "subscriber": "hearer"}
+            new = {
+                "l2_adapter": "tier",
+                "eviction": "order",
+                "serde": "codec",
+                "subscriber": "hearer",
+                "operation": "inspect",
+            }
             for kind, name in new.items():
                 session.run(command, "plugins", "new", name, "--kind", kind, external=True, env=clean)
             packages = [f"./lmcache-{name}" for name in new.values()]

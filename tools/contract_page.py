@@ -44,6 +44,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
     ("Prefetch policies", "lmcache_core.policies", ["PrefetchPolicy", "PrefetchPlan"]),
     ("Serdes", "lmcache_core.serde.contract", ["Serde"]),
     ("Event subscribers", "lmcache_core.observe.subscriber", ["EventSubscriber", "SubscriberContext"]),
+    ("Operations", "lmcache_core.server.operation", ["ServerOperation", "OperationContext", "PoolView", "ObjectInfo"]),
     ("Companions", "lmcache_core.server.companion", ["Companion", "CompanionContext"]),
     ("Helpers", "lmcache_core.server.helper", ["HelperProcess", "HelperContext"]),
     ("The plugin itself", "lmcache_core", ["ComponentSpec", "Kind", "PluginInfo", "Finding"]),

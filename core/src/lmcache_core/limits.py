@@ -122,6 +122,10 @@ TIER_LOSSES_REMEMBERED = 1 << 14  # why a tier does not have a key: some 3 MB a 
 TIER_DOUBTS_MAX = (
     4096  # keys that a tier is asked about after calls that failed; what a longer outage leaves, a scan finds
 )
+OPERATION_THREADS = 2  # of all operations that packages brought
+OPERATIONS_WAITING_MAX = 64  # calls of these; further ones are refused
+OPERATION_SLOW_S = 0.002  # longer on the loop, and it is counted as slow
+OPERATION_SAMPLE_BYTES_MAX = 4096  # that an operation may see of an object at once
 TRACE_RECORD_BYTES_MAX = 1 << 20  # of a recording: a frame's keys are a tenth of it
 RECORDS_WAITING_MAX = 10_000  # operations that wait to be written
 KV_EVENT_BATCH_HASHES = 4096  # of one KV event, and events of one batch of a snapshot

@@ -39,7 +39,7 @@ def test_a_package_of_each_kind_is_whole(kind: str, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["acme"], "plugins new NAME --kind l2_adapter|eviction|serde|store|prefetch|subscriber"),
+        (["acme"], "plugins new NAME --kind l2_adapter|eviction|serde|store|prefetch|subscriber|operation"),
         (["--kind", "serde"], "say what to write"),
         (["Acme", "--kind", "serde"], "'Acme' is no name"),
         (["a__b", "--kind", "serde"], "is no name"),

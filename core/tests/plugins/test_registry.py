@@ -99,12 +99,13 @@ def test_everything_else_is_built_from_its_settings_alone() -> None:
 def test_every_built_in_is_importable_and_can_be_built(tmp_path: Path) -> None:
     registry = load_plugins({"LMCACHE_CORE_PLUGINS": ""})
     contexts = {Kind.EVENT_SUBSCRIBER: SubscriberContext("node", tmp_path)}
+    settings = {"kv_events": {"endpoint": f"ipc://{tmp_path}/kv", "replay_endpoint": None}}
     built = [
-        registry.build(spec.kind, spec.name, None, contexts.get(kind))
+        registry.build(spec.kind, spec.name, settings.get(spec.name), contexts.get(kind))
         for kind in Kind
         for spec in registry.components(kind)
     ]
-    assert len(built) == 10
+    assert len(built) == 11
     for each in built:
         if isinstance(each, EventSubscriber):
             each.close()

@@ -36,6 +36,7 @@ TEMPLATES: Mapping[str, _Template] = {
     "store": _Template(Kind.STORE_POLICY, "small objects to the first tier alone, large ones to every tier"),
     "prefetch": _Template(Kind.PREFETCH_POLICY, "from the first healthy tier; what a prompt begins with stays in L1"),
     "subscriber": _Template(Kind.EVENT_SUBSCRIBER, "counts events by kind"),
+    "operation": _Template(Kind.OPERATION, "shows an object of the pool"),
 }
 
 

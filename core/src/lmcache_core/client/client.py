@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
+
+import msgspec
 
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.boundaries import CommonHits, CommonLookups, KeyGroup
@@ -52,6 +54,8 @@ from lmcache_core.protocol.codec import join_keys, pack_u64
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
+
+_Reply = TypeVar("_Reply", bound=msgspec.Struct)
 
 
 class Client:
@@ -661,6 +665,17 @@ class Client:
         """Call an operation of a companion, as its package documents it. Raises `UsageError` where there is no such
         companion or operation, and for anyone but the server's own user over the lifeline."""
         return expect(self._ask(lambda rid: m.Operate(rid, companion, operation, arguments)), m.Operated).result
+
+    def call_operation(self, operation: str, request: msgspec.Struct, reply: type[_Reply]) -> _Reply:
+        """Call an operation that a package brought to the server, with its own request and reply. Raises `UsageError`
+        where there is no such operation, for a request that it does not understand, and for anyone but the server's own
+        user over the lifeline."""
+        body = msgspec.msgpack.encode(request)
+        answer = expect(self._ask(lambda rid: m.CallOperation(rid, operation, body)), m.OperationReply)
+        try:
+            return msgspec.msgpack.decode(answer.body, type=reply)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"the reply of {operation} is not a {reply.__name__}: {error}") from error
 
     def warm(
         self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str], wait_s: float

@@ -27,6 +27,7 @@ class Kind(StrEnum):
         PREFETCH_POLICY: Which tier loads what the L1 lacks; `[prefetch_policy]`.
         SERDE: Bytes to bytes on the way to a tier; `l2.NAME.serde`.
         EVENT_SUBSCRIBER: Hears what happens; its settings are the table `[subscribers.NAME]`.
+        OPERATION: A request type of its own; its settings are the table `[operations.NAME]`.
         HELPER: A process beside the server; its settings are the table `[NAME]`.
         COMPANION: Lives beside the L1; its settings are the table `[NAME]`.
     """
@@ -37,6 +38,7 @@ class Kind(StrEnum):
     PREFETCH_POLICY = "prefetch_policy"
     SERDE = "serde"
     EVENT_SUBSCRIBER = "event_subscriber"
+    OPERATION = "operation"
     HELPER = "helper"
     COMPANION = "companion"
 
@@ -49,7 +51,8 @@ class ComponentSpec:
         kind: Its family.
         name: What users write: lower-case words joined by single underscores.
         factory: `module:attribute`, imported when it is first used. Called as `factory(settings, context)` for an
-            adapter, an event subscriber, a helper and a companion, and as `factory(settings)` for everything else.
+            adapter, an event subscriber, an operation, a helper and a companion, and as `factory(settings)` for
+            everything else.
         settings: `module:attribute` of a frozen pydantic model that forbids extra fields. None: the component has none,
             and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
             `.settings` of the table that names a policy or serde.

@@ -38,11 +38,12 @@ TIER_FIELDS = frozenset(
         "settings",
         "type",
         "watermark",
+        "wrap",
     }
 )
 _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
-_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER)
+_WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER, Kind.OPERATION)
 
 # Where components of the same family are found, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {

@@ -176,6 +176,13 @@ class Operated(Message, tag="operated"):
     result: dict[str, Any]
 
 
+class OperationReply(Message, tag="operation_reply"):
+    """`body`: the operation's own reply, as MessagePack."""
+
+    rid: int
+    body: bytes
+
+
 class Pong(Message, tag="pong"):
     rid: int
     payload: bytes
@@ -220,6 +227,7 @@ Reply = (
     | TiersReply
     | QuotasReply
     | Operated
+    | OperationReply
     | Pong
     | Done
     | Error

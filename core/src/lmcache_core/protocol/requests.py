@@ -308,6 +308,15 @@ class Operate(Message, tag="operate"):
     arguments: dict[str, Any] = {}
 
 
+class CallOperation(Message, tag="call_operation"):
+    """Call an operation that a package brought. `body`: its own request, as MessagePack. Answered by `OperationReply`.
+    Over the lifeline only, and only for the server's own user."""
+
+    rid: int
+    operation: str
+    body: bytes
+
+
 class GetChunkSize(Message, tag="get_chunk_size"):
     rid: int
 
@@ -364,6 +373,7 @@ Request = (
     | SetQuota
     | RemoveQuota
     | Operate
+    | CallOperation
     | GetChunkSize
     | StatusRequest
     | ConfigRequest

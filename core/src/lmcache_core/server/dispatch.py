@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.explains import Explains
     from lmcache_core.server.lookups import Lookups
     from lmcache_core.server.namespaces import Namespaces
+    from lmcache_core.server.operations import Operations
     from lmcache_core.server.quotas import Quotas
     from lmcache_core.server.recording import Recording
     from lmcache_core.server.sessions import Sessions
@@ -74,6 +75,7 @@ class Dispatch:
         quotas: Quotas,
         recording: Recording,
         companions: Companions,
+        operations: Operations,
         settings: Settings,
         status: Callable[[], dict[str, Any]],
     ) -> None:
@@ -121,6 +123,7 @@ class Dispatch:
             m.SetQuota: quotas.set,
             m.RemoveQuota: quotas.remove,
             m.Operate: companions.operate,
+            m.CallOperation: operations.call,
             m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
             m.StatusRequest: lambda s, r: m.StatusReply(r.rid, status()),
             m.ConfigRequest: self._config,

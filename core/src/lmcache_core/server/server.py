@@ -49,6 +49,7 @@ from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
 from lmcache_core.server.lookups import Lookups
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.namespaces import Namespaces
+from lmcache_core.server.operations import Operations
 from lmcache_core.server.quotas import Quotas
 from lmcache_core.server.recording import Recording
 from lmcache_core.server.service_manager import ServiceManager
@@ -154,6 +155,10 @@ class Server:
             self.stored_waits = StoredWaits(self.l1, explains, self.shares.stored_waits)
             self.recording = Recording(settings.name, self.l1, self.loop, self._serve_index, self._about)
             undo.callback(self.recording.stop)
+            self.operations = Operations(
+                registry, settings.operations, settings.name, settings.state_dir, self.l1, self.loop
+            )
+            undo.callback(self.operations.close)
             tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
             self.dispatch = Dispatch(
                 self.kernel,
@@ -169,6 +174,7 @@ class Server:
                 self.quotas,
                 self.recording,
                 self.companions,
+                self.operations,
                 settings,
                 lambda: describe(self),
             )
@@ -535,6 +541,7 @@ class Server:
             ("closing the lifeline", self._listener.close),
             *(("closing a carrier", carrier.close) for carrier in self.carriers),
             ("ending the sessions", self.sessions.close),
+            ("ending the operations", self.operations.close),
             ("ending the companions", self.companions.close),
             ("closing the tiers", self._close_tiers),
             ("freeing what was cleared", self._free_cleared),

@@ -96,6 +96,7 @@ def _described(server: Server) -> dict[str, Any]:
         "tiers": None if server.tiering is None else server.tiering.status(),
         "companions": server.companions.status(),
         "helpers": server.helpers.status(),
+        "operations": server.operations.status(),
         "recording": server.recording.status(),
         "events": None if server.events is None else server.events.status(),
         "longest_turn": {

@@ -35,7 +35,8 @@ def choose(sources: Sequence[Source], tables: Collection[str] = ()) -> Choices:
         prefetch_policy=_strongest(sources, PREFETCH_POLICY) or "default",
         tiers=tiers,
         tables=_tables(sources, tables),
-        subscribers=_subscribers(sources),
+        subscribers=_rows(sources, "subscribers"),
+        operations=_rows(sources, "operations"),
     )
 
 
@@ -50,11 +51,12 @@ def _tables(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...
     return tuple(sorted(named))
 
 
-def _subscribers(sources: Sequence[Source]) -> tuple[str, ...]:
+def _rows(sources: Sequence[Source], table: str) -> tuple[str, ...]:
+    """The tables in this one."""
     named: dict[str, None] = {}
     for source in reversed(sources):  # in the order of the file, and then what stronger origins add
         for path, leaf in source.leaves.items():
-            if path[0] == "subscribers" and len(path) > 1:
+            if path[0] == table and len(path) > 1:
                 if len(path) == 2 and leaf.value != {}:
                     where = f"{dotted(path)} ({leaf.where})"
                     raise SettingsError(f"{where} is a table: write [{dotted(path)}] and its settings")

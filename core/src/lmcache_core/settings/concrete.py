@@ -34,15 +34,16 @@ class Choices:
     tiers: Mapping[str, TierChoice]
     tables: tuple[str, ...] = ()  # of companions and helpers
     subscribers: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Concrete:
-    """The model of one configuration, and those of its tiers and its event subscribers by name."""
+    """The model of one configuration, and those of its tiers, event subscribers and operations by name."""
 
     model: type[Settings]
     tiers: Mapping[str, type[TierSettings]]
-    subscribers: Mapping[str, type[BaseModel]]
+    rows: Mapping[str, Mapping[str, type[BaseModel]]]  # of `subscribers` and `operations`
 
 
 def concrete_model(registry: Registry, choices: Choices) -> Concrete:
@@ -60,12 +61,13 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
         ),
         "l2": (_table_of(tiers), Field(default={}, description=_description(Settings, "l2"))),
     }
-    kind = Kind.EVENT_SUBSCRIBER
-    subscribers = {name: registry.settings_model(kind, name) or Section for name in choices.subscribers}
-    fields["subscribers"] = (
-        _table_of(subscribers),
-        Field(default={}, description=_description(Settings, "subscribers")),
-    )
+    rows: dict[str, dict[str, type[BaseModel]]] = {}
+    for table, kind, names in (
+        ("subscribers", Kind.EVENT_SUBSCRIBER, choices.subscribers),
+        ("operations", Kind.OPERATION, choices.operations),
+    ):
+        rows[table] = {name: registry.settings_model(kind, name) or Section for name in names}
+        fields[table] = (_table_of(rows[table]), Field(default={}, description=_description(Settings, table)))
     helpers = tuple(name for name in choices.tables if name in registry.nameable(Kind.HELPER))
     for name in choices.tables:
         of_kind = Kind.HELPER if name in helpers else Kind.COMPANION
@@ -73,7 +75,7 @@ def concrete_model(registry: Registry, choices: Choices) -> Concrete:
     model = create_model("Settings", __base__=Settings, **fields)
     model.companion_names = tuple(name for name in choices.tables if name not in helpers)
     model.helper_names = helpers
-    return Concrete(model, tiers, subscribers)
+    return Concrete(model, tiers, rows)
 
 
 def component_model(registry: Registry, kind: Kind, name: str) -> type[Component]:

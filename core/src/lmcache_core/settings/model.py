@@ -357,6 +357,9 @@ class Settings(BaseSettings):
     )
     zmq: ZmqSettings = ZmqSettings()
     subscribers: Mapping[str, Any] = Field(default={}, description="who hears events: a table of each one's settings")
+    operations: Mapping[str, Any] = Field(
+        default={}, description="request types that packages bring: a table of each one's settings"
+    )
     helpers: Mapping[str, HelperSettings] = Field(
         default={}, description="processes beside the server: a table of each one's settings"
     )
@@ -408,6 +411,8 @@ class Settings(BaseSettings):
             yield Kind.HELPER, name
         for name in self.subscribers:
             yield Kind.EVENT_SUBSCRIBER, name
+        for name in self.operations:
+            yield Kind.OPERATION, name
         yield Kind.EVICTION_POLICY, self.l1.eviction.type
         yield Kind.STORE_POLICY, self.store_policy.type
         yield Kind.PREFETCH_POLICY, self.prefetch_policy.type

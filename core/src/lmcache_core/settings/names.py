@@ -76,7 +76,7 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
         for length in range(1, len(path))
     ):
         return None
-    if empty and path[0] == "subscribers" and len(path) <= 2:  # one may have no settings
+    if empty and path[0] in ("subscribers", "operations") and len(path) <= 2:  # one may have no settings
         return None
     below = [known for known in schema if known[: len(path)] == path]
     if below or path == ("l2",):

@@ -64,8 +64,13 @@ def schema_of(concrete: Concrete) -> Schema:
     """Every setting of a configuration, in the order of the models."""
     found = _walk(concrete.model, ())
     tiers = [one for name, model in concrete.tiers.items() for one in _walk(model, ("l2", name))]
-    hearers = [one for name, model in concrete.subscribers.items() for one in _walk(model, ("subscribers", name))]
-    return {one.path: one for one in (*found, *tiers, *hearers)}
+    rows = [
+        one
+        for table, models in concrete.rows.items()
+        for name, model in models.items()
+        for one in _walk(model, (table, name))
+    ]
+    return {one.path: one for one in (*found, *tiers, *rows)}
 
 
 def fields_of(model: type[BaseModel], at: SettingPath = ()) -> list[SettingField]:
@@ -83,7 +88,7 @@ def _walk(model: type[BaseModel], at: SettingPath) -> Iterator[SettingField]:
             continue
         if issubclass(model, Component) and name == "type":
             continue
-        if issubclass(model, Settings) and name in ("l2", "subscribers"):
+        if issubclass(model, Settings) and name in ("l2", "subscribers", "operations"):
             continue  # their tables are walked one by one
         below = _section(annotation)
         default = None if info.is_required() else info.get_default(call_default_factory=True, validated_data={})

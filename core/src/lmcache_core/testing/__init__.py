@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.latency import LatencyAdapter
     from lmcache_core.testing.machine import AdapterMachine
     from lmcache_core.testing.memory import MemoryAdapter
+    from lmcache_core.testing.operation import OperationContract
     from lmcache_core.testing.package import PluginPackageContract
     from lmcache_core.testing.planning import PrefetchPolicyContract, StorePolicyContract
     from lmcache_core.testing.processes import ServerProcess
@@ -41,6 +42,7 @@ __all__ = [
     "L2AdapterContract",
     "LatencyAdapter",
     "MemoryAdapter",
+    "OperationContract",
     "PluginPackageContract",
     "PrefetchPolicyContract",
     "Recorded",
@@ -66,6 +68,7 @@ _HOMES = {
     "L2AdapterContract": "adapter",
     "LatencyAdapter": "latency",
     "MemoryAdapter": "memory",
+    "OperationContract": "operation",
     "PluginPackageContract": "package",
     "PrefetchPolicyContract": "planning",
     "Recorded": "recording",

@@ -28,6 +28,7 @@ from lmcache_core.plugins.registry import Registry
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.serde.contract import Serde
 from lmcache_core.server.companion import Companion
+from lmcache_core.server.operation import ServerOperation
 from lmcache_core.testing.contract import Contract
 from lmcache_core.tiers.contract import L2Adapter
 
@@ -47,6 +48,7 @@ _BASES = {
     Kind.SERDE: Serde,
     Kind.COMPANION: Companion,
     Kind.EVENT_SUBSCRIBER: EventSubscriber,
+    Kind.OPERATION: ServerOperation,
 }
 
 

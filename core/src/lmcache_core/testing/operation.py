@@ -1,0 +1,104 @@
+"""The contract of operations, as tests: each runs in a real server, embedded in the test's process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from lmcache_core.errors import UsageError
+from lmcache_core.plugins.components import Kind
+from lmcache_core.protocol import messages as m
+from lmcache_core.server.operation import ServerOperation
+from lmcache_core.testing.contract import Contract
+
+if TYPE_CHECKING:
+    from lmcache_core.server.server import Server
+
+_QUICK_S = 0.002
+_TRIES = 50
+
+
+class OperationContract(Contract):
+    """For an operation whose package is installed. `component` is its name, `operation_settings` gives what stands in
+    its table (nothing, unless you bring one), and `sample_request` what it answers in an empty server, too."""
+
+    @pytest.fixture
+    def operation_settings(self) -> dict[str, Any]:
+        return {}
+
+    @pytest.fixture
+    def sample_request(self) -> msgspec.Struct:
+        pytest.fail("bring a fixture `sample_request`: a request that the operation answers", pytrace=False)
+
+    @pytest.fixture
+    def operation_server(self, tmp_path: Path, operation_settings: dict[str, Any]) -> Iterator[Server]:
+        """A server with this operation and no other."""
+        from lmcache_core.plugins.loader import load_plugins
+        from lmcache_core.server.server import Server
+        from lmcache_core.settings.compose import make_settings
+
+        registry = load_plugins()
+        settings = make_settings(
+            registry,
+            name=f"kit-{uuid4().hex[:10]}",
+            runtime_dir=str(tmp_path / "run"),
+            state_dir=str(tmp_path / "state"),
+            l1={"size_bytes": 16 << 20, "backing": "memfd"},
+            operations={self.component: operation_settings},
+        )
+        with Server(settings, registry) as server:
+            assert server.populator.wait(60), "the pool was not populated within 60 s"
+            yield server
+
+    @pytest.fixture
+    def operation(self) -> type[ServerOperation]:
+        """Its class."""
+        from lmcache_core.plugins.loader import load_plugins
+
+        factory: type[ServerOperation] = load_plugins().factory(Kind.OPERATION, self.component)
+        return factory
+
+    def test_it_is_an_operation_with_structs_of_its_own(self, operation: type[ServerOperation]) -> None:
+        assert issubclass(operation, ServerOperation)
+        assert operation.runs in ("loop", "lane")
+        for what in ("request", "reply"):
+            assert issubclass(getattr(operation, what), msgspec.Struct), f"{what} is no struct of msgspec"
+        config = operation.request.__struct_config__
+        assert config.forbid_unknown_fields, "its request takes any field: a misspelt one would be ignored"
+
+    def test_it_answers_with_its_reply(
+        self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
+    ) -> None:
+        with operation_server.connect() as client:
+            reply = client.call_operation(self.component, sample_request, operation.reply)
+            assert isinstance(reply, operation.reply)
+            figures = client.status()["operations"][self.component]
+        assert (figures["calls"], figures["failed"]) == (1, 0)
+
+    def test_what_is_no_request_is_refused_with_words(self, operation_server: Server) -> None:
+        with operation_server.connect() as client:
+            for body in (b"", b"\xc1", msgspec.msgpack.encode({"no_such_field_of_any": 1}), bytes(1000)):
+                with pytest.raises(UsageError, match=self.component):
+                    client._ask(lambda rid, body=body: m.CallOperation(rid, self.component, body))
+            client.noop()
+            assert client.status()["operations"][self.component]["failed"] == 0
+
+    def test_on_the_loop_it_is_quick(
+        self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
+    ) -> None:
+        if operation.runs != "loop":
+            pytest.skip("it runs in a lane: it may take its time")
+        with operation_server.connect() as client:
+            for _ in range(_TRIES):
+                client.call_operation(self.component, sample_request, operation.reply)
+            slow = client.status()["operations"][self.component]["slow"]
+        assert slow < _TRIES // 2, f"{slow} of {_TRIES} calls took more than {1e3 * _QUICK_S:g} ms: say runs = 'lane'"
+
+    def test_it_ends_in_order(self, operation_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+        operation_server.stop()
+        assert "did not end in order" not in caplog.text

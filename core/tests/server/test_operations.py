@@ -1,0 +1,182 @@
+"""Request types that a package adds: on the loop, in a lane, and what becomes of those that fail or take long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+from uuid import uuid4
+
+import msgspec
+import pytest
+
+from lmcache_core import ComponentSpec, Kind, hookimpl
+from lmcache_core.client.client import Client
+from lmcache_core.errors import CacheError, LimitError, SettingsError, UsageError
+from lmcache_core.limits import OPERATION_SAMPLE_BYTES_MAX
+from lmcache_core.plugins.discovery import ALLOW_LIST
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.plugins.registry import Registry
+from lmcache_core.pool.layout import Layout
+from lmcache_core.server.operation import OperationContext, PoolView, ServerOperation
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.settings.model import Section
+from lmcache_core.tokens.namespace import Namespace
+
+SPACE = Namespace("operations", Layout("uint8", (4096,)))
+KEY = bytes(range(32))
+entered, leave = threading.Event(), threading.Event()
+
+
+class Ask(msgspec.Struct, forbid_unknown_fields=True):
+    """What the operation below is asked."""
+
+    namespace: int
+    key: bytes
+    what: str = "look"
+
+
+class Told(msgspec.Struct):
+    """What it answers."""
+
+    nbytes: int
+    sample: bytes
+    thread: str
+    padding: bytes = b""
+
+
+class LookSettings(Section):
+    """Of the operation below."""
+
+    size: int = 4
+
+
+class Look(ServerOperation):
+    """On the loop."""
+
+    request, reply = Ask, Told
+    runs: ClassVar[Literal["loop", "lane"]] = "loop"
+
+    def __init__(self, settings: LookSettings, context: OperationContext) -> None:
+        self.settings, self.context = settings, context
+
+    def handle(self, request: Any) -> Told:
+        if request.what == "hang":
+            entered.set()
+            leave.wait(60)
+        if request.what == "raise":
+            raise RuntimeError("a bug")
+        if request.what == "refuse":
+            raise UsageError("ask for something else")
+        return self.context.on_loop(lambda view: self.look(view, request))
+
+    def look(self, view: PoolView, request: Any) -> Told:
+        (info,) = view.describe(request.namespace, [request.key])
+        size = OPERATION_SAMPLE_BYTES_MAX + 1 if request.what == "much" else self.settings.size
+        sample = view.sample(request.namespace, request.key, 0, size) or b""
+        padding = bytes(1 << 20) if request.what == "flood" else b""
+        return Told(0 if info is None else info.nbytes, sample, threading.current_thread().name, padding)
+
+
+class SlowLook(Look):
+    """In a lane."""
+
+    runs: ClassVar[Literal["loop", "lane"]] = "lane"
+
+
+class Plugin:
+    @hookimpl
+    def lmcache_components(self) -> list[ComponentSpec]:
+        here = __name__
+        return [
+            ComponentSpec(Kind.OPERATION, "look", f"{here}:Look", f"{here}:LookSettings", "looks"),
+            ComponentSpec(Kind.OPERATION, "slow_look", f"{here}:SlowLook", f"{here}:LookSettings", "looks slowly"),
+        ]
+
+
+@pytest.fixture
+def registry() -> Registry:
+    found = load_plugins({ALLOW_LIST: ""})
+    found.register(Plugin(), "looks")
+    return found
+
+
+@pytest.fixture
+def client(registry: Registry, tmp_path: Path) -> Iterator[Client]:
+    settings = make_settings(
+        registry, name=f"op-{uuid4().hex[:8]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 8 << 20, "backing": "memfd"}, operations={"look": {"size": 6}, "slow_look": {}},
+    )  # fmt: skip
+    entered.clear()
+    leave.clear()
+    with Server(settings, registry) as server:
+        assert server.populator.wait(60)
+        with server.connect() as made:
+            yield made
+        leave.set()
+
+
+@pytest.mark.parametrize(("name", "size"), [("look", 6), ("slow_look", 4)])
+def test_an_operation_sees_what_is_in_the_pool(client: Client, name: str, size: int) -> None:
+    assert client.call_operation(name, Ask(SPACE.id, KEY), Told).nbytes == 0
+    client.store([KEY], [b"\x05" * 4096], namespace=SPACE)
+    told = client.call_operation(name, Ask(SPACE.id, KEY), Told)
+    assert (told.nbytes, told.sample, told.thread) == (4096, b"\x05" * size, "lmcache-server")
+    assert client.status()["operations"][name]["calls"] == 2
+
+
+def test_one_in_a_lane_keeps_nobody_waiting_but_its_like(client: Client) -> None:
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda: answers.append(client.call_operation("slow_look", Ask(SPACE.id, KEY, "hang"), Told))
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    for _ in range(50):
+        client.noop()
+    assert client.call_operation("look", Ask(SPACE.id, KEY), Told).nbytes == 0
+    assert answers == []
+    leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 3
+
+
+@pytest.mark.parametrize("name", ["look", "slow_look"])
+def test_what_it_raises_is_told_and_the_server_goes_on(client: Client, name: str) -> None:
+    with pytest.raises(UsageError, match="ask for something else"):
+        client.call_operation(name, Ask(SPACE.id, KEY, "refuse"), Told)
+    with pytest.raises(CacheError, match="log says how"):
+        client.call_operation(name, Ask(SPACE.id, KEY, "raise"), Told)
+    client.store([KEY], [bytes(4096)], namespace=SPACE)
+    with pytest.raises(LimitError, match="at most 4096"):
+        client.call_operation(name, Ask(SPACE.id, KEY, "much"), Told)
+    with pytest.raises(LimitError, match="ask for less"):
+        client.call_operation(name, Ask(SPACE.id, KEY, "flood"), Told)
+    figures = client.status()["operations"][name]
+    assert (figures["calls"], figures["failed"]) == (4, 1)
+
+
+def test_requests_and_names_that_are_not_known_are_refused_with_words(client: Client) -> None:
+    class Other(msgspec.Struct):
+        colour: str
+
+    with pytest.raises(UsageError, match="colour"):
+        client.call_operation("look", Other("red"), Told)
+    with pytest.raises(UsageError, match="it has look, slow_look"):
+        client.call_operation("touch", Ask(SPACE.id, KEY), Told)
+    with pytest.raises(UsageError, match="is not a Other"):
+        client.call_operation("look", Ask(SPACE.id, KEY), Other)
+
+
+def test_settings_of_an_operation_are_checked_like_all_others(registry: Registry, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="size"):
+        make_settings(registry, operations={"look": {"sizes": 3}}, state_dir=str(tmp_path))
+    with pytest.raises(CacheError, match="nothing_such"):
+        make_settings(registry, operations={"nothing_such": {}}, state_dir=str(tmp_path))
