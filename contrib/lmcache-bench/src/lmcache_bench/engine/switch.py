@@ -7,6 +7,7 @@ connector's calls.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,6 +24,7 @@ from lmcache_core_vllm.connector import LMCacheCoreConnector
 KINDS: dict[str, Any] = {"ours": LMCacheCoreConnector, "dict": DictConnector}
 chosen = ""  # one of KINDS, or none
 ours_cpu_s = 0.0  # of the engine's thread, in calls of ours
+figures: Counter[str] = Counter()  # what our connector has counted
 memory: dict[str, Any] = {}  # the engine's KV tensors by layer
 blocks = 0  # of the engine
 
@@ -139,8 +141,11 @@ class SwitchConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     # --- both ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> Any:
-        """Of the chosen one."""
-        return self._call("get_kv_connector_stats", None)
+        """Of the chosen one; kept, for whoever measures."""
+        stats = self._call("get_kv_connector_stats", None)
+        if stats is not None:
+            figures.update(stats.data)
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

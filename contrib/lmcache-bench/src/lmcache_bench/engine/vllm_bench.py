@@ -206,6 +206,7 @@ def _loss(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None
     batches = TIER_BATCHES if engine.tier else 1
     for kind in ("", "ours"):
         engine.fresh(kind, batches, tokens)
+    engine.ask("figures")
     on: list[Took] = []
     server_s = 0.0
 
@@ -235,9 +236,13 @@ def _loss(engine: _Engine, bench: Bench, pairs: int | None, tokens: int) -> None
     share = (server_s + ours_s) / engine_s
     bench.record(f"{name}: CPU of ours, of the engine's", share, "x", target=CPU_MAX[engine.tier])
     bench.record(f"{name}: of that the server's", server_s / engine_s, "x")
+    figures = engine.ask("figures")
+    not_stored = sum(figures.get(f"save_{why}_blocks", 0) for why in ("dropped", "paced", "refused"))
+    bench.record(f"{name}: blocks saved", float(figures.get("save_blocks", 0)), "n")
+    bench.record(f"{name}: blocks dropped, as saves were slow or had used up their share", float(not_stored), "n")
     if engine.tier:
-        missed = engine.client.status()["tiers"]["stores"]["reached_no_tier"]
-        bench.record(f"{name}: blocks that left the pool before the tier had them", float(sum(missed.values())), "n")
+        missed = engine.client.status()["tiers"]["stores"]["reached_no_tier"]["objects"]
+        bench.record(f"{name}: blocks that left the pool before the tier had them", float(missed), "n")
 
 
 PARTS = {"warm": _warm, "load": _load, "loss": _loss, "tier": _loss}

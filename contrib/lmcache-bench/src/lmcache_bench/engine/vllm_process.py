@@ -113,6 +113,14 @@ class Engine:
         """The same prompt again."""
         return self._run(kind, [[self._prompts[number]]])
 
+    def figures(self) -> dict[str, float]:
+        """What our connector has counted since it was asked."""
+        from lmcache_bench.engine import switch
+
+        found: dict[str, float] = dict(switch.figures)
+        switch.figures.clear()
+        return found
+
     def forget(self) -> None:
         """The dict's blocks."""
         from lmcache_bench.engine import dict_connector
