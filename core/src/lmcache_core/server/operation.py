@@ -20,6 +20,13 @@ from lmcache_core.limits import EXPLAIN_KEYS_MAX, OPERATION_SAMPLE_BYTES_MAX
 if TYPE_CHECKING:
     from lmcache_core.server.l1 import L1
 
+__all__ = [
+    "ObjectInfo",
+    "OperationContext",
+    "PoolView",
+    "ServerOperation",
+]
+
 _T = TypeVar("_T")
 
 
