@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -50,13 +51,17 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status. What is wrong is one line on standard error."""
+    """Run a command line; the exit status. What is wrong is one line on standard error, and with --json an object on
+    standard output, too: whoever reads that as JSON gets JSON."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(arguments)
         sys.stdout.flush()  # here, where a closed pipe is caught
     except CacheError as error:
-        print(f"lmcache-core: {' '.join(str(error).split())}", file=sys.stderr)
+        said = " ".join(str(error).split())
+        print(f"lmcache-core: {said}", file=sys.stderr)
+        if "--json" in arguments:
+            print(json.dumps({"error": {"code": error.code, "message": said}}))
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

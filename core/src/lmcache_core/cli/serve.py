@@ -64,7 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with EndSignals() as signals:
-        status: int = Server(settings, arguments.registry).run(
-            lambda address: print(f"lmcache-core {settings.name} ready at {address}", flush=True), signals
-        )
+        server = Server(settings, arguments.registry)
+
+        def ready(address: str) -> None:
+            had, all_of_it = server.populator.populated_bytes, server.segment.info.data_bytes
+            populated = f"{had:,} of {all_of_it:,} bytes populated"
+            print(f"lmcache-core {settings.name} ready at {address}, {populated}", flush=True)
+
+        status: int = server.run(ready, signals)
     return status

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.clock import Clock
-from lmcache_core.errors import UntrustedError, UsageError
+from lmcache_core.errors import PoolError, UntrustedError, UsageError
 from lmcache_core.kernel.effects import LeaseExpired
 from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
 from lmcache_core.observe.bus import EventBus
@@ -271,18 +271,30 @@ class Server:
             self._serve()
         return 1 if self.end_faults else 0
 
-    def start(self) -> Self:
-        """Embedded mode: serve on a thread of this process until `stop`. Once: UsageError after that."""
+    def start(self, *, wait: bool = False) -> Self:
+        """Embedded mode: serve on a thread of this process until `stop`. Once: UsageError after that. `wait`: until all
+        of the pool is populated, so that no store is answered WARMING; raises `PoolError` where there is no memory."""
         if self._thread is not None:
             raise UsageError(f"server {self.settings.name!r} was started already: a server serves once")
         self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
         self._thread.start()
         try:
             self._started()
+            if wait:
+                self._wait_populated()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _wait_populated(self) -> None:
+        self.populator.wait()
+        heard = threading.Event()
+        self.loop.call(heard.set)  # behind what the populator has left for the loop
+        while not heard.wait(READY_WAIT_S) and not self.loop.ended:
+            pass
+        if self.population_error:
+            raise PoolError(f"the pool of {self.settings.name!r} is not populated: {self.population_error}")
 
     def stop(self) -> None:
         """Drain and end; waits for it in embedded mode. Safe from any thread and from signal handlers."""
@@ -513,7 +525,9 @@ class Server:
     def _populated(self, nbytes: int) -> None:
         """On the populator's thread."""
         self.loop.call(lambda: self.kernel.add_memory(nbytes))
-        if nbytes == self.segment.info.data_bytes:  # reads the page tables: too slow for the loop
+        if nbytes == self.segment.info.data_bytes:
+            log.info("%r: all of the pool is populated, %s bytes", self.settings.name, f"{nbytes:,}")
+            # Reads the page tables: too slow for the loop.
             self.huge_page_fraction = huge_page_fraction(self.segment)
 
     def _population_failed(self, error: Exception) -> None:
