@@ -3,6 +3,7 @@ tiny pool and a disk, without vLLM."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.tokens.namespace import Namespace
-from lmcache_core_vllm import lookups
+from lmcache_core_vllm import lookups, scheduler
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -159,7 +160,10 @@ def matched(engine: Engine, request: Request) -> int | None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_tiers_had_to_load_stays_until_it_is_read(engine: Engine, kept: bool) -> None:
+def test_what_tiers_had_to_load_stays_until_it_is_read(
+    engine: Engine, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "ANSWER_KEPT_S", math.inf)  # however long the machine takes to store the others
     engine.client.clear()  # of the pool
     request = Request()
     assert matched(engine, request) == BLOCKS * BLOCK
