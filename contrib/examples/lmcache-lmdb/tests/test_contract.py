@@ -43,6 +43,10 @@ class TestLmdb(L2AdapterContract):
         return written_by_another(tmp_path / "kv.mdb.writers")
 
     @pytest.fixture
+    def lock(self, tmp_path: Path) -> contextlib.AbstractContextManager[None]:
+        return written_by_another(tmp_path / "kv.mdb.writers")
+
+    @pytest.fixture
     def unreachable(self, tmp_path: Path, adapter_context: AdapterContext) -> Iterator[LmdbAdapter]:
         settings = LmdbSettings(path=tmp_path / "no such folder" / "kv.mdb", map_bytes=MAP_BYTES)
         with LmdbAdapter(settings, adapter_context) as adapter:

@@ -11,7 +11,7 @@ import pytest
 from lmcache_memcached.adapter import MemcachedAdapter
 from lmcache_memcached.settings import MemcachedSettings
 
-from lmcache_core.testing import Backdoor, L2AdapterContract
+from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext
 
 
@@ -19,13 +19,20 @@ class TestMemcached(L2AdapterContract):
     component = "memcached"
 
     @pytest.fixture
-    def adapter(self, memcached: Any, prefix: str, adapter_context: AdapterContext) -> Iterator[MemcachedAdapter]:
-        with MemcachedAdapter(MemcachedSettings(port=memcached.port, prefix=prefix), adapter_context) as adapter:
+    def proxy(self, memcached: Any) -> Iterator[StallingProxy]:
+        with StallingProxy("127.0.0.1", memcached.port) as proxy:
+            yield proxy
+
+    @pytest.fixture
+    def adapter(self, proxy: StallingProxy, prefix: str, adapter_context: AdapterContext) -> Iterator[MemcachedAdapter]:
+        with MemcachedAdapter(MemcachedSettings(port=proxy.port, prefix=prefix), adapter_context) as adapter:
             yield adapter
 
     @pytest.fixture
-    def reopen(self, memcached: Any, prefix: str, adapter_context: AdapterContext) -> Callable[[], MemcachedAdapter]:
-        return lambda: MemcachedAdapter(MemcachedSettings(port=memcached.port, prefix=prefix), adapter_context)
+    def reopen(
+        self, proxy: StallingProxy, prefix: str, adapter_context: AdapterContext
+    ) -> Callable[[], MemcachedAdapter]:
+        return lambda: MemcachedAdapter(MemcachedSettings(port=proxy.port, prefix=prefix), adapter_context)
 
     @pytest.fixture
     def backdoor(self, memcached: Any, prefix: str) -> Backdoor:
@@ -39,6 +46,14 @@ class TestMemcached(L2AdapterContract):
     @pytest.fixture
     def hang(self, memcached: Any) -> contextlib.AbstractContextManager[None]:
         return memcached.stopped()  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def stall(self, proxy: StallingProxy) -> contextlib.AbstractContextManager[None]:
+        return proxy.stall()
+
+    @pytest.fixture
+    def outage(self, proxy: StallingProxy) -> contextlib.AbstractContextManager[None]:
+        return proxy.outage()
 
     @pytest.fixture
     def unreachable(self, adapter_context: AdapterContext) -> Iterator[MemcachedAdapter]:

@@ -41,6 +41,10 @@ class TestPostgres(L2AdapterContract):
         return locked(dsn, table)
 
     @pytest.fixture
+    def lock(self, dsn: str, table: str) -> contextlib.AbstractContextManager[None]:
+        return locked(dsn, table, "SHARE")  # others may read
+
+    @pytest.fixture
     def unreachable(self, adapter_context: AdapterContext) -> Iterator[PostgresAdapter]:
         nowhere = PostgresSettings(dsn=SecretStr("postgresql://nobody@127.0.0.1:1/nothing"))
         with PostgresAdapter(nowhere, adapter_context) as adapter:
@@ -68,9 +72,9 @@ class Rows(Backdoor):
 
 
 @contextlib.contextmanager
-def locked(dsn: str, table: str) -> Iterator[None]:
+def locked(dsn: str, table: str, mode: str = "ACCESS EXCLUSIVE") -> Iterator[None]:
     """Somebody has the table for himself, and does not let go."""
     with psycopg.connect(dsn) as connection:
-        connection.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+        connection.execute(f"LOCK TABLE {table} IN {mode} MODE")
         yield
         connection.rollback()

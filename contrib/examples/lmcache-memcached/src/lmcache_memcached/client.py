@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BufferedReader
+from typing import cast
 
 from lmcache_core.tiers import budget
 
@@ -27,7 +29,7 @@ class Connection:
     def __init__(self, host: str, port: int, deadline: float) -> None:
         self._socket = budget.connect(host, port, deadline)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._read = self._socket.makefile("rb", buffering=1 << 16)
+        self._read = cast(BufferedReader, self._socket.makefile("rb", buffering=1 << 16))
 
     def close(self) -> None:
         self._read.close()
