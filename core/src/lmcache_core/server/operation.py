@@ -31,14 +31,24 @@ _T = TypeVar("_T")
 
 
 class ObjectInfo(NamedTuple):
-    """An object that is ready in the pool."""
+    """An object that is ready in the pool.
+
+    Attributes:
+        nbytes: Bytes of the object.
+        dtype: Of its elements.
+        shape: In elements.
+        memory_format: One letter for each axis, if there are any.
+        checksum: xxh3_64 of its bytes, where whoever wrote them has told; else None.
+        holds: Leases, promises and pins on it.
+        incarnation: The number of this very object: a successor of its key has another.
+    """
 
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
     memory_format: str
-    checksum: int | None  # xxh3_64 of its bytes, where whoever wrote them has told
-    holds: int  # leases, promises and pins on it
+    checksum: int | None
+    holds: int
     incarnation: int
 
 
