@@ -63,6 +63,23 @@ def test_errors_are_json_where_json_was_asked_for(
     assert error["message"] in told.err
 
 
+def test_check_writes_to_the_state_directory_and_warns_of_tiers_without_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lmcache_fs")
+    flags = ["--name", "checked", "--runtime_dir", str(tmp_path / "run"), "--l1.size_bytes", "1MiB"]
+    flags += ["--l1.backing", "memfd", "--l2.d.type", "fs", "--l2.d.path", str(tmp_path / "d")]
+    assert main(["check", *flags, "--state_dir", str(tmp_path / "state")]) == 0
+    said = capsys.readouterr().out
+    assert "set l2.d.capacity_bytes" in said
+    assert "state can be written to" in said
+    assert not (tmp_path / "state").exists(), "nothing stays behind"
+    assert main(["check", *flags, "--state_dir", str(tmp_path / "state"), "--l2.d.capacity_bytes", "1MiB"]) == 0
+    assert "capacity_bytes" not in capsys.readouterr().out
+    assert main(["check", *flags, "--state_dir", "/proc/self/lmcache"]) == 1  # what root, too, cannot write to
+    assert "NOT OK  state_dir" in capsys.readouterr().out
+
+
 def test_status_and_tiers_find_the_server_that_the_settings_file_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -122,6 +123,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
         yield _index(settings)
     if settings.l2:
         yield _state(settings)
+    yield from (_unbounded(name) for name, tier in settings.l2.items() if tier.capacity_bytes is None)
 
 
 def _index(settings: Settings) -> Finding:
@@ -146,6 +148,8 @@ def _index(settings: Settings) -> Finding:
 
 def _state(settings: Settings) -> Finding:
     """Could the epochs of the namespaces be kept? Nothing stays behind: the server makes what is missing."""
+    from lmcache_core.limits import PAGE_BYTES
+
     folder = settings.state_dir
     there = next(each for each in (folder, *folder.parents) if each.exists())
     kept = folder / f"{settings.name}.epochs"
@@ -154,7 +158,18 @@ def _state(settings: Settings) -> Finding:
         return Finding(False, "state_dir", f"{there} cannot be written to, and no clear of a tier could be kept", cure)
     if kept.exists() and not os.access(kept, os.R_OK | os.W_OK):
         return Finding(False, "state_dir", f"{kept} cannot be read and written", cure)
+    try:
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(bytes(PAGE_BYTES))
+    except OSError as error:  # what no mode says: a full or read-only file system, a quota
+        return Finding(False, "state_dir", f"{there} takes no file: {error.strerror}", cure)
     return Finding(True, "state_dir", f"{folder} can be written to")
+
+
+def _unbounded(name: str) -> Finding:
+    """Not wrong: a medium may bound itself, or have nobody else on it."""
+    said = "it has no capacity_bytes, and grows until its medium is full"
+    return Finding(True, f"tier {name!r}", said, f"set l2.{name}.capacity_bytes, unless the medium bounds it")
 
 
 def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s: float = 0.0) -> Iterator[Finding]:
