@@ -120,6 +120,7 @@ class Wrong(L2AdapterContract):
     faulty: ClassVar[type[Shelf]] = Shelf
     hang_deadline_s = 0.2
     hang_slack_s = 0.4
+    settle_s = 0.3
 
     @pytest.fixture
     def made(self, adapter_context: AdapterContext) -> Callable[[], Shelf]:
@@ -1128,6 +1129,15 @@ class TestTellsTheTimeInTokyo(Wrong):
         def scan(self, cursor: str | None, deadline: float) -> ScanPage:
             page = super().scan(cursor, deadline)
             return ScanPage([entry._replace(used_at_s=entry.used_at_s + 9 * 3600) for entry in page.entries], None)
+
+
+class TestListsEmptyObjectsWithAByte(Wrong):
+    caught_by = "test_a_scan_sees_exactly_what_is_there"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            page = super().scan(cursor, deadline)
+            return ScanPage([entry._replace(nbytes=max(1, entry.nbytes)) for entry in page.entries], page.cursor)
 
 
 class TestServesWhatExpired(Wrong):

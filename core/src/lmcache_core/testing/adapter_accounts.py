@@ -39,6 +39,8 @@ class AccountTests(Contract):
         for number in range(0, self.scan_objects, 5):
             material.expect_stored(adapter, material.key(number), bytes(7))
             expected[material.key(number)] = 7
+        material.expect_stored(adapter, material.key(1), b"")
+        expected[material.key(1)] = 0
         if adapter.capabilities.delete:
             for number in range(0, self.scan_objects, 3):
                 material.expect_deleted(adapter, [material.key(number)], f"{self.scan_objects} objects stored")

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
@@ -20,7 +20,6 @@ from lmcache_core.tiers.contract import L2Adapter
 
 CYCLES = 10
 WARM = 2  # pools open lazily: what is there after the second cycle is there for good
-SETTLE_S = 5.0  # a thread that was told to end, and a descriptor whose owner was collected
 _OURS = ("kit-", "tier-", "pytest")  # threads that are the kit's or the kernel's
 
 
@@ -55,6 +54,8 @@ def held() -> Held:
 class LeakTests(Contract):
     """Descriptors and threads are compared between the second and the tenth cycle."""
 
+    settle_s: ClassVar[float] = 5.0  # for a thread that was told to end, and a descriptor whose owner was collected
+
     def test_opening_and_closing_leaves_nothing_behind(self, reopen: Any) -> None:
         if reopen is None:
             not_judged("a fixture 'reopen' unlocks it")
@@ -63,11 +64,13 @@ class LeakTests(Contract):
             with reopen() as fresh:
                 _use(fresh)
 
-        _expect_level(cycle, 0, "opened, used and closed")
+        self._expect_level(cycle, 0, "opened, used and closed")
 
     def test_use_takes_no_more_and_more(self, adapter: L2Adapter) -> None:
         # A pool of connections may still grow by one here and there; what is lost each time is lost eight times.
-        _expect_level(lambda: _use(adapter), (CYCLES - WARM) // 2 - 1, "stored, looked up, loaded, deleted and missed")
+        self._expect_level(
+            lambda: _use(adapter), (CYCLES - WARM) // 2 - 1, "stored, looked up, loaded, deleted and missed"
+        )
 
     def test_failures_leave_nothing_behind(self, unreachable: Any) -> None:
         if unreachable is None:
@@ -78,7 +81,21 @@ class LeakTests(Contract):
                 with contextlib.suppress(TierError):  # what it answers is another claim's
                     calls_of(unreachable, time.monotonic() + 5.0)[name]()
 
-        _expect_level(cycle, (CYCLES - WARM) // 2 - 1, "asked for a medium that is not there")
+        self._expect_level(cycle, (CYCLES - WARM) // 2 - 1, "asked for a medium that is not there")
+
+    def _expect_level(self, cycle: Callable[[], None], slack: int, done: str) -> None:
+        if not Path("/proc/self/fd").is_dir():
+            not_judged("descriptors and threads are counted in /proc, which is not here")
+        for _ in range(WARM):
+            cycle()
+        before = held()
+        for _ in range(CYCLES - WARM):
+            cycle()
+        end = time.monotonic() + self.settle_s
+        while grown := {what: n for what, n in held().more_than(before).items() if n > slack}:
+            words = ", ".join(f"{n} more {what}" for what, n in grown.items())
+            assert time.monotonic() < end, f"{done} {CYCLES - WARM} times: the process holds {words} than before"
+            time.sleep(0.02)
 
 
 def _use(adapter: L2Adapter) -> None:
@@ -95,18 +112,3 @@ def _use(adapter: L2Adapter) -> None:
     adapter.usage()
     if adapter.capabilities.delete:
         adapter.delete(keys, material.soon())
-
-
-def _expect_level(cycle: Callable[[], None], slack: int, done: str) -> None:
-    if not Path("/proc/self/fd").is_dir():
-        not_judged("descriptors and threads are counted in /proc, which is not here")
-    for _ in range(WARM):
-        cycle()
-    before = held()
-    for _ in range(CYCLES - WARM):
-        cycle()
-    end = time.monotonic() + SETTLE_S
-    while grown := {what: n for what, n in held().more_than(before).items() if n > slack}:
-        words = ", ".join(f"{n} more {what}" for what, n in grown.items())
-        assert time.monotonic() < end, f"{done} {CYCLES - WARM} times: the process holds {words} than before"
-        time.sleep(0.02)
