@@ -14,7 +14,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.operation import ServerOperation
-from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.contract import Contract, not_claimed
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
@@ -64,8 +64,8 @@ class OperationContract(Contract):
         return factory
 
     def test_it_is_an_operation_with_structs_of_its_own(self, operation: type[ServerOperation]) -> None:
-        assert issubclass(operation, ServerOperation)
-        assert operation.runs in ("loop", "lane")
+        assert issubclass(operation, ServerOperation), f"{operation.__name__} is no ServerOperation"
+        assert operation.runs in ("loop", "lane"), f"runs is {operation.runs!r}: loop or lane"
         for what in ("request", "reply"):
             assert issubclass(getattr(operation, what), msgspec.Struct), f"{what} is no struct of msgspec"
         config = operation.request.__struct_config__
@@ -76,23 +76,31 @@ class OperationContract(Contract):
     ) -> None:
         with operation_server.connect() as client:
             reply = client.call_operation(self.component, sample_request, operation.reply)
-            assert isinstance(reply, operation.reply)
+            assert isinstance(reply, operation.reply), f"it answered with a {type(reply).__name__}"
             figures = client.status()["operations"][self.component]
-        assert (figures["calls"], figures["failed"]) == (1, 0)
+        told = f"asked once, it has {figures['calls']} calls in the status, {figures['failed']} of them failed"
+        assert (figures["calls"], figures["failed"]) == (1, 0), told
 
     def test_what_is_no_request_is_refused_with_words(self, operation_server: Server) -> None:
         with operation_server.connect() as client:
             for body in (b"", b"\xc1", msgspec.msgpack.encode({"no_such_field_of_any": 1}), bytes(1000)):
-                with pytest.raises(UsageError, match=self.component):
+                sent = f"sent {len(body)} bytes that are no request"
+                try:
                     client._ask(lambda rid, body=body: m.CallOperation(rid, self.component, body))
+                except UsageError as error:
+                    words = str(error)
+                    assert self.component in words, f"{sent}, the refusal does not name it: {words}"
+                else:
+                    raise AssertionError(f"{sent}, it answered, and a UsageError is due")
             client.noop()
-            assert client.status()["operations"][self.component]["failed"] == 0
+            failed = client.status()["operations"][self.component]["failed"]
+            assert failed == 0, f"sent four times what is no request, the status says that {failed} calls failed"
 
     def test_on_the_loop_it_is_quick(
         self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
     ) -> None:
         if operation.runs != "loop":
-            pytest.skip("it runs in a lane: it may take its time")
+            not_claimed('runs = "loop"')
         with operation_server.connect() as client:
             for _ in range(_TRIES):
                 client.call_operation(self.component, sample_request, operation.reply)
@@ -101,4 +109,4 @@ class OperationContract(Contract):
 
     def test_it_ends_in_order(self, operation_server: Server, caplog: pytest.LogCaptureFixture) -> None:
         operation_server.stop()
-        assert "did not end in order" not in caplog.text
+        assert "did not end in order" not in caplog.text, "the server stopped, and the operation did not end in order"
