@@ -11,16 +11,22 @@
 #ifndef LMCACHE_CORE_TEAM_H
 #define LMCACHE_CORE_TEAM_H
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 enum {
     TEAM_THREADS_MAX = 64, /* more have never copied faster: a few fill the memory bus of any machine */
     TEAM_STACK_BYTES = 256 << 10,
+    TEAM_FREE = 1 << 16, /* added to how many threads there may be: and no more than processors have nothing to do */
 };
 
 /* Bytes that each thread must have to move for it to be worth making: a thread that starts late has lost its share
@@ -178,13 +184,42 @@ static inline void team_close(team_job *job) {
     team_release(job);
 }
 
-/* How many threads to use for `bytes`, of at most `threads` (0 counts as 1). */
+/* How many tasks of this machine want a processor, the caller among them, by the text of /proc/loadavg; 0: it does not
+ * say. */
+static inline unsigned team_running(const char *loadavg) {
+    unsigned running, all;
+    return sscanf(loadavg, "%*s %*s %*s %u/%u", &running, &all) == 2 ? running : 0;
+}
+
+/* Processors that have nothing to do, the caller's own among them; where that cannot be seen, all of them. It takes
+ * some µs, and is only asked for what takes hundreds. */
+static inline unsigned team_free_processors(void) {
+    char text[128];
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    int fd = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    ssize_t got = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    text[got > 0 ? got : 0] = 0;
+    unsigned others = team_running(text);
+    others -= others > 0;
+    return processors > (long)others ? (unsigned)processors - others : 1;
+}
+
+/* How many threads to use for `bytes`, of at most `threads` (0 counts as 1; see TEAM_FREE). */
 static inline unsigned team_size(size_t bytes, unsigned threads) {
     size_t worth = bytes / TEAM_BYTES_PER_THREAD;
+    bool look = threads >= TEAM_FREE && threads < 2 * TEAM_FREE;
+    if (look)
+        threads -= TEAM_FREE;
     if (threads > TEAM_THREADS_MAX)
         threads = TEAM_THREADS_MAX;
     if (worth < threads)
         threads = (unsigned)worth;
+    if (look && threads > 1) {
+        unsigned unused = team_free_processors();
+        threads = unused < threads ? unused : threads;
+    }
     return threads ? threads : 1;
 }
 

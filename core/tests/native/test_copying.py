@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.client import copying
-from lmcache_core.client.copying import copy_in, copy_out, spans, threads_to_copy
+from lmcache_core.client.copying import copy_in, copy_out, copying_threads, spans, threads_to_copy
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import COPY_THREADS_AUTO_MAX, COPY_THREADS_MAX
 from lmcache_core.native import native, why_not
@@ -309,9 +309,22 @@ def test_half_of_the_cores_copy_unless_somebody_says_otherwise(monkeypatch: pyte
         monkeypatch.setattr(copying, "usable_cores", lambda cores=cores: cores)
         assert threads_to_copy(0) == expected
         assert threads_to_copy(3) == 3
-    for wrong in (-1, COPY_THREADS_MAX + 1):
-        with pytest.raises(UsageError, match=f"copy_threads is {wrong}"):
-            threads_to_copy(wrong)
+    for wrong in (-1, COPY_THREADS_MAX + 1, "many"):
+        with pytest.raises(UsageError, match=f"copy_threads is {wrong!r}"):
+            threads_to_copy(wrong)  # type: ignore[arg-type]
+
+
+def test_auto_lets_the_extension_see_how_many_processors_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 2), (4, 4), (256, COPY_THREADS_AUTO_MAX)):
+        monkeypatch.setattr(copying, "usable_cores", lambda cores=cores: cores)
+        assert copying_threads("auto") == (1 << 16) + expected
+    assert copying_threads(0) == threads_to_copy(0)
+    assert copying_threads(3) == 3
+    source = bytearray(os.urandom(16 * MIB))
+    target = bytearray(16 * MIB)
+    here = [array("Q", [copying.address_of(memoryview(each))]) for each in (target, source)]
+    assert native is None or native.copy_many(*here, 16 * MIB, copying_threads("auto")) is None
+    assert native is None or target == source
 
 
 def test_a_quota_of_any_ancestor_group_bounds_the_cores(tmp_path: Path) -> None:

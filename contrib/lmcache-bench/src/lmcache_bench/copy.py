@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import ending_cleanly
-from lmcache_core.client.copying import address_of, tensor_of
+from lmcache_core.client.copying import CopyThreads, address_of, tensor_of
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PoolError
 from lmcache_core.limits import KEY_BYTES
@@ -67,8 +67,13 @@ class Pass(NamedTuple):
 def add_options(parser: ArgumentParser) -> None:
     """The options of this bench."""
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="only these groups of records")
-    parser.add_argument("--copy-threads", type=int, default=0, help="threads of the client (0: what it takes itself)")
+    parser.add_argument("--copy-threads", type=threads_given, default="auto", help="of the client: auto, or a number")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="only objects of these sizes")
+
+
+def threads_given(text: str) -> CopyThreads:
+    """An option of `Client.connect`."""
+    return "auto" if text == "auto" else int(text)
 
 
 def run(options: Namespace, bench: Bench) -> None:

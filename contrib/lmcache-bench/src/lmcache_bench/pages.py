@@ -21,15 +21,17 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lmcache_bench.copy import fresh_keys
+from lmcache_bench.copy import fresh_keys, threads_given
 from lmcache_bench.rounds import Rounds
 from lmcache_bench.workers import ending_cleanly
-from lmcache_core.client.copying import address_of, threads_to_copy
+from lmcache_core.client.copying import CopyThreads, address_of, threads_to_copy
 from lmcache_core.client.pages import PageEntry
 from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PoolError, UsageError
+from lmcache_core.limits import COPY_THREADS_AUTO_MAX
 from lmcache_core.native import native
+from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
 from lmcache_core.testing.processes import ServerProcess
 from lmcache_core.tokens.namespace import Namespace as Names
@@ -49,7 +51,7 @@ REST_S = 0.005  # before each copy: torch's threads spin for some ms after one, 
 
 def add_options(parser: ArgumentParser) -> None:
     """The options of this bench."""
-    parser.add_argument("--copy-threads", type=int, default=0, help="threads of the client (0: what it takes itself)")
+    parser.add_argument("--copy-threads", type=threads_given, default="auto", help="of the client: auto, or a number")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="only objects of these sizes")
 
 
@@ -63,7 +65,11 @@ def run(options: Namespace, bench: Bench) -> None:
         with server.client(copy_threads=options.copy_threads) as client:
             for size in options.sizes:
                 bench.step(f"objects of {size}")
-                _Engine(client, size, threads_to_copy(options.copy_threads)).record(bench, rounds.of(count))
+                _Engine(client, size, _most(options.copy_threads)).record(bench, rounds.of(count))
+
+
+def _most(threads: CopyThreads) -> int:
+    return min(COPY_THREADS_AUTO_MAX, usable_cores()) if threads == "auto" else threads_to_copy(threads)
 
 
 class Took(NamedTuple):

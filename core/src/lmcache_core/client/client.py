@@ -19,7 +19,7 @@ import msgspec
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.boundaries import CommonHits, CommonLookups, KeyGroup
 from lmcache_core.client.channel import expect
-from lmcache_core.client.copying import copy_in, spans, threads_to_copy
+from lmcache_core.client.copying import CopyThreads, copy_in, copying_threads, spans
 from lmcache_core.client.engine_blocks import EngineBlocks
 from lmcache_core.client.explaining import KeyExplanation, explain_pages
 from lmcache_core.client.hits import Hits, checked_keys, verify_level
@@ -67,11 +67,11 @@ class Client:
     line when the server cannot be reached for the first time, and one when it can again.
     """
 
-    def __init__(self, target: Target, copy_threads: int = 0, verify: str = "never") -> None:
+    def __init__(self, target: Target, copy_threads: CopyThreads = "auto", verify: str = "never") -> None:
         self._links = Links(target)
         self._name = target.address or target.name
         self._made_at = _caller()
-        self._copy_threads = threads_to_copy(copy_threads)
+        self._copy_threads = copying_threads(copy_threads)
         self._verify = verify_level(verify)
         self._hits = Hits(self._links, self._copy_threads)
         self._lookups = ClientLookups(self._links, self._hits)
@@ -88,7 +88,7 @@ class Client:
         curve: CurveKeys | None = None,
         client_name: str = "",
         maps_pool: bool = True,
-        copy_threads: int = 0,
+        copy_threads: CopyThreads = "auto",
         use_index: bool = True,
         verify: str = "never",
         server_uid: int | None = None,
@@ -100,7 +100,8 @@ class Client:
 
         Returns at once, whether or not the server is there: until it is, lookups miss and stores are not stored.
         `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes
-        of one call; 0 takes half of the processors that are ours, 4 at most. Small batches take fewer.
+        of one call. "auto": one for each 4 MiB, up to four, and no more than processors have nothing to do when the
+        copy begins; 0: half of the processors that are ours, up to four; or a number. Small batches take fewer.
         `use_index=False` asks the server for every hit, which otherwise is found in the pool without a call, and
         outlives a server that dies. `verify`: the default of `retrieve`. `server_uid`: the user whom the server runs
         as, where that is neither ours nor root (None: `LMCACHE_CORE_SERVER_UID`, if it is set); to any other server,

@@ -11,7 +11,7 @@ import ctypes
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -120,13 +120,29 @@ def _tensor_span(tensor: Any, position: int, layout: Layout) -> Span:
     return tensor.data_ptr() if tensor.is_cpu else 0, tensor
 
 
+CopyThreads = int | Literal["auto"]
+_FREE = 1 << 16  # TEAM_FREE of core/native/team.h
+
+
+def copying_threads(wanted: CopyThreads) -> int:
+    """What the extension takes for `Client.connect(copy_threads=wanted)`. Raises `UsageError`.
+
+    "auto": up to four, as many as a job's bytes are worth and processors have nothing to do when it begins.
+    """
+    if wanted == "auto":
+        return _FREE + max(1, min(COPY_THREADS_AUTO_MAX, usable_cores()))
+    return threads_to_copy(wanted)
+
+
 def threads_to_copy(wanted: int) -> int:
     """How many threads may copy at once: `wanted`, or what suits this machine if that is 0. Raises `UsageError`.
 
     Half of the processors that are ours, since the engine and the server need theirs; a few fill any memory bus.
     """
-    if not 0 <= wanted <= COPY_THREADS_MAX:
-        raise UsageError(f"copy_threads is {wanted}: use 1 to {COPY_THREADS_MAX}, or 0 for what suits this machine")
+    if not isinstance(wanted, int) or not 0 <= wanted <= COPY_THREADS_MAX:
+        raise UsageError(
+            f'copy_threads is {wanted!r}: use 1 to {COPY_THREADS_MAX}, 0 for half of the processors, or "auto"'
+        )
     return wanted or max(1, min(COPY_THREADS_AUTO_MAX, usable_cores() // 2))
 
 

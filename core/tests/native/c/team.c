@@ -97,6 +97,12 @@ static void check_sizes(void) {
     CHECK(team_size(TEAM_BYTES_PER_THREAD, 8) == 1, "too small to share");
     CHECK(team_size(3 * TEAM_BYTES_PER_THREAD, 8) == 3, "by the bytes");
     CHECK(team_size((size_t)-1, 1000) == TEAM_THREADS_MAX, "bounded");
+    CHECK(team_size(0, TEAM_FREE) == 1 && team_size(TEAM_BYTES_PER_THREAD, TEAM_FREE + 8) == 1, "nobody looks");
+    unsigned most = team_size(8 * TEAM_BYTES_PER_THREAD, TEAM_FREE + 8);
+    CHECK(most >= 1 && most <= 8 && most <= (unsigned)sysconf(_SC_NPROCESSORS_ONLN), "by what is free");
+    CHECK(team_free_processors() >= 1, "the caller's own");
+    CHECK(team_running("0.20 0.18 0.12 3/80 11206") == 3, "as the kernel says it");
+    CHECK(team_running("") == 0 && team_running("0.20 nonsense") == 0, "where it does not");
 }
 
 int main(int argc, char **argv) {
