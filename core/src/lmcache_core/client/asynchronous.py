@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
+import msgspec
+
 from lmcache_core.client.client import Client
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
@@ -29,6 +31,7 @@ _PAUSE_S_MAX = 0.005  # what a tier or a large copy may find its waiter late by
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=msgspec.Struct)
 Entries = Sequence[PageEntry | tuple[Any, ...]]
 
 
@@ -185,6 +188,10 @@ class AsyncClient:
     async def operate(self, companion: str, operation: str, **arguments: Any) -> dict[str, Any]:
         """As `Client.operate`."""
         return await _elsewhere(partial(self.client.operate, companion, operation, **arguments))
+
+    async def call_operation(self, operation: str, request: msgspec.Struct, reply: type[R]) -> R:
+        """As `Client.call_operation`."""
+        return await _elsewhere(partial(self.client.call_operation, operation, request, reply))
 
     async def record_start(self, directory: str | Path, **settings: Any) -> None:
         """As `Client.record_start`."""
