@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from lmcache_core import PageEntry, PageGroup, Region
 from lmcache_core.client import pages as pages_room
 from lmcache_core.client.client import Client
-from lmcache_core.client.page_jobs import PagesResult, RetrieveJob
+from lmcache_core.client.page_jobs import PagesJob, PagesResult, RetrieveJob
 from lmcache_core.client.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, LimitError, UsageError
@@ -614,6 +614,32 @@ def test_a_slice_of_a_promise_is_redeemed_and_the_rest_stays_promised(
             assert small.pages.retrieve([entry], promises=[found.promise.slice(first, end)]).hits == end - first
             until(lambda kept=kept: leases(watcher) == NO_LEASES | {"promise": kept}, "the slice to be redeemed")  # type: ignore[misc]
         assert scheduler.free_lookup_locks(found.promise) == 0, "all of it was redeemed"
+
+
+@needs_native
+def test_a_promise_keeps_what_a_cancelled_job_has_not_read(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(server, use_index=True) as client:
+        small = Small(client.register_pages)
+        small.store()
+        found = client.lookup(small.keys, namespace=small.space, hold=True, prefix=False)
+        begin = PagesJob._begin
+
+        def give_up_first(job: PagesJob, *arguments: Any) -> Any:
+            job._given_up = True
+            return begin(job, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PagesJob, "_begin", give_up_first)
+            job = small.pages.retrieve_start([small.entry], promises=[found.promise])
+            job.cancel()
+        assert job.result is not None
+        assert set(job.result.statuses[0]) == {Status.ABORTED}
+        client.noop()  # the server has heard of all that was said before
+        assert leases(watcher) == NO_LEASES | {"promise": 1}
+        assert small.pages.retrieve([small.entry], promises=[found.promise]).hits == 8
+        until(lambda: leases(watcher) == NO_LEASES, "the promise to be redeemed")
 
 
 # --- what a session may hold at once ---------------------------------------------------------------------------

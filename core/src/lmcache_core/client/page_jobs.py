@@ -553,7 +553,7 @@ class RetrieveJob(PagesJob):
         """What became of what the index had; what the server is to be asked for instead."""
         again: list[tuple[int, Sequence[int]]] = []
         for part, (number, positions) in enumerate(self._found):
-            failed, hits = [], 0
+            failed, read = [], []
             for position, number_seen in zip(positions, array("Q", self._indexed.incarnations(part)), strict=True):
                 self._seen[number][position] = number_seen
             for position, byte in zip(positions, self._indexed.statuses(part), strict=True):
@@ -561,18 +561,18 @@ class RetrieveJob(PagesJob):
                     self._dirty[number].add(position)
                 status = byte & ~_WRITTEN
                 if status == READ:
-                    hits += 1
+                    read.append(position)
                     self._note(number, position, Status.HIT)
                 elif status in (0, CHANGED, DAMAGED):
                     self._note(number, position, Status.MISS, Reason.DAMAGED if status == DAMAGED else Reason.NONE)
                     failed.append(position)
                 else:
                     self._note(number, position, Status.ABORTED)
-            self._count(number, hits)
+            self._count(number, len(read))
             if failed and not self._told:
                 again.append((number, failed))
-            elif not failed and (promise := self._promises[number]):
-                self._redeem(self._entries[number], promise)
+            if promise := self._promises[number]:
+                self._redeem(self._entries[number], read, promise)
         self._found = []
         return again
 
@@ -582,13 +582,14 @@ class RetrieveJob(PagesJob):
         if link is not None and link.index is not None:
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
-    def _redeem(self, entry: GroupKeys, promise: Promise) -> None:
+    def _redeem(self, entry: GroupKeys, read: Sequence[int], promise: Promise) -> None:
         """For what was read by the index, without an answer. It may be a slice, of a promise to another session: what
-        it keeps for others stays kept."""
+        it keeps for others stays kept, and so does what was not read, as the job was cancelled."""
         link = self._ground.links.look()
-        for first, end, number in frames_of(entry.keys, promise, BATCH_KEYS_MAX):
+        keys = [entry.keys[at] for at in read]
+        for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
             if link is not None and number:
-                link.channel.post(partial(_redemption, number, entry.namespace.id, join_keys(entry.keys[first:end])))
+                link.channel.post(partial(_redemption, number, entry.namespace.id, join_keys(keys[first:end])))
 
     def _get_leased_on(self, leased: _Leased) -> bool:
         if leased.over:
