@@ -136,6 +136,8 @@ def test_what_makes_no_sense_is_refused(world: Groups) -> None:
     refused("unit_tokens is 0", [(SPACES[0], key)], 0)
     refused("2 figures for 1 groups", [(SPACES[0], key)], [1, 2])
     refused("one bytes object", [(SPACES[0], key[0])], 1)
+    refused("group 0 needs 'prefix': give Need.PREFIX", [(SPACES[0], key, "prefix")], 1)
+    refused(r"give \(namespace, keys\)", [(SPACES[0],)], 1)
     with pytest.raises(UsageError, match="window"):
         Need.last_window(0)
     with pytest.raises(UsageError, match="window"):

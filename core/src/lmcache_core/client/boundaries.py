@@ -150,8 +150,8 @@ class CommonLookups:
         windows: list[GroupSearch] = []
         searches: list[GroupSearch] = []  # in the order of the groups
         bounds: list[int] = []
-        for given, unit in zip(groups, _units(units, len(groups)), strict=True):
-            namespace, keys, need = given if len(given) == 3 else (*given, Need.PREFIX)
+        for number, (given, unit) in enumerate(zip(groups, _units(units, len(groups)), strict=True)):
+            namespace, keys, need = _group_of(number, given)
             keys = checked_keys(keys)
             if need.window:
                 windows.append(WindowSearch(self._hits, asking, namespace, keys, unit, need.window))
@@ -166,6 +166,18 @@ class CommonLookups:
         bound = _longest(min(bounds), prefixes + windows, step)  # what a window has to have, prefixes say
         done = asking is None or all(search.done for search in searches)
         return CommonHits(bound, [search.hits(bound) for search in searches], done)
+
+
+def _group_of(number: int, given: Any) -> KeyGroup:
+    try:
+        group = given if isinstance(given, KeyGroup) else KeyGroup(*given)
+    except TypeError as error:
+        raise UsageError(f"group {number} is {given!r}: give (namespace, keys) or (namespace, keys, need)") from error
+    if not isinstance(group.need, Need):
+        raise UsageError(
+            f"group {number} needs {group.need!r}: give Need.PREFIX, Need.LAST or Need.last_window(number of keys)"
+        )
+    return group
 
 
 def _promise_of(held: LookupResult, hits: GroupHits) -> Promise:
