@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from lmcache_core import AsyncClient, Client, Layout, Namespace, PageGroup, Region, Server
+from lmcache_core.client.page_jobs import RetrieveJob
 from lmcache_core.client.results import Status
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.settings.compose import make_settings
@@ -184,6 +186,67 @@ def test_a_cancelled_call_ends_when_it_writes_no_more(server: Server, monkeypatc
         return await _elsewhere(partial(slowly, keys, into, namespace=SPACE))
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("way", ["of many keys", "of what the index has", "of many groups"])
+def test_a_promise_that_a_cancelled_task_would_have_got_is_given_back(server: Server, way: str) -> None:
+    many = [number.to_bytes(2, "big") * 16 for number in range(1100)]  # more than a frame
+
+    async def run() -> None:
+        async with connect(server) as client:
+            await client.store(many, [bytes(NBYTES)] * len(many), namespace=SPACE)
+            asked: dict[str, Any] = {
+                "of many keys": lambda: client.lookup(many, namespace=SPACE, hold=True),
+                "of what the index has": lambda: client.lookup(many[:8], namespace=SPACE, hold=True, ask=False),
+                "of many groups": lambda: client.lookup_many([(SPACE, many[:8])], unit_tokens=16, hold=True),
+            }
+            task = asyncio.ensure_future(asked[way]())
+            await asyncio.sleep(0)  # it is in the executor
+            for _ in range(3):
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await client.status())["l1"]["leases_by_kind"]["promise"] == 0
+            held = await asked[way]()  # and one that is not cancelled keeps its own
+            assert held.promise
+            assert (await client.status())["l1"]["leases_by_kind"]["promise"] > 0
+
+    asyncio.run(run())
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_as_forgotten(server: Server) -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        async with connect(server) as client:
+            task = asyncio.ensure_future(client.clear("no namespace"))  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            del task
+            gc.collect()
+
+    asyncio.run(run())
+    assert complaints == []
+
+
+def test_pages_of_a_task_that_is_closed_without_its_loop_are_not_written_any_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = bytearray(NBYTES)
+    cancelled: list[Any] = []
+    with connect(server).client as client:
+        client.store(KEYS[:1], [content(KEYS[0])], namespace=SPACE)
+        pages = AsyncClient(client).register_pages([PageGroup(SPACE, [Region(buffer, 0, NBYTES, NBYTES, 1)], 1)])
+        monkeypatch.setattr(RetrieveJob, "done", lambda job: bool(cancelled))
+        monkeypatch.setattr(RetrieveJob, "cancel", lambda job: cancelled.append(job))
+        task = pages.retrieve([(0, KEYS[:1], [0])])
+        task.send(None)
+        task.close()
+    assert len(cancelled) == 1
 
 
 def test_a_cancelled_lookup_is_cancelled_at_the_server(stopped: Any) -> None:

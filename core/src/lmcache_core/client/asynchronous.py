@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
 import msgspec
 
+from lmcache_core.client.boundaries import CommonHits
 from lmcache_core.client.client import Client
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
@@ -23,6 +24,7 @@ from lmcache_core.client.promises import Promise
 from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, StoreResult
 from lmcache_core.limits import BATCH_KEYS_MAX
+from lmcache_core.protocol.messages import LookupReply
 from lmcache_core.tokens.namespace import Namespace
 
 _TURNS = 16  # of the loop, before a look costs a pause: a round trip takes some tens of µs
@@ -51,32 +53,53 @@ async def _until(done: Callable[[], bool], under_way: _UnderWay) -> None:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-    except asyncio.CancelledError:
+    except BaseException:  # cancelled, or closed after its event loop has ended
         under_way.cancel()
         raise
 
 
-async def _elsewhere(call: Callable[[], T]) -> T:
+async def _elsewhere(call: Callable[[], T], give_back: Callable[[T], object] | None = None) -> T:
     """In the loop's executor. A task that is cancelled meanwhile ends when the call has: until then it may write into
-    the caller's memory."""
-    running = asyncio.get_running_loop().run_in_executor(None, call)
+    the caller's memory. `give_back` is called there with a result that nobody gets then."""
+    loop = asyncio.get_running_loop()
+    running = loop.run_in_executor(None, call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        while not running.done():
-            try:
-                await asyncio.wait([running])
-            except asyncio.CancelledError:
-                continue  # asked twice: the answer is the same
+        await _ended(running)
+        if not running.cancelled() and running.exception() is None and give_back is not None:
+            await _ended(loop.run_in_executor(None, partial(give_back, running.result())))
         raise
 
 
+async def _ended(running: asyncio.Future[Any]) -> None:
+    """Wait for it, however often the task is cancelled."""
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            continue  # asked twice: the answer is the same
+
+
+def _free(client: Client, found: LookupResult | CommonHits) -> None:
+    client.free_lookup_locks(found.promise)
+
+
+def _free_made(client: Client, found: LookupReply) -> None:
+    """A promise that has time left was made by this answer; of any other, somebody has heard before."""
+    if found.promise and found.deadline_s > 0:
+        client.free_lookup_locks([found.promise])
+
+
 def _awaited(
-    method: Callable[Concatenate[Client, P], T],
+    method: Callable[Concatenate[Client, P], T], give_back: Callable[[Client, T], object] | None = None
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     @wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await _elsewhere(partial(method, self.client, *args, **kwargs))
+        return await _elsewhere(
+            partial(method, self.client, *args, **kwargs),
+            None if give_back is None else partial(give_back, self.client),
+        )
 
     return call
 
@@ -119,7 +142,8 @@ class AsyncClient:
     what may wait there is a coroutine here. `client` is the one beneath, for whatever never waits.
 
     A coroutine that the index answers as a whole ends without giving the event loop away: `lookup`, and with
-    `ask=False` always. A cancelled task ends when nothing of its call writes any more.
+    `ask=False` always. A cancelled task ends when nothing of its call writes any more; a promise
+    that it would have got is freed.
     """
 
     def __init__(self, client: Client) -> None:
@@ -144,7 +168,8 @@ class AsyncClient:
         if not ask and not options.get("hold"):
             return self.client.lookup(keys, namespace=namespace, ask=False, **options)
         if not ask or len(keys) > BATCH_KEYS_MAX:
-            return await _elsewhere(partial(self.client.lookup, keys, namespace=namespace, ask=ask, **options))
+            call = partial(self.client.lookup, keys, namespace=namespace, ask=ask, **options)
+            return await _elsewhere(call, partial(_free, self.client))
         handle = self.client.lookup_nowait(keys, namespace=namespace, **{"wait_s": 0.0} | options)
         await _until(lambda: handle.done, handle)
         return _whole(handle.result)
@@ -201,7 +226,7 @@ class AsyncClient:
     store = _awaited(Client.store)
     retrieve = _awaited(Client.retrieve)
     register_layout = _awaited(Client.register_layout)
-    lookup_many = _awaited(Client.lookup_many)
+    lookup_many = _awaited(Client.lookup_many, _free)
     prepare_store = _awaited(Client.prepare_store)
     prepare_retrieve = _awaited(Client.prepare_retrieve)
     free_lookup_locks = _awaited(Client.free_lookup_locks)
@@ -219,7 +244,7 @@ class AsyncClient:
     pin_by_id = _awaited(Client.pin_by_id)
     unpin = _awaited(Client.unpin)
     config = _awaited(Client.config)
-    query_prefetch_status = _awaited(Client.query_prefetch_status)
+    query_prefetch_status = _awaited(Client.query_prefetch_status, _free_made)
     query_lookup_hits = _awaited(Client.query_lookup_hits)
     lease_status = _awaited(Client.lease_status)
     get_chunk_size = _awaited(Client.get_chunk_size)
