@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lmcache_transformers.geometry import Geometry, LayerShape
+
+# What transformers puts where a layer keeps nothing of its own; before 5.23 that was a layer like all others.
+EMPTY_LAYER: Any = getattr(cache_utils, "DummyLayer", None) or type("EmptyLayer", (DynamicLayer,), {})
 
 
 class _Room:
@@ -119,13 +122,12 @@ def cache_with_room(geometry: Geometry, capacity: int, device: str | torch.devic
     `device`: of all layers, in place of the model's own.
     """
     cache: Any = DynamicCache()
-    dummy: Any = DummyLayer  # untyped
     shapes = {each.index: each for each in geometry.layers}
     layers: list[Any] = []
     for index in range(geometry.layers_in_cache):
         shape = shapes.get(index)
         if shape is None:
-            layers.append(dummy())
+            layers.append(EMPTY_LAYER())
             continue
         room = _Room(shape, capacity, shape.device if device is None else torch.device(device))
         layers.append(SlidingRoomLayer(room) if shape.window else RoomLayer(room))
@@ -154,4 +156,4 @@ def copy_rooms(source: DynamicCache, target: DynamicCache) -> None:
 
 def rooms_of(cache: Any) -> Sequence[_Room | None]:
     """Of each layer that holds KV; None: it has none (any more)."""
-    return [getattr(layer, "room", None) for layer in cache.layers if not isinstance(layer, DummyLayer)]
+    return [getattr(layer, "room", None) for layer in cache.layers if not isinstance(layer, EMPTY_LAYER)]
