@@ -29,7 +29,7 @@ def test_the_demo_holds_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert done.returncode == 0, found
     assert found["ok"] is True
     assert [row["step"] for row in found["rows"]] == [1, 2, 3, 4, 5]
-    assert [row["tokens_reused"] for row in found["rows"]] == [0, 768, 768, 768, 0]
+    assert [row["tokens_reused"] for row in found["rows"]] == [0, 768, 1024, 1024, 0]
     assert [row["source"] for row in found["rows"]] == ["computed", "pool", "disk", "disk", "nowhere"]
     assert [row["equal"] for row in found["rows"]] == [True, True, True, True, None]
     assert all(row["bytes_moved"] > 0 for row in found["rows"])

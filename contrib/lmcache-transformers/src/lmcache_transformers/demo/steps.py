@@ -138,7 +138,7 @@ class Demo:
             )
         )
         check = self.report.check
-        check(f"{step}: the whole document was reused", said["tokens_reused"] == self.reused_expected)
+        check(f"{step}: the whole document was reused", said["tokens_reused"] >= self.reused_expected)
         check(f"{step}: with zeroed KV the answer differs", said["answer_zeroed"] != cold["answer"])
         chunks = self.reused_expected // self.job.chunk_tokens
         if source == "disk":
