@@ -40,7 +40,7 @@ class ObjectInfo(NamedTuple):
         memory_format: One letter for each axis, if there are any.
         checksum: xxh3_64 of its bytes, where whoever wrote them has told; else None.
         holds: Leases, promises and pins on it.
-        incarnation: The number of this very object: a successor of its key has another.
+        incarnation: The number of this object: a successor of its key has another.
     """
 
     nbytes: int

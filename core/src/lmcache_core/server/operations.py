@@ -141,7 +141,7 @@ class Operations:
         def run() -> None:
             try:
                 found.set_result(look(self._view))
-            except BaseException as error:  # noqa: BLE001 - of who waits
+            except BaseException as error:  # noqa: BLE001 - the waiter is told
                 found.set_exception(error)
 
         self._loop.call(run)
