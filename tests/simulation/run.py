@@ -163,8 +163,9 @@ class Schedule:
         """Where no connection was lost and nobody died, who made a promise knows of it, or it has been taken back."""
         world, server = self.world, self.server.server
         assert server is not None
-        until = world.now + 3.5  # what is under way arrives; a promise lasts longer
-        world.run(lambda: world.now > until)
+        until, over_s = world.now + 3.5, world.now + OVER_S  # what is under way arrives; a promise lasts longer
+        # A lookup that waits for a tier holds what it has found, and says so with its answer.
+        world.run(lambda: world.now > until and (not server.lookups.under_way or world.now > over_s))
         for node in self.clients:  # an answer that nobody waited for is found by the next call
             if node.client is not None:
                 world.start(f"{node.name}.call", node, Actor(world, self.shadow, node, []).call)

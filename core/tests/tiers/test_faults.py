@@ -14,6 +14,7 @@ from lmcache_core.limits import (
     BREAKER_PAUSE_S,
     LANE_QUEUE_MAX,
     LOOKUPS_WAITING_MAX,
+    RECOUNT_PAUSE_S,
     TIER_ERROR_KEPT_S,
     TIER_LOOKUP_S,
 )
@@ -541,6 +542,22 @@ def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_beg
     adapter.release("exists")
     loop.until(lambda: not tier.doubts._asked)
     adapter.release("store")
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
+
+
+def test_what_a_scan_lists_while_it_cannot_be_set_aside_is_accounted_in_the_end(doubles: Any, stocked: Any) -> None:
+    adapter = stocked.near
+    loop = doubles.loop(doubles.l1(16), doubles.tier("again", adapter))  # the next server over what is there
+    adapter.hang("scan")
+    loop.until(lambda: adapter.calls["scan"])  # nothing is accounted yet
+    adapter.corrupt(next(iter(adapter.objects)))
+    adapter.errors["delete"] = TierError("read-only", retryable=False)
+    loop.fetch(list(doubles.contents(4)))
+    loop.until(lambda: adapter.calls["delete"])
+    loop.until(lambda: adapter.calls["exists"] >= 2)  # whether it is gone
+    adapter.release("scan")
+    loop.idle()
+    loop.jump(RECOUNT_PAUSE_S + 0.1)
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
 
 

@@ -129,16 +129,18 @@ class Doubts:
 
     def _settle(self, key: bytes, doubt: _Doubt, *, there: bool) -> None:
         accounted = self._accounting.nbytes_of(key) is not None
-        if accounted and not there:
+        if accounted == there:
+            return
+        self.settled += 1
+        if not there:
             self._accounting.remove([key])
-        elif there and not accounted and doubt.nbytes:
+        elif not doubt.nbytes:  # what it takes is for a scan to say
+            self._recount.ask()
+        else:
             self._accounting.add([(key, doubt.nbytes)])
             if doubt.damaged:
                 self._accounting.damaged([key])
             self._on_found([key])
-        else:
-            return
-        self.settled += 1
 
     def _end(self, doubt: _Doubt) -> None:
         self._accounting.reserve(doubt.namespace, -doubt.reserved)
