@@ -8,6 +8,7 @@ import torch
 from tiny_models import VOCABULARY
 
 from lmcache_transformers import CachedGenerator
+from lmcache_transformers.support import counts_positions_by_cache
 
 CHUNK = 16
 DOCUMENT = [3 + (7 * i * i + 3 * i) % (VOCABULARY - 3) for i in range(3 * CHUNK)]
@@ -30,7 +31,7 @@ def plain(model: Any, tokens: list[int], **options: Any) -> Any:
 def prove(client: Any, model: Any, name: str) -> str:
     """Why the model is not served exactly; empty: it is. Answers of a second run, over a cached prefix, have the bits
     of the first, and those of another question the tokens and, but for rounding, the logits of `model.generate` alone;
-    and they do depend on the cached KV."""
+    so have both in a batch; and they do depend on the cached KV."""
     generator = CachedGenerator(model, None, client, model_name=name, chunk_tokens=CHUNK, unproven_ok=True)
     first, second = (DOCUMENT + question for question in QUESTIONS)
     cold, warm = generator.generate(first, **GREEDY), generator.generate(first, **GREEDY)
@@ -45,6 +46,10 @@ def prove(client: Any, model: Any, name: str) -> str:
         ours, theirs = torch.stack(got.output.logits), torch.stack(wanted.logits)
         if float((ours - theirs).abs().max()) > 1e-4 * max(1.0, float(theirs.abs().max())):
             return "the logits over a cached prefix are not the model's own"
+    if not counts_positions_by_cache(model):
+        batch = generator.generate([second, first], **GREEDY).answers
+        if batch != [plain(model, each).sequences[0, len(each) :].tolist() for each in (second, first)]:
+            return "the answers of a batch of two lengths are not the model's own"
     prefix = generator.prefixes.load(second)
     for layer in prefix.cache.layers:
         if layer.keys is not None:

@@ -131,6 +131,12 @@ def test_prompts_may_be_text_tensors_or_what_a_tokenizer_returns(client: Any) ->
         ({"cache_implementation": "offloaded"}, "use None, 'dynamic', 'static', 'quantized'"),
         ({"cache_implementation": "static", "max_new_tokens": None}, "give max_new_tokens"),
         ({"attention_mask": [[1, 0, 1]]}, "only padding can be masked"),
+        ({"attention_mask": [[1, 1]]}, r"rows of \[2\] and the prompts are of \[3\]"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "no row of numbers"),
+        ({"assistant_early_exit": 1}, "call model.generate"),
+        ({"generation_config": transformers.GenerationConfig(prompt_lookup_num_tokens=3)}, "call model.generate"),
+        ({"generation_config": transformers.GenerationConfig(num_beams=3)}, "one answer for each prompt"),
+        ({"output_hidden_states": True}, "would lack what was not computed"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(client: Any, options: dict[str, Any], words: str) -> None:
@@ -141,6 +147,28 @@ def test_what_cannot_be_served_is_refused_in_words(client: Any, options: dict[st
         generator.generate([[]], max_new_tokens=4)
     with pytest.raises(UsageError, match="no tokenizer"):
         generator.generate("text", max_new_tokens=4)
+    for prompts in (5, [{"role": "user"}], [[[4, 5]]], [4, [5]]):
+        with pytest.raises(UsageError, match="the prompts"):
+            generator.generate(prompts, max_new_tokens=4)
+
+
+def test_ways_that_the_model_itself_is_set_to_are_refused_as_those_of_a_call(client: Any) -> None:
+    model = made("full")
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(UsageError, match="prompt_lookup_num_tokens is not served"):
+        generator_of(client, model).generate(PROMPTS[0], max_new_tokens=4)
+
+
+def test_prompts_of_several_lengths_are_refused_where_the_model_counts_padding_as_positions(client: Any) -> None:
+    model = tiny_model(tiny_config(transformers.RoFormerConfig, is_decoder=True))
+    generator = generator_of(client, model)
+    with pytest.raises(UsageError, match="give prompts of one length"):
+        generator.generate(PROMPTS, **GREEDY)
+    same = [PROMPTS[0], [4, *PROMPTS[0][1:]]]
+    for reused in ((0, 0), (48, 48)):
+        got = generator.generate(same, **GREEDY)
+        assert got.tokens_reused == reused
+        assert got.answers == [alone(model, tokens) for tokens in same]
 
 
 def test_without_a_server_it_generates_all_the_same(tmp_path: Path) -> None:

@@ -118,18 +118,6 @@ def test_nothing_of_a_long_prompt_is_stored_where_positions_depend_on_its_length
     assert prefixes.load(DOCUMENT).tokens_reused == 0
 
 
-def test_adapters_that_are_switched_on_have_keys_of_their_own(client: Any) -> None:
-    model = tiny_model(tiny_config(transformers.LlamaConfig))
-    prefixes = PrefixCache(client, model, model_name="x", chunk_tokens=CHUNK)
-    without = prefixes.keys(DOCUMENT)
-    model._hf_peft_config_loaded = True
-    names = ["french"]
-    model.active_adapters = lambda: names
-    french = prefixes.keys(DOCUMENT)
-    names[:] = ["german"]
-    assert len({without[0], french[0], prefixes.keys(DOCUMENT)[0]}) == 3
-
-
 def test_importing_the_package_imports_no_engine() -> None:
     program = "import sys, lmcache_transformers\nassert not {'torch', 'transformers'} & set(sys.modules), sys.modules\n"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

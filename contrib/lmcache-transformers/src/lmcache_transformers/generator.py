@@ -12,6 +12,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.limits import CHUNK_TOKENS
 from lmcache_transformers.handover import CACHES, joined
 from lmcache_transformers.prefix_cache import Prefix, PrefixCache
+from lmcache_transformers.support import counts_positions_by_cache
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from lmcache_core.client.client import Client
 
 # Of `generate`, what takes other ways through the model than one answer for each prompt, token after token.
-_OTHER_WAYS = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "continuous_batching_config")
+_OTHER_WAYS = (
+    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    *("custom_generate", "continuous_batching_config", "penalty_alpha", "dola_layers"),
+    *("constraints", "force_words_ids", "token_healing"),
+)
+_OF_ALL_TOKENS = ("output_hidden_states", "output_attentions")
 _SEVERAL = ("num_beams", "num_return_sequences")
 _OWN = ("past_key_values", "input_ids", "inputs", "attention_mask", "position_ids")
 
@@ -94,6 +100,7 @@ class CachedGenerator:
         taken = inspect.signature(model.forward).parameters
         self._last_logits: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in taken else {}
         self._takes_positions = "position_ids" in taken
+        self._counts_positions_by_cache = counts_positions_by_cache(model)
 
     def generate(
         self,
@@ -119,6 +126,7 @@ class CachedGenerator:
             prompts = options.pop("input_ids", None)
         self._check(options, cache_implementation)
         sequences = self._sequences(prompts, attention_mask)
+        self._check_positions(sequences)
         answer_tokens = self._answer_tokens(options, max(map(len, sequences)))
         moved = Moved()
         if self._alone(sequences, options):
@@ -197,18 +205,29 @@ class CachedGenerator:
                 raise UsageError(
                     f"{name} is this generator's to make: give prompts, and attention_mask where they are padded"
                 )
-            if name in _OTHER_WAYS and value is not None:
-                raise UsageError(f"{name} is not served: call model.generate for it")
             if hasattr(value, "data_ptr") or name == "inputs_embeds":
                 raise UsageError(
                     f"{name} is an input that is no token, and the keys cover tokens alone: it is not served"
                 )
+        for name in _OTHER_WAYS:
+            if self._option(options, name) not in (None, False):
+                raise UsageError(f"{name} is not served: call model.generate for it")
+        for name in _OF_ALL_TOKENS:
+            if self._option(options, name):
+                raise UsageError(f"{name} would lack what was not computed: call model.generate for it")
         for name in _SEVERAL:
             value = self._option(options, name)
             if value is not None and value > 1:
                 raise UsageError(
                     f"{name} is {value}: one answer for each prompt is served; call model.generate for more"
                 )
+
+    def _check_positions(self, sequences: Sequence[list[int]]) -> None:
+        if self._counts_positions_by_cache and len(set(map(len, sequences))) > 1:
+            raise UsageError(
+                f"the {type(self._model).__name__} counts padding as positions, and a cached prefix has none: give "
+                "prompts of one length, or one at a time"
+            )
 
     def _option(self, options: Mapping[str, Any], name: str) -> Any:
         for source in (options.get("generation_config"), self._model.generation_config):
@@ -237,17 +256,20 @@ class CachedGenerator:
         if isinstance(prompts, str) or (isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], str)):
             if self._tokenizer is None:
                 raise UsageError("the prompt is text, and there is no tokenizer: give one, or token ids")
+            if attention_mask is not None:
+                raise UsageError("attention_mask is for prompts that are padded ids, and the prompt is text")
             texts = [prompts] if isinstance(prompts, str) else list(prompts)
             found = [list(self._tokenizer(text)["input_ids"]) for text in texts]
         else:
-            rows = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts if prompts is not None else ())
-            rows = [rows] if rows and isinstance(rows[0], int) else rows
-            found = [list(each.tolist() if hasattr(each, "tolist") else each) for each in rows]
+            found = _rows("the prompts", () if prompts is None else prompts)
             if attention_mask is not None:
-                found = [
-                    _unpadded(at, ids, mask)
-                    for at, (ids, mask) in enumerate(zip(found, _rows(attention_mask), strict=True))
-                ]
+                masks = _rows("attention_mask", attention_mask)
+                if list(map(len, masks)) != list(map(len, found)):
+                    raise UsageError(
+                        f"attention_mask has rows of {list(map(len, masks))} and the prompts are of "
+                        f"{list(map(len, found))} tokens: give one for each token"
+                    )
+                found = [_unpadded(at, ids, mask) for at, (ids, mask) in enumerate(zip(found, masks, strict=True))]
         if not found or not all(found):
             raise UsageError("a prompt is empty: give each at least one token")
         return found
@@ -265,9 +287,23 @@ def _ids(rows: list[list[int]], device: Any) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.long, device=device)
 
 
-def _rows(mask: Any) -> list[list[int]]:
-    rows = mask.tolist() if hasattr(mask, "tolist") else list(mask)
-    return [rows] if rows and not isinstance(rows[0], list) else rows
+def _rows(name: str, given: Any) -> list[list[Any]]:
+    """Numbers, or rows of them, as rows: of lists, arrays or tensors. What the numbers are is looked at later."""
+    rows = _plain(given)
+    if not isinstance(rows, list):
+        raise UsageError(f"{name} are {given!r}: give text, token ids, or lists of them")
+    rows = list(map(_plain, rows))
+    rows = rows if any(isinstance(each, list) for each in rows) else [rows] if rows else []
+    for each in rows:
+        if not isinstance(each, list) or any(isinstance(number, list | str | Mapping) for number in each):
+            raise UsageError(f"{name}: {each!r} is no row of numbers: give [prompts, tokens]")
+    return rows
+
+
+def _plain(given: Any) -> Any:
+    if hasattr(given, "tolist"):
+        return given.tolist()
+    return list(given) if isinstance(given, list | tuple) else given
 
 
 def _unpadded(at: int, ids: list[int], mask: list[int]) -> list[int]:

@@ -11,7 +11,8 @@ from lmcache_core.tokens import Namespace, chunk_keys
 from lmcache_core.tokens.canonical import Tokens
 from lmcache_transformers.chunks import layout_of, regions_of
 from lmcache_transformers.geometry import geometry_of
-from lmcache_transformers.support import adapters, check_model, tokens_max
+from lmcache_transformers.support import check_model, tokens_max
+from lmcache_transformers.weights import computed_by
 
 if TYPE_CHECKING:
     from transformers import Cache, DynamicCache, PreTrainedModel
@@ -39,9 +40,10 @@ class PrefixCache:
     """Loads and stores prompt prefixes of one model, through one client.
 
     `model_name` and `weights_version` say whose KV it is: give the same ones wherever the weights are the same, and
-    other ones where they are not; nothing looks into the weights. Without them they are the path and the commit that
-    the model was loaded from. `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for what a tier
-    holds; what is not there by then is computed. `unproven_ok`: take models that nobody has proven, too.
+    other ones where they are not. Without them they are the path and the commit that the model was loaded from. A few
+    values of every weight are in the keys, too: weights that change under one name find nothing of what was before.
+    `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for what a tier holds; what is not there by
+    then is computed. `unproven_ok`: take models that nobody has proven, too.
 
     Raises `UsageError`, with the reason, for a model that cannot be served. One sequence at a time (batch of one). A
     lost server is a miss, and a store that stores nothing.
@@ -81,8 +83,9 @@ class PrefixCache:
         self._model = model
 
     def keys(self, tokens: Tokens) -> list[bytes]:
-        """The key of each whole chunk of `tokens`, for the adapters that are switched on now."""
-        return chunk_keys(tokens, self.namespace, self.chunk_tokens, extra=adapters(self._model))
+        """The key of each whole chunk of `tokens`, for the weights, adapters and autocast of now. Raises `UsageError`
+        where the model is in training mode."""
+        return chunk_keys(tokens, self.namespace, self.chunk_tokens, extra=computed_by(self._model))
 
     def load(self, tokens: Tokens, *, room_tokens: int = 0) -> Prefix:
         """The longest cached prefix of `tokens`, in whole chunks, as a cache to call the model with.

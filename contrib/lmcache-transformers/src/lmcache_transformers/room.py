@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from lmcache_core.errors import UsageError
 from lmcache_transformers.geometry import Geometry, LayerShape
 
 # What transformers puts where a layer keeps nothing of its own; before 5.23 that was a layer like all others.
@@ -37,6 +38,11 @@ class _Room:
         return int(self.keys.shape[2])
 
     def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if keys.dtype != self.keys.dtype:
+            raise UsageError(
+                f"the model computes keys of {keys.dtype} now, and computed {self.keys.dtype} when its cache was made: "
+                "make it anew, under the same autocast"
+            )
         end = self.used + keys.shape[2]
         if end > self.capacity:
             self._grow(max(end, 2 * self.capacity))

@@ -6,10 +6,12 @@ wrong hit shows as a wrong answer, and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.errors import UsageError
 from lmcache_transformers.proven import PROVEN
+from lmcache_transformers.weights import check_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,6 +21,7 @@ _FIXED_ROPE = {"default", "linear", "yarn", "llama3", "proportional"}
 _LENGTH_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 _PARTS_OF_TEXT = {"attn_config", "ffn_config"}  # configurations of a part of the text model itself
 _DECODERS_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # they have the field, and do not go by it
+_DISTANCES = {"bloom", "mpt"}  # ALiBi
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 
@@ -51,10 +54,9 @@ def check_model(model: PreTrainedModel, *, unproven_ok: bool = False) -> None:
         why = f"{type(model).__name__} cannot generate: load the model's class for causal language models"
     if not why and not unproven_ok and type(model).__module__.partition(".")[0] != "transformers":
         why = f"{type(model).__name__} is not part of transformers: what was proven was transformers' own class"
-    if not why and model.training:
-        why = f"the {type(model).__name__} is in training mode, so its KV is random: call model.eval()"
     if why:
         raise UsageError(why)
+    check_mode(model)
 
 
 def tokens_max(config: PreTrainedConfig) -> int | None:
@@ -73,11 +75,11 @@ def tokens_max(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
-def adapters(model: PreTrainedModel) -> bytes:
-    """What the keys say of the adapters that are switched on: their names. Their weights are not looked at."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return b""
-    return b"adapters " + repr(sorted(model.active_adapters())).encode()
+def counts_positions_by_cache(model: PreTrainedModel) -> bool:
+    """Whether the model counts positions by what its cache holds, padding and all: it takes none from outside, and its
+    attention goes by more than distances."""
+    taken = inspect.signature(model.forward).parameters
+    return "position_ids" not in taken and model.config.model_type not in _DISTANCES
 
 
 def _has_causal_model(config: PreTrainedConfig) -> bool:

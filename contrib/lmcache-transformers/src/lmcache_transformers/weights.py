@@ -1,0 +1,76 @@
+"""What computes a model's KV beside its configuration: weights, adapters and autocast, as they are now.
+
+A name says which weights were meant, and nothing of weights that were trained further, merged or loaded anew under it.
+So a few values of every tensor are looked at, each time: they are in the keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from transformers import PreTrainedModel
+
+_VALUES = 64  # of each tensor, evenly spread
+
+
+def computed_by(model: PreTrainedModel) -> bytes:
+    """What the keys say of the model as it is now. Raises `UsageError` where it is in training mode."""
+    check_mode(model)
+    said = hashlib.sha256()
+    for part in (*_weights(model), *_adapters(model), _autocast(model)):
+        said.update(len(part).to_bytes(8, "little") + part)
+    return b"computed by " + said.digest()
+
+
+def check_mode(model: PreTrainedModel) -> None:
+    """Raises `UsageError` for a model whose KV is random."""
+    if model.training:
+        raise UsageError(f"the {type(model).__name__} is in training mode, so its KV is random: call model.eval()")
+
+
+def _weights(model: PreTrainedModel) -> Iterator[bytes]:
+    """Of each tensor its name, shape and dtype, and some of its values. Kinds of tensors that other packages bring
+    (quantised ones), and weights that are not in memory now, say no values."""
+    import torch
+
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for name, weight in model.named_parameters():
+        yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
+        if type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta and weight.numel():
+            alike.setdefault((weight.device, weight.dtype), []).append(_some(weight))
+    for values in alike.values():  # one copy from each device, and not one from each tensor
+        yield bytes(memoryview(torch.cat(values).view(torch.uint8).cpu().numpy()))
+
+
+def _some(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach()
+    step = -(-weight.numel() // _VALUES)
+    if weight.is_contiguous():
+        return weight.as_strided((-(-weight.numel() // step),), (step,))
+    return weight.reshape(-1)[::step]
+
+
+def _adapters(model: PreTrainedModel) -> Iterator[bytes]:
+    """Which adapters each layer goes by, and how; their weights are among the model's."""
+    peft: Any = sys.modules.get("peft.tuners.tuners_utils")
+    if peft is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, peft.BaseTunerLayer):
+            scaling = sorted(dict(getattr(module, "scaling", {})).items())
+            yield repr((name, module.disable_adapters, list(module.active_adapters), module.merged, scaling)).encode()
+
+
+def _autocast(model: PreTrainedModel) -> bytes:
+    import torch
+
+    kind = model.device.type
+    return str(torch.get_autocast_dtype(kind)).encode() if torch.is_autocast_enabled(kind) else b""
