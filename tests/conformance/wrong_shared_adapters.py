@@ -747,7 +747,7 @@ class TestReportsADeleteOnce(Wrong):
 
 
 class TestDeletesTwoKeysAtATime(Wrong):
-    caught_by = "test_it_behaves_as_a_dictionary"
+    caught_by = "test_a_delete_in_a_batch_is_reported_for_each_key"
 
     class faulty(Shelf):
         def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
