@@ -1171,3 +1171,72 @@ class TestSaysFullAndKeepsIt(Wrong):
             if outcome.result is Result.FULL:
                 self.objects[item.key] = (b"".join(item.buffers), time.time())
             return outcome
+
+
+# --- what changes between two lines of a call ---------------------------------------------------------------------
+class TestReadsAnObjectInTwoParts(Wrong):
+    caught_by = "test_a_load_gives_one_object_while_it_is_overwritten"
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            if item.key not in self.objects:
+                return MISS
+            at = 0
+            for buffer in item.buffers:  # a request for each part: GETRANGE, or a range of bytes
+                part = self.objects[item.key][0][at : at + buffer.nbytes]
+                buffer[: len(part)] = part
+                at += len(part)
+            return Outcome(Result.DONE, at)
+
+
+class TestExpectsWhatItHasSeen(Wrong):
+    caught_by = "test_a_load_gives_all_or_nothing_while_it_is_deleted"
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            if item.key not in self.objects:
+                return MISS
+            content = self.objects[item.key][0]  # as stat, and then open
+            return super()._load_one(item) if content else MISS
+
+
+class TestExpectsWhatItHasListed(Wrong):
+    caught_by = "test_a_scan_outlives_what_goes_meanwhile"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            entries = []
+            for key in sorted(self.objects):
+                content, used_at_s = self.objects[key]
+                entries.append(ScanEntry(key, len(content), used_at_s))
+            return ScanPage(entries, None)
+
+
+class TestNamesItsTemporaryFileByTheKey(Wrong):
+    caught_by = "test_two_stores_of_one_key_do_not_mix"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            temporary = b"tmp of " + item.key
+            self.state[temporary] = b""  # type: ignore[index, assignment]  # the medium's other folder
+            for buffer in item.buffers:
+                self.state[temporary] += bytes(buffer)  # type: ignore[index, operator]
+            self.objects[item.key] = (self.state[temporary], 0.0)  # type: ignore[index, assignment]
+            return DONE
+
+
+class TestTidiesUpUnderAStore(Wrong):
+    caught_by = "test_a_store_does_not_meet_the_delete_of_another_key"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            self.state["folder"] = True
+            name = bytes(item.key)
+            if not self.state["folder"]:
+                return Outcome(Result.FAILED, error=f"no folder for {name.hex()}")
+            return super()._store_one(item)
+
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            done = super().delete(keys, deadline)
+            self.state["folder"] = False  # it was the last one there, as far as this adapter knows
+            return done

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
 from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract, not_claimed, not_judged
 from lmcache_core.testing.speeds import Kit
-from lmcache_core.testing.stepping import Stepped, own_modules
-from lmcache_core.tiers.contract import L2Adapter, LoadItem, Result, StoreItem
+from lmcache_core.testing.stepping import STOPS_MAX, Stepped, own_modules
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 
+T = TypeVar("T")
 THREADS = 8
 LIMIT_S = 60.0  # a net
 BYTES = 9000
@@ -152,6 +155,71 @@ class RaceTests(Contract):
         wrong = material.difference(bytes(target), one)
         assert target == one, f"a load, while another ran at each of its lines, said DONE, and {wrong}"
 
+    @pytest.mark.parametrize("other_bytes", [4000, BYTES])
+    def test_a_load_gives_one_object_while_it_is_overwritten(
+        self, adapter: L2Adapter, reopen: Any, other_bytes: int
+    ) -> None:
+        """The reader stands at one of its lines while somebody replaces what it reads."""
+        versions = [material.content(1, BYTES), material.content(2, other_bytes)]
+        with self._reader(adapter, reopen) as writer:
+            old, new = (partial(material.expect_stored, writer, material.key(1), version) for version in versions)
+            for (outcome, found), at in _line_by_line(adapter, old, lambda: _load_one(adapter), new):
+                _expect_whole(outcome, found, versions, f"a load whose object was replaced at {at}", False)
+
+    def test_a_load_gives_all_or_nothing_while_it_is_deleted(self, adapter: L2Adapter, reopen: Any) -> None:
+        """What goes between two lines of a load is a MISS: no error, and never half of it."""
+        if not adapter.capabilities.delete:
+            not_claimed("delete")
+        whole = material.content(1, BYTES)
+        with self._reader(adapter, reopen) as other:
+            store = partial(material.expect_stored, other, material.key(1), whole)
+            delete = partial(material.expect_deleted, other, [material.key(1)], "a load was under way")
+            for (outcome, found), at in _line_by_line(adapter, store, lambda: _load_one(adapter), delete):
+                _expect_whole(outcome, found, [whole], f"a load whose object was deleted at {at}", True)
+
+    def test_a_scan_outlives_what_goes_meanwhile(self, adapter: L2Adapter, reopen: Any) -> None:
+        if not (adapter.capabilities.scan and adapter.capabilities.delete):
+            not_claimed("scan and delete")
+        keys = [material.key(number) for number in range(1, 7)]
+        with self._reader(adapter, reopen) as other:
+            for key in keys:
+                material.expect_stored(adapter, key, b"there")
+            turns = itertools.count()
+
+            def change() -> None:
+                going = keys[next(turns) % 3]
+                material.expect_deleted(other, [going], "a scan was under way")
+
+            found = [entry.key for entry in _stepped(adapter, lambda: material.scan(adapter), change)]
+        lost = len(set(keys[3:]) - set(found))
+        assert not lost, f"three of six objects were deleted at the lines of a scan: {lost} of the other three are lost"
+
+    def test_two_stores_of_one_key_do_not_mix(self, adapter: L2Adapter, reopen: Any) -> None:
+        """What is not published yet has a name of its own: two servers store the same object at once all the time."""
+        versions = [material.content(1, BYTES), material.content(2, BYTES - 1000)]
+        with self._reader(adapter, reopen) as other:
+            store_other = partial(material.expect_stored, other, material.key(1), versions[1])
+            store = partial(material.store, adapter, material.key(1), versions[0][:4096], versions[0][4096:])
+            for told, at in _line_by_line(adapter, lambda: None, store, store_other):
+                material.expect_result(told, Result.DONE, f"a store of a key that another stored at {at}")
+                outcome, found = _load_one(adapter)
+                _expect_whole(outcome, found, versions, f"a load after two stores of one key, one at {at}", False)
+
+    def test_a_store_does_not_meet_the_delete_of_another_key(self, adapter: L2Adapter, reopen: Any) -> None:
+        """Deletes that tidy up (an empty folder, a table of names) take nothing from under a store."""
+        if not adapter.capabilities.delete:
+            not_claimed("delete")
+        one = material.content(1, BYTES)
+        with self._reader(adapter, reopen) as other:
+
+            def come_and_go() -> None:
+                material.expect_stored(other, material.key(2), b"short-lived")
+                material.expect_deleted(other, [material.key(2)], "a store of another key was under way")
+
+            told = _stepped(adapter, lambda: adapter.store([_item(one)], material.soon()), come_and_go)
+            material.expect_result(told[0], Result.DONE, "another key was stored and deleted at each line of a store")
+            material.expect_holds(adapter, material.key(1), one, "stored while another key came and went")
+
     def test_a_lookup_and_a_store_do_not_meet(self, adapter: L2Adapter) -> None:
         _needs_threads(adapter)
         keys = [material.key(number) for number in range(1, 5)]
@@ -190,10 +258,43 @@ def _shares(adapter: L2Adapter, other: L2Adapter) -> bool:
 def _stepped(adapter: L2Adapter, call: Callable[[], Any], look: Callable[[], Any]) -> Any:
     scheduler = Stepped(call, own_modules(adapter), look)
     answer = scheduler.run(LIMIT_S)
+    _expect_stops(adapter, scheduler)
+    return answer
+
+
+def _expect_stops(adapter: L2Adapter, scheduler: Stepped[Any]) -> None:
     if scheduler.stops == 0:
         modules = ", ".join(sorted(own_modules(adapter)))
         not_judged(f"no line of {modules} ran in the call: what happens within C, or a library, cannot be stopped")
-    return answer
+
+
+def _line_by_line(
+    adapter: L2Adapter, begin: Callable[[], Any], call: Callable[[], T], change: Callable[[], Any]
+) -> Iterator[tuple[T, str]]:
+    """`call` again and again: something changes at its first line, the next time at its second, and so on. What the
+    call gave, and where that was."""
+    for line in range(STOPS_MAX):
+        begin()
+        scheduler = Stepped(call, own_modules(adapter), change, only=line)
+        answer = scheduler.run(LIMIT_S)
+        _expect_stops(adapter, scheduler)
+        if scheduler.stops <= line:
+            return
+        yield answer, f"line {line + 1} of those that it ran"
+
+
+def _load_one(adapter: L2Adapter) -> tuple[Outcome, bytes]:
+    return material.load(adapter, material.key(1), 4096, BYTES - 4096)
+
+
+def _expect_whole(outcome: Outcome, found: bytes, versions: Sequence[bytes], done: str, may_miss: bool) -> None:
+    if outcome.result is Result.DONE:
+        whole = found[: outcome.nbytes] in versions
+        assert whole, f"{done} said DONE with {outcome.nbytes:,} bytes that are no object that was stored"
+    else:
+        busy = outcome.result is Result.THROTTLED or (outcome.result is Result.FAILED and outcome.retryable)
+        legal = busy or (may_miss and outcome.result is Result.MISS)
+        assert legal, f"{done} was answered {material.seen(outcome)}"
 
 
 def _expect_one_of(reader: L2Adapter, versions: dict[str, bytes], may_miss: bool, while_: str) -> None:

@@ -45,17 +45,24 @@ def own_modules(adapter: L2Adapter) -> frozenset[str]:
 
 class Stepped(Generic[T]):
     """`call`, stopped at each line of `modules` until `look` has returned. `stops` counts how often it was stopped.
+    `only`: the one line, counted from 0 in the order in which they run, at which there is a look; None: all.
 
     A look that needs what the stopped call holds (a lock) goes on while the call does; until it is back there is no
     other. What `look` raises ends the looking, and is raised by `run` once the call has ended."""
 
     def __init__(
-        self, call: Callable[[], T], modules: frozenset[str], look: Callable[[], Any], stops_max: int = STOPS_MAX
+        self,
+        call: Callable[[], T],
+        modules: frozenset[str],
+        look: Callable[[], Any],
+        stops_max: int = STOPS_MAX,
+        only: int | None = None,
     ) -> None:
         self._call = call
         self._modules = modules
         self._look = look
         self._stops_max = stops_max
+        self._only = only
         self._pending: Watched[Any] | None = None
         self._error: BaseException | None = None
         self.stops = 0
@@ -85,7 +92,8 @@ class Stepped(Generic[T]):
     def _line(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
         if event == "line" and self.stops < self._stops_max and self._error is None:
             self.stops += 1
-            self._have_a_look()
+            if self._only is None or self.stops == self._only + 1:
+                self._have_a_look()
         return self._line
 
     def _have_a_look(self) -> None:
