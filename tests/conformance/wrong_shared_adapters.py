@@ -1240,3 +1240,74 @@ class TestTidiesUpUnderAStore(Wrong):
             done = super().delete(keys, deadline)
             self.state["folder"] = False  # it was the last one there, as far as this adapter knows
             return done
+
+
+# --- what is said while the medium is in trouble -------------------------------------------------------------------
+class TestMissesWhatItHadNoTimeFor(Wrong):
+    caught_by = "test_what_is_past_its_deadline_is_answered_and_may_be_tried_again"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            late = time.monotonic() >= deadline
+            return [MISS] * len(items) if late else super().load(items, deadline)
+
+
+class TestStoresNothingWhenLateAndSaysDone(Wrong):
+    caught_by = "test_what_is_past_its_deadline_is_answered_and_may_be_tried_again"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            late = time.monotonic() >= deadline
+            return [DONE] * len(items) if late else super().store(items, deadline)
+
+
+class TestMissesWhileTheMediumHangs(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            return [MISS] * len(items) if self.state.get("hangs") else super().load(items, deadline)
+
+
+class TestSeesNothingWhileTheMediumHangs(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
+            return [False] * len(keys) if self.state.get("hangs") else super().exists(keys, deadline)
+
+
+class TestListsNothingWhileTheMediumHangs(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            return ScanPage([], None) if self.state.get("hangs") else super().scan(cursor, deadline)
+
+
+class TestStoresNothingWhileTheMediumHangsAndSaysDone(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            return [DONE] * len(items) if self.state.get("hangs") else super().store(items, deadline)
+
+
+class TestDeletesNothingWhileTheMediumHangsAndSaysDone(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def delete(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return [DONE] * len(keys) if self.state.get("hangs") else super().delete(keys, deadline)
+
+
+class TestGivesEachItemTheWholeTime(Wrong):
+    caught_by = "test_the_deadline_is_honoured_while_the_medium_hangs"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            if self.state.get("hangs"):
+                left_s = deadline - time.monotonic()
+                for _ in items:
+                    time.sleep(left_s)  # one request each, with a time-out that was reckoned once
+            return super().load(items, deadline)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -14,19 +14,23 @@ from lmcache_core.testing.contract import Contract, not_judged
 from lmcache_core.testing.watch import NotBackError, watched
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem, Usage
 
-BATCH_METHODS = ("store", "exists", "load", "delete", "scan")
+BATCH_METHODS = ("exists", "load", "scan", "delete", "store")
 PAYLOAD = 20_000
+ITEMS = 6  # of one call: who gives each of them the whole time is late
+GOING = 31  # numbers of keys that are deleted
 
 
 def calls_of(adapter: L2Adapter, deadline: float) -> dict[str, Callable[[], Any]]:
-    """Every method that speaks to the medium, with two keys."""
-    keys = [material.key(1), material.key(2)]
+    """Every method that speaks to the medium: keys from 1 on are stored and read, those from GOING on are deleted."""
+    several = range(min(ITEMS, adapter.capabilities.batch_keys_max))
+    keys = [material.key(1 + number) for number in several]
+    going = [material.key(GOING + number) for number in several]
     return {
         "store": lambda: adapter.store([StoreItem(key, [memoryview(b"new bytes")]) for key in keys], deadline),
         "exists": lambda: adapter.exists(keys, deadline),
         "load": lambda: adapter.load([LoadItem(key, [memoryview(bytearray(PAYLOAD))]) for key in keys], deadline),
-        "delete": lambda: adapter.delete(keys, deadline),
-        "set_aside": lambda: adapter.set_aside(keys, deadline),
+        "delete": lambda: adapter.delete(going, deadline),
+        "set_aside": lambda: adapter.set_aside(going, deadline),
         "scan": lambda: adapter.scan(None, deadline),
         "usage": lambda: adapter.usage(),
     }
@@ -46,10 +50,13 @@ class TroubleTests(Contract):
 
     # --- deadlines ------------------------------------------------------------------------------------------
     def test_what_is_past_its_deadline_is_answered_and_may_be_tried_again(self, adapter: L2Adapter) -> None:
-        material.expect_stored(adapter, material.key(1), b"object")
-        for name in claimed(adapter):
-            self._expect_in_time(adapter, name, -1.0, "asked with a deadline that had passed")
+        self._store_both(adapter)
+        done = {
+            name: self._expect_in_time(adapter, name, -1.0, "asked with a deadline that had passed")
+            for name in claimed(adapter)
+        }
         self._expect_well(adapter, "after calls with a deadline that had passed")
+        _expect_true(adapter, done, "with a deadline that had passed")
 
     def test_no_call_takes_long_beyond_its_deadline(self, adapter: L2Adapter) -> None:
         """With nothing wrong: what a medium needs longer for is late, and says so by the deadline."""
@@ -60,11 +67,14 @@ class TroubleTests(Contract):
     def test_the_deadline_is_honoured_while_the_medium_hangs(self, adapter: L2Adapter, hang: Any) -> None:
         if hang is None:
             not_judged("a fixture 'hang' unlocks it: StallingProxy.hang() makes any medium behind TCP hang")
-        material.expect_stored(adapter, material.key(1), b"object")
+        self._store_both(adapter)
         with hang:
-            for name in claimed(adapter):
-                self._expect_in_time(adapter, name, self.hang_deadline_s, "while the medium answers nothing")
+            done = {
+                name: self._expect_in_time(adapter, name, self.hang_deadline_s, "while the medium answers nothing")
+                for name in claimed(adapter)
+            }
         self._expect_well(adapter, "once the medium answered again")
+        _expect_true(adapter, done, "while the medium answered nothing")
 
     def test_the_deadline_is_honoured_while_an_answer_stalls(self, adapter: L2Adapter, stall: Any) -> None:
         """The medium answers, and never ends: a time-out of each wait is no deadline of the call."""
@@ -159,7 +169,7 @@ class TroubleTests(Contract):
             raise AssertionError(f"{method} after close answered, and raises TierError")
 
     # --- parts ----------------------------------------------------------------------------------------------
-    def _answered(self, name: str, call: Callable[[], Any]) -> Callable[[], Sequence[Outcome] | None]:
+    def _answered(self, name: str, call: Callable[[], Any]) -> Callable[[], Any]:
         """The call; None where it raises what may be tried again."""
 
         def answered() -> Any:
@@ -171,21 +181,38 @@ class TroubleTests(Contract):
 
         return answered
 
-    def _expect_in_time(self, adapter: L2Adapter, name: str, left_s: float, when: str) -> None:
+    def _store_both(self, adapter: L2Adapter) -> None:
+        """What is there while things go wrong: an object that is asked about, and one that is deleted."""
+        for number in (1, GOING):
+            material.expect_stored(adapter, material.key(number), b"object")
+
+    def _expect_in_time(self, adapter: L2Adapter, name: str, left_s: float, when: str) -> bool:
+        """Whether it said DONE, for all of its items. What it says of the object that is there is true."""
         limit_s = max(0.0, left_s) + self.hang_slack_s
         call = calls_of(adapter, time.monotonic() + left_s)[name]
         try:
             answers = watched(self._answered(name, call), limit_s)
         except NotBackError as error:
             raise AssertionError(f"{name} {when}, with {left_s} s until its deadline: {error}") from None
-        if answers is None or name not in ("store", "load", "delete"):
-            return
-        for outcome in answers:
+        if answers is None:
+            return False
+        if name == "exists":
+            assert answers[0], f"exists {when} said False for what is there: it raises TierError where it cannot know"
+        if name == "scan":
+            page = answers
+            known = page.entries or page.cursor is not None
+            assert known, f"scan {when} gave one empty page, and something is there: it raises TierError"
+        if name not in ("store", "load", "delete"):
+            return False
+        for position, outcome in enumerate(answers):
             words = f"{name} {when}, with {left_s} s until its deadline, answered {outcome!r:.200}"
+            lie = name == "load" and position == 0 and outcome.result is Result.MISS
+            assert not lie, f"{words} for what is there: what is not done by the deadline is FAILED, and retryable"
             assert isinstance(outcome, Outcome), words
             late = outcome.result is Result.FAILED and outcome.retryable
             legal = late or outcome.result in (Result.DONE, Result.MISS, Result.THROTTLED)
             assert legal, f"{words}: DONE, MISS, or FAILED and retryable"
+        return all(outcome.result is Result.DONE for outcome in answers)
 
     def _expect_well(self, adapter: L2Adapter, when: str) -> None:
         """Stores and loads work, at the second try at the latest: a connection may have been lost."""
@@ -198,6 +225,15 @@ class TroubleTests(Contract):
                 break
         material.expect_stored(adapter, material.key(1), b"afterwards")
         material.expect_holds(adapter, material.key(1), b"afterwards", when)
+
+
+def _expect_true(adapter: L2Adapter, done: dict[str, bool], when: str) -> None:
+    """Of what was said DONE, in trouble that is over."""
+    last = min(ITEMS, adapter.capabilities.batch_keys_max)
+    if done.get("store") and not (adapter.capabilities.evicts or adapter.capabilities.ttl):
+        material.expect_exists(adapter, [material.key(last)], [True], f"a store {when} said DONE")
+    if done.get("delete"):
+        material.expect_exists(adapter, [material.key(GOING)], [False], f"a delete {when} said DONE")
 
 
 def _close(adapter: L2Adapter, how: str) -> None:
