@@ -1311,3 +1311,36 @@ class TestGivesEachItemTheWholeTime(Wrong):
                 for _ in items:
                     time.sleep(left_s)  # one request each, with a time-out that was reckoned once
             return super().load(items, deadline)
+
+
+# --- what is set aside ------------------------------------------------------------------------------------------------
+class TestSetsAllAside(Wrong):
+    caught_by = "test_what_is_set_aside_is_not_there_any_more"
+
+    class faulty(Shelf):
+        def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            return super().delete(list(self.objects), deadline)[:1] * len(keys) or [DONE] * len(keys)
+
+
+class TestSetsAsideForLoadsAlone(Wrong):
+    caught_by = "test_what_is_set_aside_is_not_there_any_more"
+
+    class faulty(Shelf):
+        def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            for key in keys:
+                self.state[key.hex()] = True
+            return [DONE] * len(keys)
+
+        def _load_one(self, item: LoadItem) -> Outcome:
+            return MISS if self.state.get(item.key.hex()) else super()._load_one(item)
+
+
+class TestListsWhatItHasSetAside(Wrong):
+    caught_by = "test_what_is_set_aside_is_not_there_any_more"
+
+    class faulty(Shelf):
+        def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
+            for key in keys:
+                if key in self.objects:
+                    self.objects[b"damaged " + key[:32]] = self.objects.pop(key)
+            return [DONE] * len(keys)

@@ -207,12 +207,19 @@ class ValueTests(Contract):
     def test_what_is_set_aside_is_not_there_any_more(self, adapter: L2Adapter) -> None:
         if not adapter.capabilities.delete:
             not_claimed("delete")
-        material.expect_stored(adapter, material.key(1), b"object")
+        one, other = material.key(1), material.key(2)
+        for key in (one, other):
+            material.expect_stored(adapter, key, b"object")
         for time in ("once", "twice"):
-            done = f"asked to set it aside {time}"
-            outcome = adapter.set_aside([material.key(1)], material.soon())[0]
+            done = f"asked to set one of two aside, {time}"
+            outcome = adapter.set_aside([one], material.soon())[0]
             material.expect_result(outcome, Result.DONE, done)
-            material.expect_miss(adapter, material.key(1), done)
+            material.expect_miss(adapter, one, done)
+            material.expect_exists(adapter, [one, other], [False, True], done)
+            material.expect_holds(adapter, other, b"object", done)
+            if adapter.capabilities.scan:
+                listed = [entry.key for entry in material.scan(adapter)]
+                assert listed == [other], f"{done}: a scan gave {len(listed)} entries, and only the other one is there"
         material.expect_stored(adapter, material.key(1), b"again")
         material.expect_holds(adapter, material.key(1), b"again", "set aside and stored again")
 
