@@ -1344,3 +1344,17 @@ class TestListsWhatItHasSetAside(Wrong):
                 if key in self.objects:
                     self.objects[b"damaged " + key[:32]] = self.objects.pop(key)
             return [DONE] * len(keys)
+
+
+class TestClosesThePoolOfAll(Wrong):
+    caught_by = "test_one_that_closes_leaves_the_others_open"
+
+    class faulty(Shelf):
+        def close(self) -> None:
+            super().close()
+            self.state["closed"] = True  # the class's pool of connections
+
+        def _ask(self, deadline: float) -> None:
+            if self.state.get("closed"):
+                raise TierError("the pool of connections is closed", retryable=False)
+            super()._ask(deadline)

@@ -57,6 +57,13 @@ class MediumTests(Contract):
                 again = sorted(entry[:2] for entry in material.scan(fresh))
                 assert again == listed, f"{done}: a scan gave {len(again)} other entries than the {len(listed)} before"
 
+    def test_one_that_closes_leaves_the_others_open(self, adapter: L2Adapter, reopen: Any) -> None:
+        """What two adapters of a process share, a pool of connections say, is not the first one's to close."""
+        with self._opened(adapter, reopen) as other:
+            material.expect_stored(other, material.key(1), b"by the other")
+        material.expect_stored(adapter, material.key(2), b"afterwards")
+        material.expect_holds(adapter, material.key(2), b"afterwards", "another adapter was used and closed")
+
     def test_the_medium_has_one_name_for_every_adapter_on_it(self, adapter: L2Adapter, reopen: Any) -> None:
         name = adapter.medium()
         assert name is None or (isinstance(name, str) and name), f"medium() said {name!r}: a name, or None"
