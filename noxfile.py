@@ -79,7 +79,7 @@ def install(
     noted.write_text(said)
 
 
-LEFT_OUT = ("build", "dist", "tests", "*.egg-info", "*.so", "__pycache__", ".*")
+LEFT_OUT = ("build", "dist", "*.egg-info", "*.so", "__pycache__", ".*")
 
 
 def wheel(session: nox.Session, package: Path, native: str, root: Path = ROOT) -> Path:
@@ -90,6 +90,7 @@ def wheel(session: nox.Session, package: Path, native: str, root: Path = ROOT) -
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder) / package.name, Path(folder) / "out"
         shutil.copytree(package, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        shutil.rmtree(source / "tests", ignore_errors=True)  # those of the package; templates bring some, too
         told = [sys.version, native, os.environ.get("CC", ""), str(shutil.which("gcc"))]
         for path in sorted(each for each in source.rglob("*") if each.is_file()):
             told += [str(path.relative_to(source)), hashlib.sha256(path.read_bytes()).hexdigest()]
