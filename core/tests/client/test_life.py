@@ -301,8 +301,8 @@ def test_a_row_that_was_given_away_meanwhile_costs_a_try_and_raises_nothing(
 ) -> None:
     free_row, taken = server.sessions._free_row, []
 
-    def given_away(origin: str, pid: int) -> tuple[int, int]:
-        row, nonce = free_row(origin, pid)
+    def given_away(origin: str, pid: int, *, returns: bool) -> tuple[int, int]:
+        row, nonce = free_row(origin, pid, returns=returns)
         if not taken:  # as by a server that came after the one that had given it
             taken.append(LifeLock.acquire(server.segment, row))
         return row, nonce
