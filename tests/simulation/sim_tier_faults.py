@@ -139,7 +139,7 @@ def whoever_is_coldest_makes_room() -> None:
     """In the pool and on tiers, whatever its quota says."""
 
     def victims(self: IsolatedPolicy, nbytes: int) -> list[Entry]:
-        return [entry for tenant in self._tenants for entry in tenant.policy.victims(nbytes)]
+        return [entry for tenant in self._all for entry in tenant.policy.victims(nbytes)]
 
     IsolatedPolicy.victims = victims  # type: ignore[method-assign]
 
