@@ -304,6 +304,19 @@ def test_the_command_prints_what_a_scraper_reads(node: Node) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_tenants_bytes_and_quota(node: Node) -> None:
+    server = node.serve()
+    scraped = Scraped(server)
+    client = node.client()
+    client.quota_set("team", {"l1": {"reserved_bytes": 1 << 20, "limit_bytes": 1 << 21}}, [node.namespace.id])
+    client.store([node.key(1), node.key(2)], [node.payload(1)] * 2, namespace=node.namespace)
+    scraped.expect(
+        tenant_used_bytes={"team|l1": 2 * NBYTES},
+        tenant_reserved_bytes={"team|l1": 1 << 20},
+        tenant_limit_bytes={"team|l1": 1 << 21},
+    )
+
+
 def test_namespaces_are_bounded_and_nothing_is_left_out(node: Node) -> None:
     server = node.serve()
     scraped = Scraped(server)

@@ -407,7 +407,7 @@ def test_settings_that_contradict_each_other_are_refused():
         ({"demote_at": 0.3, "demote_to": 0.4}, "must be below"),
         ({"demote_at": 0.9}, "less than or equal to 0.7"),
         ({"promote_after": 0}, "greater than or equal to 1"),
-        ({"size": 1}, "no setting: did you mean"),
+        ({"size": 1}, "not a setting: did you mean"),
     ):
         with pytest.raises(SettingsError, match=words):
             make_settings(l0=wrong)
