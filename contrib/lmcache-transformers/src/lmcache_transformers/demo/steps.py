@@ -16,7 +16,7 @@ from typing import Any
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError
 from lmcache_core.pool.layout import Layout
-from lmcache_core.tokens import Namespace, chunk_keys
+from lmcache_core.tokens import Namespace
 from lmcache_transformers.demo.model import ModelShape, write_document
 from lmcache_transformers.demo.observe import look
 from lmcache_transformers.demo.processes import HangingWorker, run_worker
@@ -201,7 +201,7 @@ class Demo:
         )
         report.check("5: its keys are misses", set(found.statuses) == {Status.MISS}, f"{len(keys)} keys")
         # The same question about what was committed: or all that was shown is that nothing is ever found.
-        document = chunk_keys(self.job.prompt, namespace, self.job.chunk_tokens)
+        document = [bytes.fromhex(key) for key in said["prompt_keys"]]
         there = client.lookup(document, namespace=namespace, wait_s=TIER_WAIT_S)
         report.check("5: the document is still there", there.hits == len(document), f"{there.hits} keys")
 

@@ -117,6 +117,7 @@ def hang(job: Job) -> dict[str, Any]:
             lease.tensor(at).fill_(1)
         found = {
             "keys": [key.hex() for key in keys],
+            "prompt_keys": [key.hex() for key in prefixes.keys(job.prompt)],
             "granted": len(granted),
             "bytes_held": len(granted) * prefixes.layout.nbytes,
             "model": prefixes.namespace.model,
