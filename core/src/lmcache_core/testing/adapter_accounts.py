@@ -161,6 +161,7 @@ class AccountTests(Contract):
     def test_usage_counts_an_object_once(self, adapter: L2Adapter) -> None:
         """However often it is stored, and whether or not what is deleted is there."""
         nbytes = material.fitting(adapter, 100_000)
+        slack = 4 * nbytes  # a service may be freeing what was there before; twenty objects more or less are wrong
         expect_all_stored(adapter, items_of(range(5), nbytes))
         once = _usage(adapter)
         if once.objects is None and once.bytes_used is None:
@@ -169,13 +170,13 @@ class AccountTests(Contract):
             expect_all_stored(adapter, items_of(range(5), nbytes))
         again = _usage(adapter)
         _expect_objects(again, once, 0, "the same five objects stored five times")
-        _expect_bytes(again, once, 2 * nbytes, "the same five objects stored five times")
+        _expect_bytes(again, once, slack, "the same five objects stored five times")
         if adapter.capabilities.delete:
             for number in range(20, 40):
                 material.expect_deleted(adapter, [material.key(number)], "it never was there")
             last = _usage(adapter)
             _expect_objects(last, again, 0, "twenty keys deleted that never were there")
-            _expect_bytes(last, again, 2 * nbytes, "twenty keys deleted that never were there")
+            _expect_bytes(last, again, slack, "twenty keys deleted that never were there")
 
     def test_a_fresh_handle_knows_how_much_is_there(self, adapter: L2Adapter, reopen: Any) -> None:
         if reopen is None:
@@ -285,4 +286,4 @@ def _expect_objects(after: Usage, before: Usage, more: int, done: str) -> None:
 def _expect_bytes(after: Usage, before: Usage, slack: int, done: str) -> None:
     if before.bytes_used is not None and after.bytes_used is not None:
         off = after.bytes_used - before.bytes_used
-        assert abs(off) < slack, f"{done}: usage says {off:,} bytes more than before, of some {5 * slack // 2:,}"
+        assert abs(off) < slack, f"{done}: usage says {off:,} bytes more than before; less than {slack:,} would pass"
