@@ -28,6 +28,11 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 
+SPIN_S = 0.02  # after a run the engine's threads spin for some ms
+SAVES_MAX = 10  # runs in which our connector may save a prompt
+SAVE_PAUSE_S = 1.0  # after each, in which its share of a core grows again
+
+
 class Plan(NamedTuple):
     """What an engine is started with. `runtime_dir`, `server`: where our connector finds its server. `threads`: of the
     engine; 0 takes all processors."""
@@ -105,9 +110,14 @@ class Engine:
         dict_connector.between_steps = load
         self._prompts[number] = self._prompt(tokens)
         cold = self.warm("", number)
-        for kind in ("ours", "dict"):
-            self.warm(kind, number)
-        return cold
+        self.warm("dict", number)
+        wanted = self.warm("dict", number).cached_tokens
+        # What our connector saves within a time is bounded: of a long prompt it may save a part each time.
+        for _ in range(SAVES_MAX):
+            if self.warm("ours", number).cached_tokens == wanted:
+                return cold
+            time.sleep(SAVE_PAUSE_S)
+        raise PoolError(f"our connector did not save {wanted} tokens in {SAVES_MAX} runs: {self.figures()}")
 
     def warm(self, kind: str, number: int) -> Took:
         """The same prompt again."""
@@ -145,7 +155,7 @@ class Engine:
             for output in self._llm.generate(inputs, sampling, use_tqdm=False):
                 cached += output.num_cached_tokens or 0
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
-        ours_s = switch.ours_cpu_s - before + max(0.0, _ended_threads_cpu_s() - ended_s)
+        ours_s = switch.ours_cpu_s - before + _ended_threads_cpu_s() - ended_s
         switch.chosen = ""
         return Took(wall_s, cpu_s, ours_s if kind == "ours" else 0.0, cached)
 
@@ -167,7 +177,9 @@ class Engine:
 
 def _ended_threads_cpu_s() -> float:
     """CPU seconds of this process's threads that have ended, as those that copy have; and of the one that gives
-    promises back. The rest is the engine's."""
+    promises back. The rest is the engine's, whose threads go on spinning for a while after a run: what they use while
+    they are read, one after the other, would count as ended."""
+    time.sleep(SPIN_S)
     alive_ns, ours_ns = 0, 0
     ours = {each.native_id for each in threading.enumerate() if each.name.startswith("lmcache-core")}
     total_ns = time.clock_gettime_ns(time.CLOCK_PROCESS_CPUTIME_ID)
@@ -178,7 +190,7 @@ def _ended_threads_cpu_s() -> float:
             continue
         alive_ns += used_ns
         ours_ns += used_ns if int(path.name) in ours else 0
-    return max(0, total_ns - alive_ns + ours_ns) / 1e9
+    return (total_ns - alive_ns + ours_ns) / 1e9
 
 
 class _Loads:
@@ -207,7 +219,7 @@ class _Loads:
             self._bare(groups)  # the slots' first touch by this process
             for number in range(rounds + 1):
                 for name in ("ours", "bare") if number % 2 else ("bare", "ours"):
-                    time.sleep(0.02)  # the engine's threads spin for some ms after a run
+                    time.sleep(SPIN_S)
                     began_s = time.perf_counter()
                     if name == "ours":
                         result = self._pages.retrieve([entry], order="object")
