@@ -198,6 +198,7 @@ def test_tiers(node: Node, tmp_path: Path) -> None:
     assert client.lookup(keys, namespace=node.namespace, wait_s=30.0).hits == 6
     scraped.expect(
         lookup_hits_total={"tier": 6},
+        tier_lookup_hits_total={"disk": 6},
         lookup_wait_seconds_count=1,
         lookups_waiting=0,
     )

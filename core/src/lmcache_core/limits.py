@@ -156,6 +156,7 @@ EVENT_BUS_OBJECTS_MAX = 1 << 18  # objects that these keep in memory: some 60 MB
 EVENT_BATCH_MAX = 4096  # events told at once: some milliseconds of a subscriber that writes a line for each
 EVENT_BATCH_S = 0.02  # a moment for more events to come: their thread wakes up no more often than that
 TRAFFIC_NAMESPACES_SHOWN_MAX = 50  # each is a label of several metrics; the rest are `other`
+TRAFFIC_TIERS_MAX = 64  # counted by name, those that were removed among them; what comes later is `other`
 TRAFFIC_NAMESPACES_MAX = 1024  # counted by themselves; what comes later is counted together
 # What a worker says that it did within a second, at most: what is beyond is not believed.
 TALLY_HITS_PER_S_MAX = 10**10  # a core finds some 70 million keys

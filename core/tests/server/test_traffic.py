@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.kernel.answers import Grant, Reason
-from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX
+from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX, TRAFFIC_TIERS_MAX
 from lmcache_core.server.traffic import BEHIND, Traffic, missed
 
 OUTCOMES = st.sampled_from(
@@ -46,3 +46,15 @@ def test_namespaces_beyond_the_limit_are_counted_together() -> None:
     assert sum(row["lookup_keys"] for row in told["namespaces"].values()) == told["lookups"]["keys"] == 2 * many + 3
     assert told["lookups"]["loaded"] == 2
     assert told["lookups"]["waited"]["seconds"] == 0.1
+
+
+def test_what_tiers_brought_is_counted_by_tier_and_never_goes_back() -> None:
+    traffic = Traffic()
+    names = [f"t{number}" for number in range(TRAFFIC_TIERS_MAX + 5)]
+    for name in names:
+        before = traffic.status()["lookups"]["loaded_from"]
+        traffic.loaded(1, 3, 3, loaded=2, reasons={}, duration_s=0.1, came_from=[name, name])
+        told = traffic.status()["lookups"]["loaded_from"]
+        assert all(told[tier] >= number for tier, number in before.items())
+    assert len(told) == TRAFFIC_TIERS_MAX + 1
+    assert (told["t0"], told["other"]) == (2, 10)

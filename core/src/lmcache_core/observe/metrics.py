@@ -383,6 +383,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("tier_used_bytes", "gauge", "bytes on the tier's medium", ("tier",), _tier("bytes_used")),
     Metric("tier_capacity_bytes", "gauge", "bytes that the tier may use", ("tier",), _tier("capacity_bytes")),
     Metric("tier_objects", "gauge", "objects on the tier", ("tier",), _tier("objects")),
+    Metric(
+        "tier_lookup_hits_total",
+        "counter",
+        "keys of lookups that came from there",
+        ("tier",),
+        _by_key("traffic.lookups.loaded_from"),
+    ),
     Metric("tier_draining", "gauge", "1: nothing more is stored there", ("tier",), _tier("draining")),
     Metric("tier_breaker_open", "gauge", "1: the tier is left alone for now", ("tier", "what"), _breakers("breaker")),
     Metric(

@@ -244,7 +244,7 @@ class Lookups:
         left = [at for at in job.request.missing if at not in job.loaded]
         reasons = missed(bytes([Grant.MISS]) * len(left), bytes([why.get(at) or first[at] for at in left]))
         keys, loaded, duration_s = len(found.statuses), len(job.loaded), self._l1.clock.now - wait.asked_at_s
-        self._l1.traffic.loaded(namespace, keys, keys - len(left), loaded, reasons, duration_s)
+        self._l1.traffic.loaded(namespace, keys, keys - len(left), loaded, reasons, duration_s, job.came_from.values())
         if taps is not None:
             taps.lookup(namespace, keys, keys - len(left), loaded, reasons, True, duration_s)
 

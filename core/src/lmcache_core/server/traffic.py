@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_core.kernel.answers import Grant, Reason
-from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX
+from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX, TRAFFIC_TIERS_MAX
 from lmcache_core.tiers.latency import Latency
 
 BEHIND = "behind_a_miss"  # the keys behind the one that ends a prefix: nobody asked why they miss
@@ -41,6 +42,7 @@ class Traffic:
         self.namespaces: dict[int, NamespaceTraffic] = {}
         self.misses: Counter[str] = Counter()  # of lookups, by reason
         self.retrieve_misses: Counter[str] = Counter()
+        self.loaded_from: Counter[str] = Counter()  # of what tiers brought for lookups, by tier
         self.waited = Latency()  # of lookups that tiers were asked for, from the question to its end
 
     def looked_up(self, namespace: int, keys: int, hits: int, reasons: dict[str, int] | None = None) -> None:
@@ -53,11 +55,22 @@ class Traffic:
             self.misses.update(reasons)
 
     def loaded(
-        self, namespace: int, keys: int, hits: int, loaded: int, reasons: dict[str, int], duration_s: float
+        self,
+        namespace: int,
+        keys: int,
+        hits: int,
+        loaded: int,
+        reasons: dict[str, int],
+        duration_s: float,
+        came_from: Iterable[str] = (),
     ) -> None:
-        """A lookup is over that tiers were asked for. `hits`: with what they `loaded`."""
+        """A lookup is over that tiers were asked for. `hits`: with what they `loaded`; `came_from`: a tier for each of
+        these, but for what the L1 had by then."""
         self.looked_up(namespace, keys, hits, reasons)
         (self.namespaces.get(namespace) or self.namespaces[OTHER]).lookup_loaded += loaded
+        for tier, number in Counter(came_from).items():
+            known = tier in self.loaded_from or len(self.loaded_from) < TRAFFIC_TIERS_MAX
+            self.loaded_from[tier if known else "other"] += number
         self.waited.add(duration_s)
 
     def retrieved(
@@ -91,6 +104,7 @@ class Traffic:
                 "keys": totals["lookup_keys"],
                 "hits": totals["lookup_hits"],
                 "loaded": totals["lookup_loaded"],
+                "loaded_from": dict(self.loaded_from),
                 "waited": self.waited.status(),
                 "misses": dict(self.misses),
             },

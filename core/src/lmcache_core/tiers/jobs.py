@@ -55,6 +55,7 @@ class Job:
     # SPARSE and WINDOW the number of keys. None until the tiers have answered; falls where a load fails.
     hits: int | None = None
     loaded: set[int] = field(default_factory=set)  # positions now in the L1 because of this job (or another's load)
+    came_from: dict[int, str] = field(default_factory=dict)  # of these, the tier, where a load brought it
     reasons: dict[int, TierReason] = field(default_factory=dict)  # position → why it was not served
 
     @property

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 _SPREAD = 4  # a job's loads are cut into about so many calls, so that lanes share them
 _SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
 
-# job, position, why it failed (None: loaded), and the generation of what this job alone caused and keeps alive, else 0
-Settle = Callable[[Job, int, TierReason | None, int], None]
+# job, position, why it failed (None: loaded), the generation of what this job alone caused and keeps alive, else 0, and
+# the tier that it came from, empty where the L1 had it by then
+Settle = Callable[[Job, int, TierReason | None, int, str], None]
 
 
 class Load:
@@ -303,8 +304,9 @@ class LoadTable:
             load.transfer_view = memoryview(b"")
         waiters, load.waiters = load.waiters, []
         own = load.generation if reason is None and not load.shared and not load.retain else 0
+        source = load.source if load.generation else ""
         for job, position in waiters:
-            self._settle(job, position, reason, own)
+            self._settle(job, position, reason, own, source)
 
     # --- giving up ----------------------------------------------------------------------------------------
     def detach(self, job: Job, positions: Sequence[int]) -> None:
@@ -357,7 +359,7 @@ class LoadTable:
             if load.page is not None:
                 self._give_up_if_idle(load.page)
             for job, position in waiters:
-                self._settle(job, position, TierReason.CLEARED, 0)
+                self._settle(job, position, TierReason.CLEARED, 0, "")
 
 
 def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:

@@ -249,7 +249,7 @@ class LookupController:
             return set()
 
     # --- loading ------------------------------------------------------------------------------------------
-    def _settled(self, job: Job, position: int, reason: TierReason | None, own: int) -> None:
+    def _settled(self, job: Job, position: int, reason: TierReason | None, own: int, source: str) -> None:
         """One position of a job is loaded, or will not be."""
         work = self._work.get(job)
         if work is None or position not in work.pending:
@@ -257,6 +257,8 @@ class LookupController:
         work.pending.discard(position)
         if reason is None:
             job.loaded.add(position)
+            if source:
+                job.came_from[position] = source
             self.counts["loaded"] += 1
             if own:
                 work.own[position] = own
@@ -320,5 +322,6 @@ class LookupController:
             self._l1.drop(job.request.namespace, [(job.request.keys[p], work.own[p]) for p in unread])
             for position in unread:
                 job.loaded.discard(position)
+                job.came_from.pop(position, None)
                 job.reasons.setdefault(position, TierReason.CUT)
         self._finished.append(job)
