@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client.explaining import counted_reasons
 from lmcache_core.client.link_states import link_diagram
 from lmcache_core.kernel.states import diagram
 from lmcache_core.server.session_states import session_diagram
@@ -37,6 +38,20 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_what_helps_against_a_miss_is_what_the_code_says() -> None:
+    said = {reason.word: reason.helps for reason in counted_reasons().values()}
+    page = (ROOT / "docs/guide/why-did-it-miss.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| .*? \|(?: (.*?))? \|$", page, re.MULTILINE)
+    told = {
+        word: re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", helps)
+        for words, helps in rows
+        for word in re.findall(r"`(\w+)`", words)
+    }
+    assert {word: helps for word, helps in told.items() if word in said} == {
+        word: helps for word, helps in said.items() if word != "behind_a_miss"
+    }
 
 
 def test_the_diagram_of_states_is_the_codes() -> None:

@@ -66,6 +66,48 @@ _TIER_REASONS: dict[str, tuple[str, str]] = {
     TierReason.GONE: ("evicted", "gone from it {age}"),
 }
 
+# What helps against a reason, where something does: docs/guide/why-did-it-miss.md has the same table.
+_HELPS = {
+    "never_seen": "compare namespaces; look at the engine's side",
+    "evicted": "a larger pool or tier; another policy (`lmcache-core simulate`)",
+    "queue_full": 'a faster tier, more `connections`; `dirty = "wait"`',
+    "tier_error": "`lmcache-core status`, the tier's logs",
+    "late": "`lmcache-core status`, the tier's logs",
+    "damaged": "look at the medium",
+    "no_room": "look for leases and pins that nobody ends",
+    "quota": "`status` names the culprit (`l1.tenants`, `l1.holders`)",
+    "expired": "look at the worker",
+    "writer_died": "look at the worker",
+    "aborted": "look at the worker",
+    "other_layout": "one layout for one namespace",
+}
+# Counted without being anybody's answer about one key: the name → what it means, and whose advice holds.
+_COUNTED = {
+    "behind_a_miss": ("it stands behind the key that ends its prefix: nobody asked why it misses, too", ""),
+    "loading": ("it is on its way from a tier", ""),
+}
+
+
+@dataclass(frozen=True)
+class MissReason:
+    """What a count of misses stands for: `word` is what `explain` says, `means` a sentence, and `helps` what to do
+    about it, empty where nothing is wrong."""
+
+    word: str
+    means: str
+    helps: str
+
+
+def counted_reasons() -> dict[str, MissReason]:
+    """By the names under which `status` and the metrics count misses."""
+    said = sentences()
+    found = {
+        reason.name.lower(): MissReason(word, said[word], _HELPS.get(word, ""))
+        for reason, word in _REASONS.items()
+        if reason is not Reason.NONE
+    }
+    return found | {name: MissReason(name, means, helps) for name, (means, helps) in _COUNTED.items()}
+
 
 def sentences() -> dict[str, str]:
     """What each reason means: the word → the sentences of the pool and the tiers, without what only a case can tell."""
