@@ -21,6 +21,7 @@ _HERE = "lmcache_core.cli"
 COMMANDS: dict[str, tuple[str, str, bool]] = {
     "serve": (f"{_HERE}.serve", "run a server", True),
     "status": (f"{_HERE}.status", "ask a running server how it is", False),
+    "top": (f"{_HERE}.top", "watch a running server on a terminal", False),
     "metrics": (f"{_HERE}.metrics", "print a running server's figures in Prometheus' text format", False),
     "explain": (f"{_HERE}.explain", "say where keys are, or why they missed", False),
     "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),

@@ -1,0 +1,293 @@
+"""`lmcache-core top`: what a running server does, again and again, on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmcache_core.cli import connecting
+from lmcache_core.cli.table import plain_table
+from lmcache_core.errors import DisconnectedError
+from lmcache_core.observe.overview import overview
+from lmcache_core.observe.readable import duration, plain, size
+
+if TYPE_CHECKING:
+    from lmcache_core.client.client import Client
+
+Figures = Mapping[str, Any]
+
+INTERVAL_S = 2.0
+_COLUMNS = 80
+_BAR = 20
+_MISSES_SHOWN = 6
+_HOLDERS_SHOWN = 5
+_NAME_MAX = 16  # characters of a name in a table
+# The terminal's other screen, so that what was there before comes back; no cursor on it; each line ends with what
+# clears the rest of it, so that nothing flickers.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+_HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
+_BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    parser.epilog = (
+        "On a terminal it goes on until q or Ctrl-C. Into a pipe, or with --once, it prints one frame; what happens "
+        "in a second is known after an --interval."
+    )
+    connecting.add_options(parser)
+    parser.add_argument(
+        "--interval", type=_seconds, metavar="SECONDS", help=f"between two looks (default: {INTERVAL_S:g})"
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument(
+        "--json", action="store_true", help="a JSON object instead; with --interval one a line, again and again"
+    )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0.1 and 3600 seconds")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask and show; 0. Raises DisconnectedError where nobody answers the first time."""
+    with connecting.connect(arguments, "top") as client:
+        looks = Looks(client)
+        if arguments.json:
+            _print_json(looks, arguments)
+        elif arguments.once or not sys.stdout.isatty():
+            print("\n".join(frame(_one_look(looks, arguments))))
+        else:
+            _show(looks, arguments.interval or INTERVAL_S)
+    return 0
+
+
+class Looks:
+    """Looks at one server, each compared with the one before."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before: Figures | None = None
+
+    def look(self) -> dict[str, Any]:
+        """The overview now. Raises `DisconnectedError`."""
+        status = self._client.status()
+        before, self._before = self._before, status
+        return overview(status, before)
+
+
+def _one_look(looks: Looks, arguments: argparse.Namespace) -> dict[str, Any]:
+    found = looks.look()
+    if arguments.interval is not None:
+        time.sleep(arguments.interval)
+        found = looks.look()
+    return found
+
+
+def _print_json(looks: Looks, arguments: argparse.Namespace) -> None:
+    if arguments.once or arguments.interval is None:
+        print(json.dumps(_one_look(looks, arguments)))
+        return
+    while True:
+        print(json.dumps(looks.look()), flush=True)
+        time.sleep(arguments.interval)
+
+
+# --- on a terminal --------------------------------------------------------------------------------------------
+
+
+def _show(looks: Looks, interval_s: float) -> None:
+    """Until q or Ctrl-C. A server that is gone is waited for."""
+    lines = frame(looks.look())
+    with _screen(), _keys() as keys:
+        while True:
+            _draw(lines)
+            if _pressed_q(keys, interval_s):
+                return
+            try:
+                lines = frame(looks.look())
+            except DisconnectedError as error:
+                lines = [*lines[:1], *_wrap("trouble", f"{error}; asking again")]
+
+
+def _draw(lines: Sequence[str]) -> None:
+    columns, rows = shutil.get_terminal_size()
+    shown = [line[:columns] for line in lines[: rows - 1]]
+    coloured = [f"{_colour(line)}{line}{_PLAIN}{_REST_OF_LINE}" for line in shown]
+    sys.stdout.write(_HOME + "\r\n".join(coloured) + "\r\n" + _REST_OF_SCREEN)
+    sys.stdout.flush()
+
+
+def _colour(line: str) -> str:
+    if line.startswith("trouble") and not line.endswith(" none"):
+        return _RED
+    return _BOLD if line.startswith("lmcache-core") else ""
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[None]:
+    sys.stdout.write(_ENTER)
+    try:
+        yield
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """The terminal's keys as they are pressed; None where there is no keyboard."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    import termios
+    import tty
+
+    keys = sys.stdin.fileno()
+    before = termios.tcgetattr(keys)
+    tty.setcbreak(keys)
+    try:
+        yield keys
+    finally:
+        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def _pressed_q(keys: int | None, wait_s: float) -> bool:
+    """Wait for the next look; whether somebody wants to leave first."""
+    end = time.monotonic() + wait_s
+    while (left := end - time.monotonic()) > 0:
+        if keys is None:
+            time.sleep(left)
+        elif select.select([keys], [], [], left)[0]:
+            pressed = os.read(keys, 64)
+            if not pressed or b"q" in pressed.lower():
+                return True
+    return False
+
+
+# --- a frame --------------------------------------------------------------------------------------------------
+
+
+def frame(told: Figures) -> list[str]:
+    """The lines of an overview, of 80 columns each; those of names longer than usual may be cut by the terminal."""
+    lines = [plain(f"lmcache-core {told['name']}, {told['state']} for {duration(told['uptime_s'])}, pid {told['pid']}")]
+    lines += _wrap("trouble", "none") if not told["troubles"] else []
+    for trouble in told["troubles"]:
+        lines += _wrap("trouble", trouble)
+    lines += ["", *map(_bar, told["stores"]), ""]
+    lines += _rates(told)
+    if told["misses"]:
+        lines += _wrap("misses", _misses(told["misses"]))
+    lines += ["", *_stores(told["stores"])]
+    if told["tenants"]:
+        lines += ["", *_tenants(told["tenants"])]
+    return [*lines, "", *_holders(told["holders"])]
+
+
+def _wrap(name: str, text: str) -> list[str]:
+    import textwrap
+
+    first, rest = f"{name:9} ", " " * 10
+    return textwrap.wrap(plain(text), _COLUMNS, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+
+
+def _short(name: str) -> str:
+    name = plain(name)
+    return name if len(name) <= _NAME_MAX else name[: _NAME_MAX - 1] + "…"
+
+
+def _bar(store: Figures) -> str:
+    used, most = store["used_bytes"], store["capacity_bytes"]
+    name = f"{_short(store['name']):9} "
+    if not most:
+        return f"{name}{size(used)}, without a bound"
+    share = used / most
+    filled = min(_BAR, round(share * _BAR))
+    return f"{name}[{'#' * filled}{'.' * (_BAR - filled)}] {share:6.1%}  {size(used)} of {size(most)}"
+
+
+def _rates(told: Figures) -> list[str]:
+    now, totals = told["now"] or {}, told["totals"]
+
+    def rate(name: str, write: Any) -> str:
+        return "–" if now.get(name) is None else write(now[name])
+
+    def number(value: float) -> str:
+        return f"{value:,.1f}" if value % 1 else f"{value:,.0f}"
+
+    hits = "none yet" if told["hit_rate"] is None else f"{told['hit_rate']:.1%}"
+    rows = [
+        ("hit rate", rate("hit_rate", lambda value: f"{value:.1%}"), hits),
+        *((name, rate(name, number), number(totals[name])) for name in ("lookups", "retrieves", "evictions")),
+        *((name, rate(f"{name}_bytes", size), size(totals[f"{name}_bytes"])) for name in ("read", "stored")),
+    ]
+    told_of = plain_table(
+        ("", "a second", "since the start"), [(f"{name:9}", *rest) for name, *rest in rows], right=(1, 2)
+    )
+    lines = told_of.splitlines()
+    connected, died = told["clients"]["connected"], told["clients"]["died"]
+    return [*lines, *_wrap("clients", f"{connected:,} connected, {died:,} died")]
+
+
+def _misses(misses: Mapping[str, int]) -> str:
+    shown = [f"{number:,} {reason}" for reason, number in list(misses.items())[:_MISSES_SHOWN]]
+    left = sum(list(misses.values())[_MISSES_SHOWN:])
+    return ", ".join([*shown, *([f"{left:,} others"] if left else [])])
+
+
+def _stores(stores: Sequence[Figures]) -> list[str]:
+    def figure(value: int | None) -> str:
+        return "" if value is None else f"{value:,}"
+
+    def took(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:.1f}"
+
+    rows = [
+        (
+            _short(each["name"]),
+            *(figure(each[name]) for name in ("objects", "loaded", "stored", "evicted", "waiting")),
+            took(each["load_s"]),
+            took(each["store_s"]),
+            each["state"],
+        )
+        for each in stores
+    ]
+    columns = ("where", "objects", "loaded", "stored", "evicted", "waiting", "load ms", "store ms", "state")
+    return plain_table(columns, rows, right=range(1, 8)).splitlines()
+
+
+def _tenants(tenants: Sequence[Figures]) -> list[str]:
+    def written(nbytes: int | None) -> str:
+        return "none" if nbytes is None else size(nbytes)
+
+    rows = [
+        (
+            _short(row["tenant"] or "(others)"),
+            _short(row["store"]),
+            *(written(row[name]) for name in ("used_bytes", "reserved_bytes", "limit_bytes")),
+            "" if not row["limit_bytes"] else f"{row['used_bytes'] / row['limit_bytes']:.0%}",
+        )
+        for row in tenants
+    ]
+    return plain_table(("tenant", "store", "used", "reserved", "limit", ""), rows, right=range(2, 6)).splitlines()
+
+
+def _holders(holders: Mapping[str, Figures]) -> list[str]:
+    fields = ("promised_bytes", "read_bytes", "pinned_bytes", "quarantined_bytes")
+    rows = [
+        (_short(name), f"{held['connections']:,}", *(size(held[field]) for field in fields))
+        for name, held in list(holders.items())[:_HOLDERS_SHOWN]
+    ]
+    columns = ("holder", "connections", *(field.removesuffix("_bytes") for field in fields))
+    return plain_table(columns, rows, right=range(1, 6)).splitlines()

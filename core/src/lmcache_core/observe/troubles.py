@@ -1,0 +1,59 @@
+"""What is wrong with a server, from its own figures, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lmcache_core.observe.readable import size
+
+
+def with_troubles(status: Mapping[str, Any]) -> dict[str, Any]:
+    """A `status` with one more entry: `troubles`, a list of sentences."""
+    return {**status, "troubles": list(troubles_of(status))}
+
+
+def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
+    """What somebody should look into, in words; nothing where all is well."""
+    pool, l1, index, counters = status["pool"], status["l1"], status["index"] or {}, status["counters"]
+    if pool["population_error"]:
+        yield f"the pool's memory did not come: {pool['population_error']}"
+    if pool["name_lost"]:
+        yield "somebody deleted the pool's name: new clients cannot attach by it"
+    if pool["repaired_words"]:
+        yield f"{pool['repaired_words']:,} words of the pool's tables were written by somebody else, and repaired"
+    if index.get("unindexed"):
+        yield (
+            f"{index['unindexed']:,} objects have no entry in the index, and cost a call for each hit: set "
+            f"l1.index_entries = {index['entries_wanted']}"
+        )
+    if l1["bytes_by_state"]["quarantined"]:
+        yield f"{size(l1['bytes_by_state']['quarantined'])} wait for workers that did not answer in time"
+    if l1["policy_error"]:
+        yield f"the eviction policy failed: {l1['policy_error']}"
+    if status["traffic"]["doubted_tallies"]:
+        yield (
+            f"{status['traffic']['doubted_tallies']:,} times a worker's own counts made no sense and were left out: "
+            "look for one that writes outside of its slots"
+        )
+    for name, helper in status["helpers"].items():
+        if helper["pid"] is None:
+            yield f"helper {name} is not running: {helper['last_end']}"
+    for name, told in ((status["events"] or {}).get("subscribers", {})).items():
+        if told["aside"]:
+            yield f"event subscriber {name}: {told['aside']}"
+    if counters.get("loop_faults") or counters.get("internal_errors"):
+        yield "the server met a fault of its own; its log has the trace"
+    for name, companion in status["companions"].items():
+        if isinstance(companion, Mapping) and companion.get("error"):
+            yield f"companion {name}: {companion['error']}"
+    for tier in (status["tiers"] or {}).get("tiers", []):
+        closed = [what for what in ("reads", "writes") if tier[what]["breaker"] != "closed"]
+        if closed or tier["last_error"]:
+            stopped = f"{' and '.join(closed)} stopped for now; " if closed else ""
+            yield f"tier {tier['name']}: {stopped}{tier['last_error'] or 'no error is known'}"
+    lost = (status["tiers"] or {}).get("stores", {}).get("reached_no_tier", {})
+    if lost.get("objects"):
+        yield f"{lost['objects']:,} objects left the pool before any tier had them ({size(lost['bytes'])})"
+    if status["stores_waited_in_vain"]:
+        yield f"{status['stores_waited_in_vain']:,} stores waited for room and got none"
