@@ -308,7 +308,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session
 def site(session: nox.Session) -> None:
-    """The documentation as a site in build/site/: links checked, looked at in Chromium. `-- --serve` shows it."""
+    """The documentation as a site, links checked; it and the page at `/ui` in Chromium. `-- --serve` shows the site."""
     tools = ("zensical>=0.0.70", "mkdocstrings-python>=2", "playwright>=1.50", *TEST_TOOLS)
     install(session, *installable(), extras="[cli,testing]", tools=tools)
     session.run("python", "tools/site.py", *session.posargs)

@@ -69,6 +69,10 @@ def main() -> int:
     homes = page_homes()
     for source, page in homes.items():
         write(page, "".join(relinked(source, page, homes)))
+    for picture in (ROOT / "docs").rglob("*.png"):
+        home = PAGES / picture.relative_to(ROOT / "docs")
+        home.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(picture, home)
     for name, text in reference().items():
         write(Path("reference") / name, text)
     vendor_mermaid()

@@ -53,6 +53,17 @@ def test_a_package_asks_for_everything_that_it_imports(name: str) -> None:
     assert not missing, f"{name} imports {', '.join(sorted(missing))} and does not ask for it"
 
 
+def test_files_of_others_stand_on_the_page_with_their_licence_beside_them() -> None:
+    folder = ROOT / "plugins/lmcache-http/src/lmcache_http/page/uplot"
+    version = re.search(r"uPlot \(v([0-9.]+)\)", (folder / "uPlot.iife.min.js").read_text()[:200])
+    assert version is not None
+    assert f"(https://github.com/leeoniya/uPlot) {version[1]} | MIT |" in PAGE.read_text()
+    assert "MIT License" in (folder / "LICENSE").read_text()
+    project = tomllib.loads((PACKAGES["lmcache-http"] / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0 AND MIT"
+    assert "src/lmcache_http/page/uplot/LICENSE" in project["license-files"]
+
+
 def test_the_page_has_every_dependency_and_no_other() -> None:
     told = set(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
     wanted = {each for path in PACKAGES.values() for each in requirements(path) if not OURS.match(each)}

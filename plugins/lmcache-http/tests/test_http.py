@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,12 +20,15 @@ import pytest
 from pydantic import ValidationError
 
 from lmcache_core.client.client import Client
+from lmcache_core.kernel.answers import Reason
 from lmcache_core.pool.layout import Layout
+from lmcache_core.server.traffic import BEHIND
 from lmcache_core.testing import HelperContract, PluginPackageContract
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_http.guard import Guard, RefusedError, Right
 from lmcache_http.readiness import why_not_ready
 from lmcache_http.settings import HttpSettings
+from lmcache_http.ui import page_files
 
 WAIT_S = 60.0
 SPACE = Namespace("model", Layout("uint8", (4096,)))
@@ -148,7 +152,7 @@ def test_it_says_what_the_commands_say(serve: Callable[..., Served]) -> None:
     served = serve()
     until(lambda: served.get("/readyz")[0] == 200)
     status, told = served.get("/status")
-    assert (status, told["server"]["name"]) == (200, served.name)
+    assert (status, told["server"]["name"], told["troubles"]) == (200, served.name, [])
     assert told["helpers"]["http"]["restarts"] == 0
     status, text = served.get("/metrics")
     assert status == 200
@@ -239,6 +243,16 @@ def test_reading_and_changing_are_two_rights(serve: Callable[..., Served], token
     assert served.ask("POST", "/clear")[0] == 401
     assert served.ask("POST", "/clear", authorization=CHANGER)[0] == 200
     assert served.get("/livez")[0] == 200
+
+    def rights(**headers: str) -> tuple[bool, bool]:
+        status, told = served.get("/rights", **headers)
+        assert status == 200
+        assert set(told["why_not"]) == {name for name in ("read", "change") if not told[name]}
+        return told["read"], told["change"]
+
+    assert rights() == (False, False)
+    assert rights(authorization="Bearer battery-staple") == (True, False)
+    assert rights(authorization=CHANGER) == (True, True)
     with served.client() as client:
         told = client.status()["helpers"]["http"]
     command = Path(f"/proc/{told['pid']}/cmdline").read_text() + Path(f"/proc/{told['pid']}/environ").read_text()
@@ -411,6 +425,49 @@ def test_a_server_without_a_stream_says_how_to_have_one(serve: Callable[..., Ser
 
 def test_streams_are_for_who_may_read(serve: Callable[..., Served], token: Path) -> None:
     assert serve(*STREAM, "--http.token_file", str(token)).get("/events")[0] == 401
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_no_token_and_tells_nothing_of_the_server(serve: Callable[..., Served], token: Path) -> None:
+    served = serve("--http.token_file", str(token))
+    status, page = served.get("/ui")
+    assert status == 200
+    assert served.name not in page
+    parts = re.findall(r'(?:src|href)="(ui/[^"]+)"', page)
+    assert "ui/main.js" in parts
+    for name in parts:
+        assert served.get(f"/{name}")[0] == 200, name
+    for name in ("ui/none.js", "ui/../app.py", "ui/%2e%2e/app.py", "ui/uplot/"):
+        assert served.get(f"/{name}")[0] == 404, name
+    assert served.get("/status")[0] == 401
+    connection = OverSocket(served.socket)
+    connection.request("GET", "/ui")
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    policy = dict(part.split(" ", 1) for part in str(reply.getheader("content-security-policy")).split("; "))
+    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == ("'none'", "'self'", "'self'")
+    assert policy["require-trusted-types-for"] == "'script'"
+    assert policy["frame-ancestors"] == policy["form-action"] == "'none'"
+    assert "unsafe" not in str(policy)
+
+
+def test_the_page_names_nobody_elses_address_and_holds_no_script_or_style() -> None:
+    there = page_files()
+    page = there["index.html"].decode()
+    assert re.findall(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=", page) == []
+    ours = {name: content.decode() for name, content in there.items() if not name.startswith("uplot/")}
+    for name, text in ours.items():
+        assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)|innerHTML|insertAdjacentHTML|eval\(", text) == [], name
+
+
+def test_the_page_has_words_for_every_reason_that_is_counted() -> None:
+    told = json.loads(page_files()["reasons.json"])
+    counted = {reason.name.lower() for reason in Reason if reason not in (Reason.NONE, Reason.UNVERIFIABLE)}
+    assert set(told) == counted | {"loading", BEHIND}
+    assert all(each["means"] for each in told.values())
 
 
 # --- the guard ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lmcache_core import __version__
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, PIN_TTL_S, TENANT_NAMESPACES_MAX
 from lmcache_core.observe.exposition import text_of
+from lmcache_core.observe.troubles import with_troubles
 from lmcache_core.pool.layout import DTYPE_BYTES, Layout
 from lmcache_core.protocol.codec import encode
 from lmcache_http.events import TYPE as EVENTS_TYPE
@@ -26,6 +27,7 @@ from lmcache_http.node import Node
 from lmcache_http.readiness import why_not_ready
 from lmcache_http.refusals import BodyLimit, Refusal, answer_in_words, refusals
 from lmcache_http.settings import HttpSettings
+from lmcache_http.ui import add_page
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # In the schema, and not enforced by it: what is wrong is said in better words.
@@ -93,6 +95,14 @@ class Readiness(BaseModel):
     why: list[str]
 
 
+class Rights(BaseModel):
+    """What the token that was sent allows, and without one, what needs none."""
+
+    read: bool
+    change: bool
+    why_not: dict[str, str] = Field(description="by right, where it is not given")
+
+
 class TierBody(Body):
     """What to do with a tier. Settings as in the file, for add and reconfigure."""
 
@@ -144,7 +154,9 @@ def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
         return Depends(check if right is Right.NONE else check_token)
 
     answer_in_words(app)
+    add_page(app, needs(Right.NONE))
     _probes(app, node, settings, needs)
+    _rights(app, guard, needs)
     _reading(app, node, needs)
     _changing(app, node, needs)
     return app
@@ -169,6 +181,15 @@ def _probes(app: FastAPI, node: Node, settings: HttpSettings, needs: Callable[[R
         return JSONResponse(said.model_dump(), 503 if reasons else 200)
 
 
+def _rights(app: FastAPI, guard: Guard, needs: Callable[[Right], Any]) -> None:
+    @app.get("/rights", dependencies=[needs(Right.NONE)], responses=refusals(403, 421, 500))
+    def rights(request: Request) -> Rights:
+        """Whether the token that is sent allows to read and to change, and why not."""
+        refused = guard.refusals(request.headers)
+        why_not = {right.value: why for right, why in refused.items()}
+        return Rights(read=Right.READ not in refused, change=Right.CHANGE not in refused, why_not=why_not)
+
+
 def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
     read = [needs(Right.READ)]
 
@@ -184,7 +205,7 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
     @app.get("/status", dependencies=read, responses=READ)
     def status() -> Plain:
         """As `lmcache-core status --json`, a second old at most."""
-        return dict(node.status())
+        return with_troubles(node.status())
 
     @app.get("/metrics", dependencies=read, response_class=PlainTextResponse, responses=READ)
     def metrics() -> Response:
@@ -243,6 +264,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         """Forget a namespace, or everything."""
         namespace = None if body.namespace is None else _id(body.namespace)
         found = node.client.clear_by_id(namespace, tiers=body.tiers)
+        node.changed()
         return {"objects": found.objects, "nbytes": found.nbytes, "doomed": found.doomed}
 
     @app.post("/pin", dependencies=change, responses=ASKED)
@@ -250,6 +272,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         """Keep objects from being evicted for a while. A word for each key."""
         keys = body.key_bytes()
         statuses = node.client.pin_by_id(_id(body.namespace), body.layout(), keys, ttl_s=body.ttl_s)
+        node.changed()
         return [status.name for status in statuses]
 
     @app.put("/quota/{tenant}", dependencies=change, responses=ASKED)
@@ -257,12 +280,14 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         """Set or change a tenant's quotas: they are kept now, and hold as fast as objects can leave."""
         ids = None if body.namespaces is None else [_id(each) for each in body.namespaces]
         node.client.quota_set(tenant, {store: each.model_dump() for store, each in body.stores.items()}, ids)
+        node.changed()
         return {"tenant": tenant, "done": "set"}
 
     @app.delete("/quota/{tenant}", dependencies=change, responses=ASKED)
     def remove_quota(tenant: str) -> Plain:
         """End a tenant's quotas. What it has stays."""
         node.client.quota_remove(tenant)
+        node.changed()
         return {"tenant": tenant, "done": "removed"}
 
     @app.post("/tiers/{name}", dependencies=change, responses=ASKED)
@@ -273,6 +298,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
             (client.tiers_add if body.action == "add" else client.tiers_reconfigure)(name, body.settings)
         else:
             (client.tiers_drain if body.action == "drain" else client.tiers_remove)(name)
+        node.changed()
         return {"tier": name, "done": body.action}
 
 
@@ -294,5 +320,5 @@ def _page(app: FastAPI, server: str) -> str:
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
         "<style>body{font:16px/1.5 system-ui;max-width:60em;margin:2em auto;padding:0 1em;color-scheme:light dark}"
         f"td{{padding:.2em 1em .2em 0}}</style><h1>{title}</h1><table>{''.join(rows)}</table>"
-        "<p>The schema: <a href=/openapi.json>openapi.json</a></p></html>"
+        "<p>For people: <a href=/ui>ui</a>. The schema: <a href=/openapi.json>openapi.json</a></p></html>"
     )

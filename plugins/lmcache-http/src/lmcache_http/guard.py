@@ -54,6 +54,16 @@ class Guard:
         if right is not Right.NONE:
             self._check_token(headers.get("authorization", ""), right)
 
+    def refusals(self, headers: Mapping[str, str]) -> dict[Right, str]:
+        """Which rights the request's token does not give, and why not. The rest of the request was checked."""
+        found: dict[Right, str] = {}
+        for right in (Right.READ, Right.CHANGE):
+            try:
+                self._check_token(headers.get("authorization", ""), right)
+            except RefusedError as error:
+                found[right] = error.detail
+        return found
+
     def _check_token(self, authorization: str, right: Right) -> None:
         scheme, _, given = authorization.partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else ""

@@ -45,6 +45,11 @@ class Node:
                 self._asked_at_s = time.monotonic()
             return self._status
 
+    def changed(self) -> None:
+        """Something was changed from here: whoever asks next is told of it."""
+        with self._lock:
+            self._asked_at_s = float("-inf")
+
     def close(self) -> None:
         """Say goodbye."""
         self._probe.close()
