@@ -115,6 +115,77 @@ def test_a_tenant_at_its_limit_makes_room_of_its_own() -> None:
     assert pool.counted() == {1: 300, 2: 500}
 
 
+def test_a_store_at_a_limit_evicts_nothing_that_it_says_exists() -> None:
+    """What a prefix has already is used by that store last to first: its end is the coldest of the tenant."""
+    pool = Pool()
+    pool.limit("a", 1, slots=100)
+    pool.settle()
+    pool.store(1, 100)
+    pool.number = 0
+    grants = pool.prepare(1, 110)
+    assert Counter(map(Grant, grants.statuses)) == {Grant.EXISTS: 100, Grant.QUOTA: 10}
+    assert pool.counted() == {1: 100}
+    pool.number = 60
+    grants = pool.prepare(1, 50)
+    assert Counter(map(Grant, grants.statuses)) == {Grant.EXISTS: 40, Grant.GRANTED: 10}
+    assert pool.counted() == {1: 90}, "the others are colder"
+    found = pool.kernel.lookup(SESSION, 1, [key(n) for n in range(60, 100)], 0.0).statuses
+    assert Counter(map(Grant, found)) == {Grant.GRANTED: 40}
+
+
+@pytest.mark.parametrize("why", ["it drains", "it is too large", "it is beyond the limit by itself"])
+def test_nothing_of_a_tenant_goes_for_what_is_refused_all_the_same(why: str) -> None:
+    pool, large = Pool(), 2
+    pool.kernel.register_layout(large, PAGE_BYTES * (2 * SLOTS if why == "it is too large" else 101))
+    pool.limit("a", 1, slots=100)
+    pool.settle()
+    pool.store(1, 100)
+    if why == "it drains":
+        pool.kernel.begin_drain()
+    layout = LAYOUT if why == "it drains" else large
+    grants = pool.kernel.prepare_store(SESSION, 1, layout, [key(9999)], 0.0)
+    refusals = {"it drains": Grant.DRAINING, "it is too large": Grant.TOO_LARGE}
+    assert [Grant(status) for status in grants.statuses] == [refusals.get(why, Grant.QUOTA)]
+    assert pool.counted() == {1: 100}
+
+
+def test_a_large_object_finds_room_among_thousands_of_its_tenants_small_ones() -> None:
+    """More of them have to go than one call evicts: each call makes some room, and one of them has it."""
+    pool, large = Pool(), 2
+    pool.kernel.register_layout(large, 1500 * PAGE_BYTES)
+    pool.limit("a", 1, slots=2000)
+    pool.settle()
+    pool.store(1, 2000)
+    told = [Grant(pool.kernel.prepare_store(SESSION, 1, large, [key(9999)], 0.0).statuses[0]) for _ in range(3)]
+    assert told == [Grant.QUOTA, Grant.QUOTA, Grant.GRANTED]
+    assert pool.used()["a"] <= 2000
+
+
+class _Forgets(LruEviction):
+    """Fails whenever something is to be taken from it."""
+
+    def remove(self, entries):  # type: ignore[no-untyped-def]
+        raise RuntimeError("so")
+
+
+def test_a_policy_that_fails_as_objects_change_hands_does_not_keep_the_loop_busy_for_ever() -> None:
+    pool = Pool()
+    pool.kernel = Kernel(KernelConfig(SLOTS * PAGE_BYTES, slab_bytes=256 * PAGE_BYTES), _Forgets(), 1, LruEviction)
+    pool.kernel.add_memory(SLOTS * PAGE_BYTES)
+    pool.kernel.register_layout(LAYOUT, PAGE_BYTES)
+    pool.kernel.open_session(SESSION, 0)
+    pool.kernel.attach_session(SESSION, 0)
+    pool.store(1, 1000)
+    pool.limit("a", 1, slots=2000)
+    for _ in range(1000):
+        if not pool.kernel.working:
+            break
+        pool.kernel.step(0.0)
+    assert not pool.kernel.working
+    assert pool.used() == {"a": 1000, OTHERS: 0}
+    assert pool.kernel.usage().policy_error.startswith("remove")
+
+
 def test_writes_under_way_when_a_tenant_is_made_are_the_tenants() -> None:
     pool = Pool()
     grants = pool.prepare(1, 100)

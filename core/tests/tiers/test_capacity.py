@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.errors import SettingsError
+from lmcache_core.kernel.guard import GuardedPolicy
+from lmcache_core.kernel.tenants import Quota
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.policies.noop import NoopEviction
 from lmcache_core.tiers.accounting import Accounting
@@ -244,3 +246,16 @@ def test_a_medium_that_is_full_before_any_capacity_tells_the_policy_how_much_fit
         counts.add([(tier_key(bytes([i]) * 32, 1, 0), 100)])
     assert sum(entry.nbytes for entry in counts.shrink()) == 200
     assert policy.told[-1] == 1000
+
+
+def test_an_object_beyond_its_tenants_limit_is_refused_without_evicting_the_rest_of_the_tenant() -> None:
+    counts = Accounting(None, 0.8, 0.2, GuardedPolicy(LruEviction(), lambda method, error: None))
+    assert counts.tenancy is not None
+    counts.tenancy.make = LruEviction
+    counts.tenancy.change("a", frozenset({1}), Quota(limit_bytes=1000), 0)
+    counts.add([(tier_key(bytes([number]) * 32, 1, 0), 100) for number in range(10)])
+    while counts.tenancy.working:
+        counts.step_tenants(100)
+    assert counts.over_limit(1, 300) == 300
+    assert counts.victims_of(1, counts.over_limit(1, 1001)) == []
+    assert len(counts.victims_of(1, 300)) == 3, "and what makes enough room does go"

@@ -351,17 +351,22 @@ class Residents:
 
     # --- tenants --------------------------------------------------------------------------------------------
 
-    def keep_limit(self, namespace: int, objects_max: int) -> int:
-        """Evict of a namespace's owner what is beyond its limit, `objects_max` at most; bytes that it is still over."""
+    def keep_limit(self, namespace: int, slot_bytes: int, slots: int, objects_max: int) -> int:
+        """Evict of a namespace's owner what is in the way of so many slots, which are charged to it already; how many
+        of them fit below its limit. Nothing goes for a slot that does not fit all the same, but where more than
+        `objects_max` would have to go: then so many do, for whoever asks again."""
         over = self.tenancy.over_limit(namespace)
-        if over:
+        own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
+        missing = over - sum(item.nbytes for item in own)
+        if missing > 0 and self.shield.yields and self.shield.uncover_for(missing, namespace):
             own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
             missing = over - sum(item.nbytes for item in own)
-            if missing > 0 and self.shield.yields and self.shield.uncover_for(missing, namespace):
-                own = self._may_go(self.tenancy.victims_of(namespace, over), objects_max)
-            if own:
-                self.evict(own)
-        return self.tenancy.over_limit(namespace) if over else 0
+        refused = min(slots, max(0, -(-missing // slot_bytes)))
+        if len(own) < objects_max:
+            own = _first(own, over - refused * slot_bytes)
+        if own:
+            self.evict(own)
+        return slots - refused
 
     def step_tenants(self, objects_max: int) -> None:
         """One bounded step of what changes hands, and of what is beyond a limit."""
@@ -427,3 +432,12 @@ class Residents:
     def objects(self) -> int:
         """Incarnations in slots, of all states."""
         return sum(self.objects_by_state)
+
+
+def _first(objects: list[Incarnation], nbytes: int) -> list[Incarnation]:
+    """As many of them, from the first on, as have so many bytes."""
+    for at, item in enumerate(objects):
+        if nbytes <= 0:
+            return objects[:at]
+        nbytes -= item.nbytes
+    return objects

@@ -218,10 +218,12 @@ class TenantedPolicy(EvictionPolicy):
         if move is None:
             return 0
         entries, high = walk.entries_from(move.namespaces, move.boundary, MOVED_OBJECTS)
-        self._hand_over(entries, move.source, move.target)
-        move.boundary = high
-        if high >= POSITIONS:
-            self._move = None
+        try:
+            self._hand_over(entries, move.source, move.target)
+        finally:  # one whose policy fails is not tried again, or it would be for ever
+            move.boundary = high
+            if high >= POSITIONS:
+                self._move = None
         return len(entries)
 
     def _begin_next(self) -> None:
@@ -258,10 +260,12 @@ class TenantedPolicy(EvictionPolicy):
         if not entries:
             return
         nbytes = _bytes(entries)
-        source.policy.remove(entries)
         source.used_bytes -= nbytes
         target.used_bytes += nbytes
-        target.policy.insert(entries)
+        try:
+            source.policy.remove(entries)
+        finally:
+            target.policy.insert(entries)
         held = [entry for entry in entries if entry.holds]
         if held:
             target.policy.held(held)

@@ -135,12 +135,12 @@ class Writing:
         if existing:
             residents.policy.access(existing[::-1])
         try:
-            if created and residents.tenancy.policy is not None:
-                self._keep_limit(namespace, size_class, created, entries, statuses)
-            if cleared:
-                refusal, placed = Grant.FULL, 0
-            else:
-                refusal, placed = self._place(session, size_class, created, existing, may_wait=wait_s > 0)
+            placed = 0
+            refusal = Grant.FULL if cleared or not created else self._refusal(session, size_class)
+            if refusal is None:
+                if residents.tenancy.policy is not None:
+                    self._keep_limit(namespace, size_class, created, existing, entries, statuses)
+                refusal, placed = self._place(size_class, created, existing, may_wait=wait_s > 0)
         except _MustWaitError:
             residents.unclaim(created)
             deadline = None if ttl_s is None else now + ttl_s
@@ -261,9 +261,17 @@ class Writing:
                     statuses[at] = _BUSY
         return entries, created, existing
 
+    def _refusal(self, session: KernelSession, size_class: SizeClass) -> Grant | None:
+        """Why nothing of this size is granted to the session, however much room could be made. Nothing is evicted for
+        what is refused so."""
+        if self.draining:
+            return Grant.DRAINING
+        if not self._residents.allocator.fits(size_class):
+            return Grant.TOO_LARGE
+        return Grant.QUOTA if self._quarantine.refuses(session) else None
+
     def _place(
         self,
-        session: KernelSession,
         size_class: SizeClass,
         created: list[Incarnation],
         existing: list[Incarnation],
@@ -273,14 +281,8 @@ class Writing:
         """Slots for as many as there is room for, first to last; what to answer the others. With `may_wait` it raises
         `_MustWaitError` where more is to be had."""
         allocator = self._residents.allocator
-        if not created:
+        if not created:  # all of it is beyond its tenant's limit
             return Grant.FULL, 0
-        if self.draining:
-            return Grant.DRAINING, 0
-        if not allocator.fits(size_class):
-            return Grant.TOO_LARGE, 0
-        if self._quarantine.refuses(session):
-            return Grant.QUOTA, 0
         # Placed before anything is evicted: a slab that is emptied must know all that stands in it.
         placed = allocator.place(size_class, created)
         if placed < len(created):
@@ -306,13 +308,23 @@ class Writing:
         namespace: int,
         size_class: SizeClass,
         created: list[Incarnation],
+        existing: list[Incarnation],
         entries: list[Incarnation | None],
         statuses: bytearray,
     ) -> None:
         """What would be beyond its tenant's limit takes the place of what the tenant has, or is refused."""
-        over = self._residents.keep_limit(namespace, max(TRIM_STEP_OBJECTS, len(created)))
-        if over:
-            fit = max(0, len(created) - -(-over // size_class.slot_bytes))
+        residents = self._residents
+        if not residents.tenancy.over_limit(namespace):
+            return
+        # As in `_place`: what this call says exists is the tenant's coldest, perhaps.
+        residents.hold(existing)
+        try:
+            fit = residents.keep_limit(
+                namespace, size_class.slot_bytes, len(created), max(TRIM_STEP_OBJECTS, len(created))
+            )
+        finally:
+            residents.release(existing)
+        if fit < len(created):
             self._deny(created[fit:], entries, statuses, Grant.QUOTA)
             del created[fit:]
 

@@ -329,9 +329,12 @@ class Accounting:
         return over
 
     def victims_of(self, namespace: int, nbytes: int) -> list[TierEntry]:
-        """What the namespace's owner is to lose for what it stores. As for `victims`, `remove` or `stays` follows."""
+        """What the namespace's owner is to lose for what it stores: nothing, where all that may go is less than that.
+        As for `victims`, `remove` or `stays` follows."""
         assert self.tenancy is not None
         chosen = [e for e in self.tenancy.victims_of(namespace, nbytes) if isinstance(e, TierEntry)]
+        if sum(entry.nbytes for entry in chosen) < nbytes:
+            return []
         self.leave(chosen)
         return chosen
 
