@@ -498,3 +498,20 @@ def test_a_key_that_only_a_call_had_that_expired_before_its_turn_is_free_again(p
     assert not order.busy(b"b")
     order.submit(lane, third, [b"b"], KeyAccess.STORE)  # type: ignore[arg-type]
     assert lane.queue == [first, third], "there is nothing left that it would wait for"
+
+
+def test_a_watch_sees_what_goes_on_behind_a_call_that_was_given_up(paper: None) -> None:
+    """A store hangs, a delete behind it is given up, and so is the store behind that, which a watch has seen."""
+    order, lane = KeyOrder(), a_lane()
+    hung, deleted, again = a_call(), a_call(), a_call()
+    for call, access in ((hung, KeyAccess.STORE), (deleted, KeyAccess.DELETE), (again, KeyAccess.STORE)):
+        order.submit(lane, call, [b"k"], access)  # type: ignore[arg-type]
+    lane.run(hung)
+    deleted.state = CallState.EXPIRED
+    deleted.on_late(deleted)
+    watches = order.watch([b"k"]), order.watch_all(of_stores=True)
+    again.state = CallState.EXPIRED
+    again.on_late(again)
+    lane.deliver(hung)
+    for each in watches:
+        assert each.saw(b"k"), "the first one was under way all the while, and is on the medium now"

@@ -271,6 +271,8 @@ class KeyOrder:
                 if follower not in head.followers:
                     head.followers.append(follower)
                     follower.waits_for += 1
+                if head.change not in follower.change.before:  # who watches the follower finds it through that
+                    follower.change.before = [*follower.change.before, head.change]
         for key in ticket.keys:
             if self._last.get(key) is ticket:
                 del self._last[key]
