@@ -218,6 +218,28 @@ def test_a_promise_that_a_cancelled_task_would_have_got_is_given_back(server: Se
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("way", ["prepare_store", "prepare_retrieve"])
+def test_a_lease_that_a_cancelled_task_would_have_got_is_closed(server: Server, way: str) -> None:
+    """By the time that the task has ended, also if its client makes no other call, and somebody keeps the task."""
+
+    async def run() -> None:
+        async with connect(server, use_index=False) as client, connect(server, maps_pool=False) as watcher:
+            await client.store(KEYS[:4], [content(key) for key in KEYS[:4]], namespace=SPACE)
+            keys = KEYS[4:] if way == "prepare_store" else KEYS[:4]
+            task = asyncio.ensure_future(getattr(client, way)(keys, namespace=SPACE))
+            await asyncio.sleep(0)  # it is in the executor
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError) as caught:
+                await task
+            leases = (await watcher.status())["l1"]["leases_by_kind"]
+            assert leases == {"promise": 0, "read": 0, "write": 0}, caught
+            lease = await getattr(client, way)(keys, namespace=SPACE)
+            assert lease.granted == [0, 1, 2, 3]  # and one that is not cancelled keeps its own
+            lease.close()
+
+    asyncio.run(run())
+
+
 def test_a_failure_that_nobody_waits_for_any_more_is_not_reported_as_forgotten(server: Server) -> None:
     complaints: list[dict[str, Any]] = []
 

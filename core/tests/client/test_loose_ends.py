@@ -31,6 +31,7 @@ from lmcache_core.limits import BATCH_KEYS_MAX, LEASES_PER_SESSION_MAX, NAMESPAC
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
@@ -181,6 +182,46 @@ def test_a_lease_that_another_thread_has_ended_is_said_to_have_ended(server: Ser
             getattr(lease, how)([0])
         with pytest.raises(UsageError, match="position 7 is not open"):
             getattr(lease, how)([7])
+
+
+@pytest.mark.parametrize("what", ["view", "tensor"])
+@pytest.mark.parametrize("end", ["close", "finish", "end_session"])
+@pytest.mark.parametrize("step", ["slot", "lend", "note"])
+def test_what_is_lent_as_another_thread_ends_the_lease_shows_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, what: str, end: str, step: str
+) -> None:
+    """Whoever ends a lease takes back what it has lent; what is lent after that would show another's object."""
+    if what == "tensor":
+        pytest.importorskip("torch")
+    with server.connect(use_index=False) as client:
+        lease = client.prepare_retrieve(fill(client), namespace=SPACE)
+        ends = {"close": lease.close, "finish": lease.finish, "end_session": lambda: client.end_session(0.0)}
+        place: tuple[type, str] = {
+            "slot": (Segment, "slot"), "lend": (Occupancy, "lend"), "note": (Holding, f"note_{what}"),
+        }[step]  # fmt: skip
+        method, ended = getattr(*place), []
+
+        def late(*arguments: Any, **options: Any) -> Any:
+            if not ended:
+                ended.append(threading.Thread(target=ends[end]))
+                ended[0].start()
+                ended[0].join()
+            return method(*arguments, **options)
+
+        monkeypatch.setattr(*place, late)
+        with pytest.raises(LeaseExpiredError, match="has ended"):
+            getattr(lease, what)(0)
+
+
+@pytest.mark.parametrize("positions", ["01", 3, 1.5, [1.0], [True, False], ["1"], [None], [[1]], "array", "mask"])
+def test_positions_that_are_none_are_refused_in_words(server: Server, positions: Any) -> None:
+    numpy = pytest.importorskip("numpy")
+    positions = {"array": numpy.array(3), "mask": numpy.array([True, False])}.get(str(positions), positions)
+    with server.connect() as client, client.prepare_store(keys_of(2), namespace=SPACE) as lease:
+        for settle in (lease.commit, lease.abort):
+            with pytest.raises(UsageError, match="position"):
+                settle(positions)
+        assert lease.granted == [0, 1]
 
 
 # --- answers that come late -----------------------------------------------------------------------------------

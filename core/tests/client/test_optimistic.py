@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from lmcache_core.client.client import Client
+from lmcache_core.client.leases import ReadLease
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LeaseExpiredError, UsageError
 from lmcache_core.kernel.answers import Reason
@@ -210,3 +212,20 @@ def test_after_the_death_of_its_server_a_lease_stands_by_what_the_index_shows(
             finished()
     else:
         assert finished() == [Status.HIT]
+
+
+def test_two_threads_may_finish_it_at_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(client, 1, 2, 3)
+    lease = client.prepare_retrieve(keys(1, 2, 3), namespace=SPACE, optimistic=True)
+    untouched, others = ReadLease._untouched, []
+
+    def look(lease: ReadLease, positions: Any) -> bool:
+        if not others:  # the other thread comes while this one looks
+            others.append(threading.Thread(target=lease.finish))
+            others[0].start()
+            others[0].join()
+        return untouched(lease, positions)
+
+    monkeypatch.setattr(ReadLease, "_untouched", look)
+    assert lease.finish() == [Status.HIT] * 3
+    assert lease.granted == []

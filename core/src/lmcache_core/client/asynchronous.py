@@ -18,6 +18,7 @@ import msgspec
 
 from lmcache_core.client.boundaries import CommonHits
 from lmcache_core.client.client import Client
+from lmcache_core.client.leases import Lease
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.promises import Promise
@@ -91,6 +92,10 @@ def _free_made(client: Client, found: LookupReply) -> None:
         client.free_lookup_locks([found.promise])
 
 
+def _close(client: Client, lease: Lease) -> None:
+    lease.close()
+
+
 def _awaited(
     method: Callable[Concatenate[Client, P], T], give_back: Callable[[Client, T], object] | None = None
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
@@ -143,7 +148,7 @@ class AsyncClient:
 
     A coroutine that the index answers as a whole ends without giving the event loop away: `lookup`, and with
     `ask=False` always. A cancelled task ends when nothing of its call writes any more; a promise
-    that it would have got is freed.
+    that it would have got is freed, and a lease is closed.
     """
 
     def __init__(self, client: Client) -> None:
@@ -227,8 +232,8 @@ class AsyncClient:
     retrieve = _awaited(Client.retrieve)
     register_layout = _awaited(Client.register_layout)
     lookup_many = _awaited(Client.lookup_many, _free)
-    prepare_store = _awaited(Client.prepare_store)
-    prepare_retrieve = _awaited(Client.prepare_retrieve)
+    prepare_store = _awaited(Client.prepare_store, _close)
+    prepare_retrieve = _awaited(Client.prepare_retrieve, _close)
     free_lookup_locks = _awaited(Client.free_lookup_locks)
     renew = _awaited(Client.renew)
     pin_memory = _awaited(Client.pin_memory)

@@ -26,6 +26,7 @@ from lmcache_core.errors import (
     DisconnectedError,
     ForgottenError,
     LeaseExpiredError,
+    LimitError,
     UsageError,
 )
 from lmcache_core.kernel.answers import Reason
@@ -240,21 +241,13 @@ class Lease(ABC):
         return self._occupancy.lend(self._holding, lender)
 
     def _offset(self, position: int) -> int:
-        self._check_lent()
+        self._holding.check_lent()
         position = _position(position)
         if not 0 <= position < len(self.statuses):
             raise UsageError(f"position {position} is not in this lease of {len(self.statuses)} keys")
         if position not in self._unsettled:
             raise UsageError(f"position {position} has no slot: it is {self.statuses[position]}")
         return self._offsets[position]
-
-    def _check_lent(self) -> None:
-        """Raise `LeaseExpiredError` where no slot is ours to touch any more."""
-        holding = self._holding
-        if holding.barred:
-            raise LeaseExpiredError(f"lease {self.id:x} has ended: {holding.barred}")
-        if holding.over:
-            raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
 
     def renew(self) -> float:
         """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`."""
@@ -267,7 +260,10 @@ class Lease(ABC):
             raise LeaseExpiredError(f"lease {self.id:x} has ended: {PARENTS}")
         link = self._link
         if link is None or link.channel.found_lost():
-            before, link = link, self._links.current()
+            try:
+                before, link = link, self._links.current()
+            except LimitError as error:  # answers a call that asks for slots, and none that gives some back
+                raise DisconnectedError(str(error)) from error
             if before is None or link.epoch != before.epoch:
                 raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
         return link
@@ -309,9 +305,12 @@ class Lease(ABC):
         as ranges."""
         if positions is None:
             return list(self._unsettled)
-        if not isinstance(positions, Iterable):
-            raise UsageError(f"positions is a {type(positions).__name__}: give a list of positions, or None for all")
-        chosen = {each if type(each) is int else _position(each) for each in positions}
+        try:
+            named = iter(positions)
+        except TypeError:  # also of an array without dimensions, which says that it is iterable
+            kind = type(positions).__name__
+            raise UsageError(f"positions is a {kind}: give a list of positions, or None for all") from None
+        chosen = {each if type(each) is int else _position(each) for each in named}
         for position in chosen:
             if position not in self._unsettled:
                 if self._holding.barred and 0 <= position < len(self.statuses):  # another thread ended it
@@ -396,7 +395,7 @@ class WriteLease(Lease):
     def _sums(self, positions: Sequence[int]) -> bytes:
         if not positions:
             return b""
-        self._check_lent()
+        self._holding.check_lent()
         offsets, link = self._offsets, self._link
         assert link is not None
         # Nothing is lent for it: another thread that ends the lease meanwhile makes others' bytes of these, and the
@@ -552,7 +551,7 @@ class ReadLease(Lease):
             return
         for position in chosen:
             self.statuses[position] = Status.HIT if self._untouched([position]) else Status.MISS
-            del self._unsettled[position]
+            self._unsettled.pop(position, None)  # another thread may have finished it, too
         if not self._unsettled:
             self.end()
 

@@ -136,14 +136,28 @@ class Holding:
                     view.release()
         self.views.clear()
 
+    def check_lent(self) -> None:
+        """Raise `LeaseExpiredError` where no slot is ours to touch any more."""
+        if self.barred:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: {self.barred}")
+        if self.over:
+            raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
+
     def note_view(self, view: memoryview) -> memoryview:
-        """The lease gives this one."""
+        """The lease gives this one. Raises `LeaseExpiredError` where another thread has ended the lease meanwhile: it
+        takes back what is noted, and what is noted after that is for us to take back."""
         self.views[next(self._numbers)] = weakref.ref(view)
+        if self.over or self.barred:
+            view.release()
+        self.check_lent()
         return view
 
     def note_tensor(self, tensor: Any) -> None:
-        """The lease gives this one."""
+        """The lease gives this one. Raises as `note_view`."""
         self.tensors[next(self._numbers)] = weakly(tensor)
+        if self.over or self.barred:
+            tensor.set_()
+        self.check_lent()
 
     def empty_tensors(self) -> None:
         """The tensors that somebody still has show nothing from now on. For the lease's own thread: a tensor cannot be
@@ -287,8 +301,7 @@ class Occupancy:
         lender.keeps = holding  # what shows the memory keeps the life lock, and the connection
         holding.borrowers.add(threading.get_ident())
         holding.note_lender(tie)
-        if holding.barred:  # looked at only now: whoever bars looks at what is lent after that
-            raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
+        holding.check_lent()  # only now: whoever bars, or ends it, looks at what is lent after that
         return lender
 
     def begin(self, work: Work, holdings: Sequence[Holding]) -> None:
@@ -307,8 +320,7 @@ class Occupancy:
         if self._closed:
             raise UsageError(self._closed)
         for holding in holdings:
-            if holding.barred or holding.over:
-                raise LeaseExpiredError(f"lease {holding.id:x} has ended: {holding.barred}")
+            holding.check_lent()
 
     # --- out ------------------------------------------------------------------------------------------------
 
