@@ -6,8 +6,11 @@ import signal
 import socket
 from typing import Any
 
+import pytest
+
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
+from lmcache_core.errors import LimitError
 from lmcache_core.limits import ROWS_RETURNING_MAX, SHARE_FEW, WORKERS_MAX
 
 from ..conftest import until
@@ -51,7 +54,33 @@ def rows(client: Client) -> int:
 def test_who_is_one_too_many_is_refused(node: Node) -> None:
     node.serve(*SMALL_SHARE)
     crowd(node, ROWS)
-    assert store(node, node.client(), "a") is Status.UNREACHABLE
+    assert store(node, node.client(), "a") is Status.QUOTA
+
+
+def test_every_call_of_one_too_many_is_answered_with_the_limit_by_key_or_in_words(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.serve(*SMALL_SHARE)
+    clients = crowd(node, ROWS)
+    late, key = node.client(), node.key("0 joins")
+    into = [bytearray(65536)]
+    assert late.store([key], [node.payload(1)], namespace=node.namespace).statuses == [Status.QUOTA]
+    assert late.retrieve([key], into, namespace=node.namespace).statuses == [Status.QUOTA]
+    for hold in (False, True, "if_possible"):
+        found = late.lookup([key], namespace=node.namespace, hold=hold)  # type: ignore[arg-type]
+        handle = late.lookup_nowait([key], namespace=node.namespace, hold=hold)  # type: ignore[arg-type]
+        assert handle.wait(60)
+        assert handle.result is not None
+        assert {*found.statuses, *handle.result.statuses} == {Status.QUOTA}
+    with late.prepare_store([key], namespace=node.namespace) as lease:
+        assert lease.statuses == [Status.QUOTA]
+    with pytest.raises(LimitError, match="worker rows"):
+        late.status()
+    assert late.free_lookup_locks([7]) == 0
+    lines = [record for record in caplog.records if record.name == "lmcache_core.client"]
+    assert ["worker rows" in line.getMessage() for line in lines] == [True], "once, and with the reason"
+    clients.pop().close()
+    until(lambda: store(node, late, "there is a row") is Status.STORED, "its row")
 
 
 def test_a_worker_that_comes_back_gets_its_row_again_at_once(node: Node) -> None:
@@ -65,7 +94,7 @@ def test_a_worker_that_comes_back_gets_its_row_again_at_once(node: Node) -> None
         cut(client)
     assert [back(node, client, f"{at} once more") for at, client in enumerate(clients)] == [Status.STORED] * ROWS
     assert rows(clients[0]) == ROWS
-    assert store(node, node.client(), "a") is Status.UNREACHABLE, "nobody has more by that"
+    assert store(node, node.client(), "a") is Status.QUOTA, "nobody has more by that"
 
 
 def test_a_worker_that_comes_back_keeps_the_lease_under_which_it_still_writes(node: Node) -> None:
@@ -101,7 +130,7 @@ def test_over_zmq_too(node: Node) -> None:
     address = f"ipc://{node.run / node.name / 'zmq'}"
     node.serve(*SMALL_SHARE, "--zmq.ipc", "true")
     clients = crowd(node, ROWS, address=address)
-    assert store(node, node.client(address=address), "a") is Status.UNREACHABLE
+    assert store(node, node.client(address=address), "a") is Status.QUOTA
     for at, client in enumerate(clients):
         client._links.current().channel.connection.close()
         assert back(node, client, f"{at} is back") is Status.STORED

@@ -202,7 +202,8 @@ class Lookup:
 
     @property
     def _unreachable(self) -> bool:
-        return any(Status.UNREACHABLE in handle.result.statuses for handle in self._handles() if handle.result)
+        unserved = {Status.UNREACHABLE, Status.QUOTA}  # no server, or one that has no place for us
+        return any(not unserved.isdisjoint(handle.result.statuses) for handle in self._handles() if handle.result)
 
     def cancel(self) -> list[int]:
         """Nobody wants to know any more: the numbers of all promises so far, to be given back."""

@@ -405,7 +405,7 @@ class Client:
             )
         try:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
-        except DisconnectedError:
+        except (DisconnectedError, LimitError):
             self._links.free_later(numbers)
             return 0
 

@@ -15,7 +15,7 @@ from lmcache_core.client.handshake import Handshake
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.occupancy import Occupancy
 from lmcache_core.client.results import Status, refused
-from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UsageError
+from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, LimitError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
     HANDSHAKE_S_MAX,
@@ -81,16 +81,18 @@ class Links:
         return self._away
 
     def refused(self, error: CacheError) -> tuple[Status, Reason]:
-        """See `results.refused`. What no server would have said is in the log, once."""
+        """See `results.refused`. What no server would have said is in the log, once; why there is no link is there
+        already."""
         status, reason = refused(error)
-        if not isinstance(error, DisconnectedError) and error.code not in self._told:
+        if not (isinstance(error, DisconnectedError) or self._away) and error.code not in self._told:
             self._told.add(error.code)
             log.warning("the lmcache-core server %s refused a call, whose keys are %s: %s", self._target, status, error)
         return status, reason
 
     def current(self, *, patient: bool = False) -> Link:
-        """The link, a new one if need be. Raises `DisconnectedError` while there is none. `patient`: for a question,
-        which has no such answer: it waits for a link that is being made, and hears what a server refused it with.
+        """The link, a new one if need be. Raises `DisconnectedError` while there is none, and `LimitError` where a
+        server has no place for us. `patient`: for a question, which has no such answer: it waits for a link that is
+        being made, and hears whatever a server refused it with.
 
         A link that is silent is one: what is asked over it ends at once, unless the server has been heard again.
         """
@@ -116,7 +118,7 @@ class Links:
 
     def step(self) -> Link | None:
         """The link, or None while it is being made: for callers that must not wait. Raises `DisconnectedError` where
-        there is no server, or none that answers."""
+        there is no server, or none that answers, and `LimitError` where it has no place for us."""
         link = self._link
         if link is not None and not link.channel.found_lost():
             return link
@@ -310,7 +312,9 @@ class Links:
                 self._note_unreachable(str(error))
             return error
         error = self._error
-        return error if patient and not isinstance(error, DisconnectedError) else DisconnectedError(str(error))
+        # A limit has an answer for each key; what else a server refuses us with is for those to hear who ask questions.
+        told = isinstance(error, LimitError) or (patient and not isinstance(error, DisconnectedError))
+        return type(error)(str(error)) if told else DisconnectedError(str(error))
 
     # --- the log --------------------------------------------------------------------------------------------
 

@@ -17,7 +17,14 @@ from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
-from lmcache_core.errors import CacheError, DisconnectedError, ForgottenError, UnknownNamespaceError, UsageError
+from lmcache_core.errors import (
+    CacheError,
+    DisconnectedError,
+    ForgottenError,
+    LimitError,
+    UnknownNamespaceError,
+    UsageError,
+)
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import BATCH_KEYS_MAX, JOBS_REMEMBERED
 from lmcache_core.protocol import messages as m
@@ -25,6 +32,7 @@ from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
 from lmcache_core.tokens.namespace import Namespace
 
+_UNPROMISED = frozenset((Status.UNREACHABLE, Status.QUOTA))  # no server, or none that has a place for us
 _GRANTED, _NO_REASON = Status.GRANTED, Reason.NONE  # Python 3.11 finds a member of an enum in 0.15 µs
 
 
@@ -252,7 +260,7 @@ class ClientLookups:
         """The index first; the server is asked for what is not there and may be elsewhere."""
         if options.hold == "if_possible":
             held = self._ask(keys, namespace, options)
-            if Status.UNREACHABLE not in held.statuses:
+            if _UNPROMISED.isdisjoint(held.statuses):
                 return held
             options = options._replace(hold=False)
         found = self._find(keys, namespace, options)
@@ -323,7 +331,7 @@ class ClientLookups:
     ) -> LookupResult:
         """Hold these, if they are still there: no tier is asked."""
         held = self._ask([keys[at] for at in there], namespace, options._replace(tiers=[], wait_s=0.0))
-        if options.hold == "if_possible" and Status.UNREACHABLE in held.statuses:
+        if options.hold == "if_possible" and not _UNPROMISED.isdisjoint(held.statuses):
             return self.by_index(keys, namespace, options._replace(hold=False))
         if len(there) == len(keys):
             return held
@@ -393,8 +401,8 @@ class ClientLookups:
 
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
         """What is answered in place of the server."""
-        if wanted.options.hold == "if_possible" and isinstance(error, DisconnectedError):
-            return self._without_promise(wanted)
+        if wanted.options.hold == "if_possible" and isinstance(error, DisconnectedError | LimitError):
+            return self._without_promise(wanted, self._links.refused(error)[0])
         return self.whole_of(wanted, unserved(len(wanted.rest), *self._links.refused(error)))
 
     def whole_of(self, wanted: _Asking, asked: LookupResult) -> LookupResult:
@@ -403,11 +411,11 @@ class ClientLookups:
             return asked
         return self._with_index(wanted.keys, wanted.rest, wanted.namespace, wanted.options.prefix, asked)
 
-    def _without_promise(self, wanted: _Asking) -> LookupResult:
+    def _without_promise(self, wanted: _Asking, otherwise: Status) -> LookupResult:
         """The index alone, with no promise."""
         keys, options = wanted.keys, wanted.options._replace(hold=False)
         found = self._find(keys, wanted.namespace, options) or b""
-        statuses = [Status.GRANTED if byte else Status.UNREACHABLE for byte in found.ljust(len(keys), b"\0")]
+        statuses = [Status.GRANTED if byte else otherwise for byte in found.ljust(len(keys), b"\0")]
         hits = len(found) if options.prefix else found.count(1)
         return LookupResult(statuses, [Reason.NONE] * len(keys), hits)
 
@@ -483,7 +491,7 @@ class ClientLookups:
         self._links.wait(timeout_s)
 
     def _remember(self, job: int, part: _Part) -> None:
-        with contextlib.suppress(DisconnectedError):
+        with contextlib.suppress(CacheError):
             self._parts[self._links.current().epoch, job] = part
             while len(self._parts) > JOBS_REMEMBERED:
                 self._parts.popitem(last=False)
