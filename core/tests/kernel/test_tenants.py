@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
+from lmcache_core.kernel.adoption import Found
 from lmcache_core.kernel.answers import Grant, Grants
 from lmcache_core.kernel.config import KernelConfig
 from lmcache_core.kernel.contracts import EvictionPolicy
@@ -271,6 +273,68 @@ def test_what_is_held_goes_once_it_may() -> None:
     pool.kernel.trim(0.0)  # as the server's housekeeping does every second
     pool.settle()
     assert pool.counted() == {1: 10}
+
+
+class Left:
+    """What a dead server left: 200 objects of namespace 1 and 100 of namespace 2, in two slabs."""
+
+    def __init__(self) -> None:
+        self.there = {PAGE_BYTES * at: (key(at), 1 + (at >= 200)) for at in range(300)}
+        self.objects, self.nbytes = 300, 300 * PAGE_BYTES
+
+    @property
+    def pending(self) -> int:
+        return len(self.there)
+
+    def take(self, most: int) -> list[Found]:
+        return [(*self.there.pop(at), at, LAYOUT, None, 0) for at in list(self.there)[:most]]
+
+    def touch(self, namespace: int, keys: Sequence[bytes]) -> list[Found]:
+        found = [at for at, (k, n) in self.there.items() if n == namespace and k in keys]
+        return [(*self.there.pop(at), at, LAYOUT, None, 0) for at in found]
+
+    def slab(self, offset: int, most: int) -> list[Found]:
+        found = [at for at in self.there if offset <= at < offset + 256 * PAGE_BYTES][:most]
+        return [(*self.there.pop(at), at, LAYOUT, None, 0) for at in found]
+
+    def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
+        end, unit = 300 * PAGE_BYTES, 256 * PAGE_BYTES
+        return [(0, unit, PAGE_BYTES, 256, 256, unit, []), (unit, unit, PAGE_BYTES, 44, 44, end, [])]
+
+    def waiting(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def layout_of(self, namespace: int) -> int:
+        return LAYOUT
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["kept from before", "set meanwhile"])
+def test_quotas_that_are_set_while_a_pool_is_adopted_count_each_object_once(before: bool) -> None:
+    config = KernelConfig(SLOTS * PAGE_BYTES, slab_bytes=256 * PAGE_BYTES, data_offset=0)
+    pool = Pool()
+    pool.kernel = kernel = Kernel(config, LruEviction(), 2, LruEviction)
+    kernel.add_memory(SLOTS * PAGE_BYTES)
+    kernel.register_layout(LAYOUT, PAGE_BYTES)
+    if before:
+        pool.limit("a", 9, slots=1000)
+    kernel.adoption.begin(Left(), [])
+    kernel.open_session(SESSION, 0)
+    kernel.attach_session(SESSION, 0)
+    kernel.lookup(SESSION, 1, [key(at) for at in range(50)], 0.0)  # warm
+    kernel.adoption.step(40)
+    pool.number = 1000
+    under_way = pool.prepare(1, 30)
+    pool.limit("a", 1, slots=1000)
+    kernel.lookup(SESSION, 1, [key(at) for at in range(50, 60)], 0.0)
+    assert pool.store(1, 20) == {Grant.GRANTED: 20}
+    while kernel.adoption.step():
+        kernel.take_effects()
+    pool.settle()
+    kernel.commit_store(SESSION, under_way.lease_id, 0.0)
+    pool.settle()
+    assert pool.counted() == {1: 250, 2: 100}
+    assert pool.used() == {"a": 250, OTHERS: 100}
+    assert kernel.usage().policy_error == ""
 
 
 class _Checked(LruEviction):

@@ -105,10 +105,17 @@ class AdoptingPolicy(EvictionPolicy):
     order of eviction.
     """
 
-    def __init__(self, inner: EvictionPolicy, make_more: Callable[[], int]) -> None:
+    wants_charges = True  # the inner one may come to want them meanwhile: with the first quota
+
+    def __init__(
+        self, inner: EvictionPolicy, make_more: Callable[[], int], charge: Callable[[Sequence[Any], int], None]
+    ) -> None:
+        """`charge` puts entries that wait here (+1), or leave (-1), into the account of the store."""
         self.inner = inner
-        self.wants_charges, self.evicts = inner.wants_charges, inner.evicts
+        self.evicts = inner.evicts
+        self.warm_bytes = 0  # that wait here
         self._make_more = make_more
+        self._charge_store = charge
         self._warm = _Ring()  # `policy_data` says whether an entry is in it
         self._leaving = False
 
@@ -172,7 +179,8 @@ class AdoptingPolicy(EvictionPolicy):
         return named
 
     def charge(self, namespace: int, nbytes: int) -> None:
-        self.inner.charge(namespace, nbytes)
+        if self.inner.wants_charges:
+            self.inner.charge(namespace, nbytes)
 
     def surplus(self, nbytes: int) -> list[Entry]:
         return self.inner.surplus(nbytes)
@@ -182,9 +190,8 @@ class AdoptingPolicy(EvictionPolicy):
 
     def _charge(self, entries: Sequence[Entry], sign: int) -> None:
         """What waits here takes room, too."""
-        if self.wants_charges:
-            for entry in entries:
-                self.inner.charge(entry.namespace, sign * entry.nbytes)
+        self.warm_bytes += sign * sum(entry.nbytes for entry in entries)
+        self._charge_store(entries, sign)
 
     def settle(self, most: int) -> int:
         """Hand up to `most` warm ones over, the coldest first; new ones go to the policy at once from here on. 0: there
@@ -218,7 +225,8 @@ class Untouched:
         for slab in pool.slabs():
             residents.allocator.adopt(*slab)
         residents.count(State.READY, pool.objects, pool.nbytes)
-        self._policy = AdoptingPolicy(residents.policy, self._make_more)
+        self._unmade_bytes = pool.nbytes
+        self._policy = AdoptingPolicy(residents.policy, self._make_more, residents.charge)
         residents.policy = self._policy
         residents.untouched = self
 
@@ -226,6 +234,11 @@ class Untouched:
     def pending(self) -> int:
         """Objects that are not made yet."""
         return self._pool.pending
+
+    @property
+    def ungiven_bytes(self) -> int:
+        """Of what is ready: what the policy has not been given yet."""
+        return self._unmade_bytes + self._policy.warm_bytes
 
     def layout_of(self, namespace: int) -> int:
         """The layout of the namespace's pending objects, 0 where there are none."""
@@ -277,6 +290,7 @@ class Untouched:
             if generation >> COUNTER_BITS != self._epoch:  # what the pool says is a claim: this server's are its own
                 item.generation = generation
             slab.unmade -= 1
+            self._unmade_bytes -= item.nbytes
             residents.objects_by_layout[layout_id] += 1
             if self._clears and any(scope in (None, namespace) for scope, _ in self._clears):
                 (gone if key is not None else lost).append(item)

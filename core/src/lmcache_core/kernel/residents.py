@@ -114,8 +114,9 @@ class Residents:
             self.policy.charge(namespace, nbytes)
 
     def _bytes_taken(self) -> int:
-        """Of what is ready, and of what is charged."""
-        return self.bytes_by_state[READY] + sum(self.charged.values())
+        """Of what the policy has, and of what is charged."""
+        ungiven = 0 if self.untouched is None else self.untouched.ungiven_bytes
+        return self.bytes_by_state[READY] - ungiven + sum(self.charged.values())
 
     def count(self, state: State, objects: int, nbytes: int) -> None:
         self.objects_by_state[state] += objects
