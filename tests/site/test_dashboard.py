@@ -255,7 +255,7 @@ def test_the_charts_are_drawn_and_go_on(open_page: Open, client: Client) -> None
     store(client, 0, 8)
     expect(page.locator("#charts figure canvas")).to_have_count(5)
     expect(page.locator("#chart-fill .u-legend")).to_contain_text("disk")
-    until_points(page, 3)
+    until_points(page, 2)
     drawn = "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(Boolean)"
     for canvas in page.locator("#charts canvas").all():
         assert canvas.evaluate(drawn)
@@ -381,7 +381,7 @@ def test_it_goes_on_after_a_restart_of_the_server(open_page: Open, served: Serve
 def test_a_phone_shows_all_of_it(open_page: Open, client: Client, scheme: str) -> None:
     store(client, 0, 8)
     page = open_page(viewport={"width": 380, "height": 800}, color_scheme=scheme)
-    until_points(page, 2)
+    expect(page.locator("#chart-fill canvas")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
     back, text = page.evaluate("(style => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
     brightness = [sum(map(int, colour[4:-1].split(","))) for colour in (back, text)]

@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         registry = load_plugins()
         settings = make_settings(
             registry, name=name, runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
-            l1={"size_bytes": 16 << 20, "backing": "memfd"},
+            l1={"size_bytes": 16 << 20, "backing": "memfd"}, subscribers={"stream": {}},
         )  # fmt: skip
         made.append(Server(settings, registry).start(wait=True))
         return made[-1]
@@ -165,11 +165,13 @@ def test_top_follows_the_server_through_a_restart_and_leaves_the_terminal_as_it_
         asked(client)
     shown.until(r"l1 +\[\.{20}\] +2\.3%  384\.0 KiB of 16\.0 MiB")
     shown.until(r"hit rate +\S+ +75\.0%")
+    shown.until(r"admitted: .*6 keys, 384\.0 KiB")
     assert all(len(line) <= 80 for line in shown.screen.splitlines())
     server.stop()
     shown.until("asking again")
     start()
     shown.until(r"l1 +\[\.{20}\] +0\.0%")
+    shown.until("session_opened: ")
     shown.press(b"q")
     assert shown.end() == 0
     assert shown.text.count("\x1b[?1049h") == shown.text.count("\x1b[?1049l") == 1

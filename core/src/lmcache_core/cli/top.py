@@ -8,14 +8,16 @@ import json
 import os
 import select
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.cli import connecting
 from lmcache_core.cli.table import plain_table
-from lmcache_core.errors import DisconnectedError
+from lmcache_core.errors import DisconnectedError, UsageError
 from lmcache_core.observe.overview import overview
 from lmcache_core.observe.readable import duration, plain, size
 
@@ -29,6 +31,7 @@ _COLUMNS = 80
 _BAR = 20
 _MISSES_SHOWN = 6
 _HOLDERS_SHOWN = 5
+_EVENTS_SHOWN = 6
 _NAME_MAX = 16  # characters of a name in a table
 # The terminal's other screen, so that what was there before comes back; no cursor on it; each line ends with what
 # clears the rest of it, so that nothing flickers.
@@ -69,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         elif arguments.once or not sys.stdout.isatty():
             print("\n".join(frame(_one_look(looks, arguments))))
         else:
-            _show(looks, arguments.interval or INTERVAL_S)
+            with Heard(client, arguments.server_uid) as heard:
+                _show(looks, heard, arguments.interval or INTERVAL_S)
     return 0
 
 
@@ -85,6 +89,73 @@ class Looks:
         status = self._client.status()
         before, self._before = self._before, status
         return overview(status, before)
+
+
+class Heard:
+    """The last events of a server that streams them to its own user; of another one there are none."""
+
+    def __init__(self, client: Client, server_uid: int | None) -> None:
+        self._client = client
+        self._server_uid = server_uid
+        self._socket: socket.socket | None = None
+        self._streams = True
+        self.last: deque[str] = deque(maxlen=_EVENTS_SHOWN)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def connect(self) -> None:
+        """Once the server answers, and again after it ended."""
+        from lmcache_core.client.event_stream import connect_events
+
+        if self._socket is not None or not self._streams:
+            return
+        try:
+            self._socket = connect_events(self._client.config(), self._server_uid)
+            self._streams = self._socket is not None
+        except UsageError:  # it is another user's
+            self._streams = False
+        except DisconnectedError:
+            return  # it has just ended, or has not begun to listen
+
+    def read(self) -> None:
+        """What has come. Nothing is waited for."""
+        from lmcache_core.observe.stream import PACKET_BYTES_MAX
+
+        while self._socket is not None:
+            try:
+                packet = self._socket.recv(PACKET_BYTES_MAX)
+            except BlockingIOError:
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self.close()
+                return
+            self.last.extend(_event(json.loads(line)) for line in packet.splitlines()[-_EVENTS_SHOWN:])
+
+    def close(self) -> None:
+        """Hear no more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    """In a line."""
+    at = time.strftime("%H:%M:%S", time.localtime(event["at_s"])) if "at_s" in event else " " * 8
+    about = []
+    for name, value in event.items():
+        if name in ("event", "at_s", "more_keys") or value in ("", None, {}):
+            continue
+        if name == "keys" and isinstance(value, list):
+            about.append(f"{len(value) + event.get('more_keys', 0):,} keys")
+        else:
+            about.append(size(value) if name == "nbytes" else f"{name} {value}")
+    return plain(f"{at} {event['event']}: {', '.join(about)}")[:_COLUMNS]
 
 
 def _one_look(looks: Looks, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -107,16 +178,19 @@ def _print_json(looks: Looks, arguments: argparse.Namespace) -> None:
 # --- on a terminal --------------------------------------------------------------------------------------------
 
 
-def _show(looks: Looks, interval_s: float) -> None:
+def _show(looks: Looks, heard: Heard, interval_s: float) -> None:
     """Until q or Ctrl-C. A server that is gone is waited for."""
     lines = frame(looks.look())
+    heard.connect()
     with _screen(), _keys() as keys:
         while True:
             _draw(lines)
             if _pressed_q(keys, interval_s):
                 return
             try:
-                lines = frame(looks.look())
+                heard.connect()
+                heard.read()
+                lines = frame(looks.look(), heard.last)
             except DisconnectedError as error:
                 lines = [*lines[:1], *_wrap("trouble", f"{error}; asking again")]
 
@@ -179,8 +253,8 @@ def _pressed_q(keys: int | None, wait_s: float) -> bool:
 # --- a frame --------------------------------------------------------------------------------------------------
 
 
-def frame(told: Figures) -> list[str]:
-    """The lines of an overview, of 80 columns each; those of names longer than usual may be cut by the terminal."""
+def frame(told: Figures, events: Collection[str] = ()) -> list[str]:
+    """The lines of an overview, of 80 columns each, and of the last events."""
     lines = [plain(f"lmcache-core {told['name']}, {told['state']} for {duration(told['uptime_s'])}, pid {told['pid']}")]
     lines += _wrap("trouble", "none") if not told["troubles"] else []
     for trouble in told["troubles"]:
@@ -192,7 +266,8 @@ def frame(told: Figures) -> list[str]:
     lines += ["", *_stores(told["stores"])]
     if told["tenants"]:
         lines += ["", *_tenants(told["tenants"])]
-    return [*lines, "", *_holders(told["holders"])]
+    lines += ["", *_holders(told["holders"])]
+    return [*lines, "", *events] if events else lines
 
 
 def _wrap(name: str, text: str) -> list[str]:

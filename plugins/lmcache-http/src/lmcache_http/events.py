@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
-import struct
 from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from lmcache_core.errors import DisconnectedError
-from lmcache_core.observe.stream import PACKET_BYTES_MAX, stream_path
-from lmcache_core.trust import Trust
+from lmcache_core.client.event_stream import connect_events
+from lmcache_core.observe.stream import PACKET_BYTES_MAX
 from lmcache_http.guard import RefusedError
 
-CONNECT_S = 1.0
 SILENCE_S = 15.0  # then a line that means nothing is sent: who is between keeps the connection, and a dead one shows
 STREAMS_MAX = 32
 TYPE = "text/event-stream"
@@ -36,13 +31,11 @@ class EventStreams:
     def open(self, config: Mapping[str, Any]) -> AsyncIterator[bytes]:
         """A new stream of a server with these settings. Raises `RefusedError` where it has none, or there are too many,
         and `DisconnectedError`."""
-        settings = config["subscribers"].get("stream")
-        if settings is None:
-            raise RefusedError(404, "this server streams no events: give it a table [subscribers.stream]")
         if len(self._open) >= STREAMS_MAX:
             raise RefusedError(429, f"{STREAMS_MAX} streams are open, the limit: close one")
-        path = None if settings["path"] is None else Path(settings["path"])
-        sock = _connected(stream_path(path, Path(config["state_dir"]), config["name"]), self._server_uid)
+        sock = connect_events(config, self._server_uid)
+        if sock is None:
+            raise RefusedError(404, "this server streams no events: give it a table [subscribers.stream]")
         self._open.add(sock)
         return self._passed_on(sock)
 
@@ -71,26 +64,3 @@ class EventStreams:
                     await received
             self._open.discard(sock)
             sock.close()
-
-
-def _connected(path: Path, server_uid: int | None) -> socket.socket:
-    """The server's end is its user's, or nothing is taken from it."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        sock.settimeout(CONNECT_S)
-        directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            sock.connect(f"/proc/self/fd/{directory}/{path.name}")  # a path of any length
-        finally:
-            os.close(directory)
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if uid not in Trust.of_client(server_uid).uids:
-            raise DisconnectedError(f"{path} belongs to uid {uid}, which is not the server's: remove it")
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise DisconnectedError(f"the server's events cannot be had at {path}: {error.strerror or error}") from error
-    except BaseException:
-        sock.close()
-        raise
-    return sock

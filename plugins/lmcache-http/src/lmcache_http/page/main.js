@@ -6,9 +6,10 @@ import { Charts } from "./charts.js";
 import { byId, setText } from "./dom.js";
 import { follow } from "./follow.js";
 import { History } from "./history.js";
-import { knowReasons, showEvent, showStatus } from "./views.js";
+import { EVENTS_SHOWN, knowReasons, showEvent, showStatus } from "./views.js";
 
 const EVERY_MS = 2000;
+const FLUSH_MS = 200;
 const SOONEST_MS = 1000; // an answer of /status may be as old as that
 
 const history = new History();
@@ -24,12 +25,9 @@ let timer = 0;
 let askedAt = 0;
 let asking = false;
 let soon = false; // something has happened since the question that is out
+let reasonsKnown = false;
+let heard = []; // events that are not shown yet
 let signing = false; // the form for a token is shown, and nothing is asked
-
-async function begin() {
-  knowReasons(await ask("ui/reasons.json"));
-  await turn();
-}
 
 // One look at the server, and the next one in two seconds, whatever comes of it.
 async function turn() {
@@ -51,6 +49,10 @@ async function look() {
   if (!rights.read) {
     signIn(rights.why_not.read, false);
     return;
+  }
+  if (!reasonsKnown) {
+    knowReasons(await ask("ui/reasons.json"));
+    reasonsKnown = true;
   }
   const status = await ask("status");
   if (signing) return;
@@ -78,8 +80,21 @@ function show(status) {
   charts.show(history.drawn());
   if (!following) {
     following = new AbortController();
-    follow((event) => { showEvent(event); hurry(); }, streamState, following.signal);
+    follow(hear, streamState, following.signal);
   }
+}
+
+// Events may come by the thousand: the last ones are shown, a few times a second.
+function hear(event) {
+  if (!heard.length) setTimeout(showHeard, FLUSH_MS);
+  heard.push(event);
+  if (heard.length > 2 * EVENTS_SHOWN) heard = heard.slice(-EVENTS_SHOWN);
+}
+
+function showHeard() {
+  heard.slice(-EVENTS_SHOWN).forEach(showEvent);
+  heard = [];
+  hurry();
 }
 
 function streamState(why) {
@@ -132,4 +147,4 @@ byId("sign-out").addEventListener("click", () => {
   useToken("");
   location.reload(); // what was shown goes with it
 });
-begin();
+turn();

@@ -4,7 +4,7 @@ import { byId, cells, keyed, make, prose, setBar, setText } from "./dom.js";
 import { tiersOf } from "./history.js";
 import { count, duration, percent, size } from "./units.js";
 
-const EVENTS_SHOWN = 50;
+export const EVENTS_SHOWN = 50;
 const KEYS_SHOWN = 2;
 
 export function showStatus(status, history, actions) {
