@@ -250,7 +250,10 @@ class Lease(ABC):
         return self._offsets[position]
 
     def renew(self) -> float:
-        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`."""
+        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`, also where nothing was
+        granted."""
+        if not self.id:
+            raise LeaseExpiredError("this lease holds no slot, as nothing was granted: see its statuses")
         reply = self._link_now().channel.call(lambda rid: m.RenewLease(rid, self.id))
         return expect(reply, m.Renewed).ttl_s
 
