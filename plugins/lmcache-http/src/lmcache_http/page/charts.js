@@ -4,6 +4,7 @@ import { make } from "./dom.js";
 import { count, milliseconds, percent, size } from "./units.js";
 
 const WRITE = { share: percent, seconds: milliseconds, bytes: size, count };
+const LEAST = { seconds: 0.001, bytes: 1024, count: 1 }; // of an axis that has nothing to show
 const HEIGHT = 180;
 const COLOURS = 8;
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -55,7 +56,7 @@ function options(chart, names, width) {
   return {
     width,
     height: HEIGHT,
-    scales: { y: { range: (plot, least, most) => [0, chart.top ?? (most || 1) * 1.1] } },
+    scales: { y: { range: (plot, least, most) => [0, chart.top ?? 1.1 * Math.max(most ?? 0, LEAST[chart.unit])] } },
     axes: [{ ...axis, space: 90, values: (plot, ticks) => ticks.map(clock) }, { ...axis, size: 72, values: (plot, ticks) => ticks.map((tick) => WRITE[chart.unit](tick)) }],
     series: [
       { label: "at", value: (plot, at) => (at === null ? "–" : clock(at)) },

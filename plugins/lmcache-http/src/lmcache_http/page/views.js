@@ -39,7 +39,7 @@ function showTiles(status, history) {
   const tiles = [
     ["pool", "Pool", percent(l1.used_bytes / l1.pool_bytes), `${size(l1.used_bytes)} of ${size(l1.pool_bytes)}`],
     ["hit-rate", "Hit rate", percent(traffic.lookups.hit_rate), `${count(traffic.lookups.hits)} of ${count(traffic.lookups.keys)} keys`, traffic.lookups.hit_rate],
-    ["hit-rate-now", "Hit rate, last minute", percent(history.hitRate()), ""],
+    ["hit-rate-now", "Hit rate, last minute", history.hitRate() === null ? "–" : percent(history.hitRate()), ""],
     ["lookups", "Lookups a second", now((each) => each.traffic.lookups.calls, count), `${count(traffic.lookups.calls)} in all`],
     ["read", "Read a second", now((each) => each.traffic.retrieves.bytes, size), `${size(traffic.retrieves.bytes)} in all`],
     ["stored", "Stored a second", now((each) => each.counters.stored_bytes ?? 0, size), `${size(status.counters.stored_bytes ?? 0)} in all`],
