@@ -331,7 +331,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy, strict, over every package."""
-    install(session, *installable(), extras="[cli,metrics]", tools=("mypy>=2.4,<3", "pytest", "hypothesis"))
+    install(session, *installable(), extras="[cli,metrics,otel]", tools=("mypy>=2.4,<3", "pytest", "hypothesis"))
     for path in [CORE, *installable()]:
         session.run("mypy", str(path / "src"))
 

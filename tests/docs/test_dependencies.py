@@ -16,7 +16,12 @@ PACKAGES = {
     path.parent.name: path.parent for path in [ROOT / "core/pyproject.toml", *ROOT.glob("*/lmcache-*/pyproject.toml")]
 }
 # Where the module is not called as the distribution is.
-MODULES = {"pyzmq": "zmq"}
+MODULES = {
+    "pyzmq": "zmq",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+}
 OURS = re.compile(r"lmcache[-_]")
 FOR_ANOTHER = {"core": {"transformers"}}  # of the extra `demo`: what lmcache-transformers needs for the command
 

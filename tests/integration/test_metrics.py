@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,36 @@ def test_events_and_the_server_itself(node: Node, tmp_path: Path) -> None:
     assert scraped.now()["loop_longest_turn_seconds", ()] > 0
     moved.update(("events_total", "pool_populated_bytes", "pool_bytes", "info", "uptime_seconds"))
     moved.add("loop_longest_turn_seconds")
+
+
+class Taking(BaseHTTPRequestHandler):
+    """A collector that takes everything."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        del format, args
+
+
+def test_spans_that_a_collector_takes_and_those_that_it_does_not(node: Node) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need OpenTelemetry's exporter")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taking) as collector:
+        thread = threading.Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        server = node.serve("--otel.endpoint", f"http://127.0.0.1:{collector.server_port}", "--otel.timeout_s", "0.2")
+        scraped = Scraped(server)
+        client = node.client()
+        for number in range(3):
+            client.lookup([node.key(number)], namespace=node.namespace)
+        scraped.expect(spans_exported_total=3, spans_failed_total=0, spans_dropped_total=0)
+        collector.shutdown()
+        thread.join()
+    client.lookup([node.key(1)], namespace=node.namespace)
+    scraped.expect(spans_failed_total=1, spans_exported_total=3)
 
 
 # What takes a fault, a flood or a hang, and has tests where it is counted: here only that its figure is its own.

@@ -47,6 +47,7 @@ class SilentClient:
     clock: Clock
     tokens: int = 0
     asked: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def register_layout(self, namespace: Any) -> bool:
         return True
@@ -57,6 +58,7 @@ class SilentClient:
 
     def lookup_nowait(self, keys: Any, **options: Any) -> Handle:
         self.asked += 1
+        self.options = options
         return Handle(self.clock)
 
 
@@ -67,6 +69,7 @@ class Request:
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
     block_hashes: list[bytes] = field(default_factory=list)
+    trace_headers: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
@@ -199,3 +202,11 @@ def test_nothing_is_kept_of_requests_that_have_ended(side: SchedulerSide, client
     side.finished(request)
     assert side.requests == 0
     assert side.step(output({})).loads == []
+
+
+def test_a_request_with_trace_headers_is_looked_up_within_its_trace(side: SchedulerSide, client: SilentClient) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    side.match(Request("traced", 4 * BLOCK, trace_headers={"traceparent": trace}), 0)
+    assert client.options["traceparent"] == trace
+    side.match(Request("plain", 4 * BLOCK), 0)
+    assert "traceparent" not in client.options

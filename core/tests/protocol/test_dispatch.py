@@ -133,6 +133,8 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
         st.builds(m.LookupRequest, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
         st.builds(m.LookupRequest, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
+        st.builds(m.TracedLookup, rid, namespace, keys, traceparent=text),
+        st.builds(m.TracedPrepareStore, rid, namespace, keys, lease, traceparent=text),
         st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
         st.builds(registered, rid, wire_int, st.lists(st.integers(1, 1600), min_size=1, max_size=3)),
         st.builds(m.Pin, rid, namespace, keys, seconds),

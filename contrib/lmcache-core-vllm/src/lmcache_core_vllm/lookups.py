@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lmcache_core.client.boundaries import KeyGroup, Need
@@ -70,9 +70,12 @@ class Question:
         hashing: Hashing,
         hashes: Sequence[bytes],
         bounds: Bounds,
+        traceparent: str = "",
     ) -> None:
+        """`traceparent`: the trace that the request belongs to."""
         self.groups = groups
         self.bounds = bounds
+        self.traceparent = traceparent
         self.keys: list[list[tuple[Namespace, list[bytes]]]] = []  # of each group for each rank
         for group in groups:
             first, end = bounds.start // group.block_tokens, bounds.limit // group.block_tokens
@@ -127,6 +130,7 @@ class Lookup:
         self._groups = question.groups
         self._step_tokens = boundary_step(question.groups)
         self._keys = question.keys
+        self._trace = {"traceparent": question.traceparent} if question.traceparent else {}
         self._boundary = question.bounds.limit
         self._asked = [self._ask(group) for group in question.groups]
         self._settled = False
@@ -135,7 +139,7 @@ class Lookup:
         """A group of all ranks, for what it needs up to the boundary."""
         count = (self._boundary - self.bounds.start) // group.block_tokens
         return [
-            _Asked(self._client, keys[:count], namespace, group, self._wait_s)
+            _Asked(self._client, keys[:count], namespace, group, self._wait_s, self._trace)
             for namespace, keys in self._keys[group.number]
         ]
 
@@ -221,7 +225,13 @@ class _Asked:
     window in front of the boundary is needed."""
 
     def __init__(
-        self, client: Client, keys: Sequence[bytes], namespace: Namespace, group: Group, wait_s: float
+        self,
+        client: Client,
+        keys: Sequence[bytes],
+        namespace: Namespace,
+        group: Group,
+        wait_s: float,
+        trace: Mapping[str, str],
     ) -> None:
         window = min(len(keys), _need(group).window)
         self.before = max(0, len(keys) - BATCH_KEYS_MAX) if window else 0  # keys that are not asked for
@@ -233,6 +243,7 @@ class _Asked:
                 window=window,
                 wait_s=wait_s,
                 hold=True,
+                **trace,
             )
             for first in range(self.before, len(keys), BATCH_KEYS_MAX)
         ]

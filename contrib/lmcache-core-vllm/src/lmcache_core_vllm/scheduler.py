@@ -142,7 +142,8 @@ class SchedulerSide:
             bounds = Bounds(computed, self._limit(request), request.num_tokens)
             if bounds.limit <= computed:
                 return Found(computed, computed, request.num_tokens, self._clock())
-            question = Question(self._groups, self._namespaces, self._hashing(), request.block_hashes, bounds)
+            trace = (getattr(request, "trace_headers", None) or {}).get("traceparent", "")
+            question = Question(self._groups, self._namespaces, self._hashing(), request.block_hashes, bounds, trace)
             tracked.question = question
             had = question.by_index(self._client, self._clock())
             if had.boundary == bounds.limit or self._patience.over:

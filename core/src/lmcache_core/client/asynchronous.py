@@ -115,9 +115,10 @@ class AsyncPages:
     def __init__(self, pages: Pages) -> None:
         self.pages = pages
 
-    async def store(self, entries: Entries, *, deadline_s: float | None = None) -> PagesResult:
+    async def store(self, entries: Entries, *, deadline_s: float | None = None, traceparent: str = "") -> PagesResult:
         """As `Pages.store`. The copies are made in the loop's executor, the commits are awaited."""
-        job = await _elsewhere(partial(self.pages.store_start, entries, deadline_s=deadline_s))
+        start = partial(self.pages.store_start, entries, deadline_s=deadline_s, traceparent=traceparent)
+        job = await _elsewhere(start)
         await _until(job.done, job)
         return _whole(job.result)
 

@@ -35,6 +35,7 @@ from lmcache_core.client.regions import PageGroup, Region
 from lmcache_core.client.results import LookupResult, RetrieveResult, Status, StoreResult, grant_statuses
 from lmcache_core.client.retrieving import Retriever
 from lmcache_core.client.stored import StoredKey, wait_stored
+from lmcache_core.client.tracing import check_traceparent
 from lmcache_core.errors import DisconnectedError, ForgottenError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import (
@@ -74,7 +75,7 @@ class Client:
         self._copy_threads = copying_threads(copy_threads)
         self._verify = verify_level(verify)
         self._hits = Hits(self._links, self._copy_threads)
-        self._lookups = ClientLookups(self._links, self._hits)
+        self._lookups = ClientLookups(self._links, self._hits, trace=target.trace)
         self._common = CommonLookups(self._lookups, self._hits)
         self._retriever = Retriever(self._links, self._hits, self._copy_threads)
 
@@ -95,6 +96,7 @@ class Client:
         call_timeout_s: float = CALL_TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         wait_s: float = LINK_WAIT_PAUSE_S,
+        trace: bool = False,
     ) -> Client:
         """A client of the server `name` on this node, or of the one at a ZMQ `address`.
 
@@ -111,6 +113,10 @@ class Client:
         silent: further calls end at once, until it is heard again. `connect_timeout_s`: how long the first call, and
         later questions, wait for a server that is there and has not answered yet. Other calls that find no link wait
         20 ms for one, and no two of these waits begin within `wait_s`.
+
+        `trace`: lookups and stores that the server is asked for belong to the trace that OpenTelemetry calls current in
+        the calling thread (where its API is installed), unless they are given a `traceparent`, the text of W3C Trace
+        Context. Servers that export no traces are told nothing of it.
         """
         root = Path(runtime_dir) if runtime_dir is not None else None
         target = Target(
@@ -125,6 +131,7 @@ class Client:
             call_timeout_s=call_timeout_s,
             connect_timeout_s=connect_timeout_s,
             wait_s=wait_s,
+            trace=trace,
         )
         return cls(target, copy_threads, verify)
 
@@ -165,9 +172,11 @@ class Client:
         *,
         namespace: Namespace,
         blocks: EngineBlocks | None = None,
+        traceparent: str = "",
     ) -> StoreResult:
         """Store one object a key. `sources`: torch tensors or contiguous buffers of the namespace's layout. `blocks`:
         which of an engine's blocks these are, for routers; see `report_block_allocation`, which it calls first.
+        `traceparent`: the trace that this belongs to; see `connect`.
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
         """
@@ -177,6 +186,7 @@ class Client:
         if blocks is not None:
             self.report_block_allocation(keys, blocks, namespace=namespace)
         with WriteLease(self._links, namespace, Presence()) as lease:
+            lease.traceparent = check_traceparent(traceparent)
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
                 if lease.granted:
@@ -271,6 +281,7 @@ class Client:
         policy: str = "",
         identify: bool = False,
         ask: bool = True,
+        traceparent: str = "",
     ) -> LookupResult:
         """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
 
@@ -283,9 +294,12 @@ class Client:
         prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads. `identify`: the result says
         which incarnations were found, for `drop`; a retrieve's always does. `ask=False`: go by the index alone; what it
         does not have is a miss. Then no call is made, but one where something was found that is to be held.
+        `traceparent`: the trace that this belongs to; see `connect`.
         """
         keys = checked_keys(keys)
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
+        if traceparent:
+            options = options._replace(traceparent=check_traceparent(traceparent))
         if not ask:
             return self._lookups.by_index(keys, namespace, options._replace(identify=identify))
         if identify:
@@ -306,6 +320,7 @@ class Client:
         pin_s: float = 0.0,
         policy: str = "",
         identify: bool = False,
+        traceparent: str = "",
     ) -> LookupHandle:
         """As `lookup`, for callers that must not block: the handle has `so_far` at once, which is what the index has,
         and `done`, `result`, `wait` and `cancel` for the rest, which the server is asked for. One frame of keys at
@@ -314,6 +329,8 @@ class Client:
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
         options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy, identify=identify)
+        if traceparent:
+            options = options._replace(traceparent=check_traceparent(traceparent))
         return self._lookups.start(keys, namespace, options)
 
     def lookup_many(
@@ -327,6 +344,7 @@ class Client:
         tiers: Sequence[str] | None = None,
         deadline_s: float = 0.0,
         policy: str = "",
+        traceparent: str = "",
     ) -> CommonHits:
         """The longest prefix of a prompt, in tokens, that all KV groups of all ranks can serve: `found.tokens`.
 
@@ -340,15 +358,19 @@ class Client:
         other options are those of `lookup`.
         """
         options = LookupOptions(hold, True, wait_s, tiers, 0, deadline_s, 0.0, policy)
+        if traceparent:
+            options = options._replace(traceparent=check_traceparent(traceparent))
         return self._common.lookup(groups, unit_tokens, options, ask)
 
     # --- the two phases -----------------------------------------------------------------------------------
 
-    def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace) -> WriteLease:
-        """Slots to write these keys into, for those that are granted. Commit or abort the lease."""
+    def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace, traceparent: str = "") -> WriteLease:
+        """Slots to write these keys into, for those that are granted. Commit or abort the lease. `traceparent`: the
+        trace that this belongs to; see `connect`."""
         keys = checked_keys(keys)
         lease = WriteLease(self._links, namespace, threads=self._copy_threads)
         try:
+            lease.traceparent = check_traceparent(traceparent)
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
         except BaseException:

@@ -92,7 +92,7 @@ class Handshake:
         reply = self.channel.poll(self._pending)
         if reply is None:
             return None
-        self._link = Link(self.channel, expect(reply, m.Welcome), self._previous)
+        self._link = Link(self.channel, expect(reply, m.Welcome), self._previous, trace=self._target.trace)
         return LinkEvent.WELCOMED
 
     def _map(self) -> LinkEvent:

@@ -76,6 +76,7 @@ class Lease(ABC):
         self.incarnations: array[int] = array("Q")  # of what may be read, by position; 0 where there is none
         self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
         self._no_more: tuple[Status, Reason] | None = None  # what further pages answer
+        self.traceparent = ""  # of the trace that its requests belong to
         self._occupancy.open(self, holding)
 
     @property
@@ -159,7 +160,7 @@ class Lease(ABC):
         pending = channel.expecting()
         # Before the server knows of it: an interrupt may come at any time.
         self._asked = holding.page = Page(first, count, link, pending)
-        channel.send(pending, lambda rid: make(rid, holding.id))
+        channel.send(pending, lambda rid: link.traced(make(rid, holding.id), self.traceparent))
         return channel.wait(pending)
 
     # --- for callers that must not wait ------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class Lease(ABC):
         self._occupancy.asking(self._holding, link)
         pending = link.channel.expecting()
         self._asked = self._holding.page = Page(0, count, link, pending)
-        link.channel.send(pending, lambda rid: make(rid, 0), blocks=False)
+        link.channel.send(pending, lambda rid: link.traced(make(rid, 0), self.traceparent), blocks=False)
         return pending
 
     def hear(self, link: Link, reply: m.Reply, count: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from lmcache_core.client.address import CurveKeys
 from lmcache_core.client.channel import Channel, expect
 from lmcache_core.client.connection import Connection, LifelineConnection, ZmqConnection
+from lmcache_core.client.tracing import current_traceparent, with_trace
 from lmcache_core.errors import NotAttachedError, UnknownNamespaceError, UsageError
 from lmcache_core.limits import (
     CALL_TIMEOUT_S,
@@ -59,6 +60,7 @@ class Target:
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     wait_s: float = LINK_WAIT_PAUSE_S
     clock: Clock = time.monotonic  # what every deadline of this client is told by
+    trace: bool = False  # requests take OpenTelemetry's current context along
 
     @property
     def trust(self) -> Trust:
@@ -85,7 +87,7 @@ class Target:
 class Link:
     """Made by a `Handshake`. Dies with its channel; the mapping and the open leases go over to the next link."""
 
-    def __init__(self, channel: Channel, welcome: m.Welcome, previous: Link | None) -> None:
+    def __init__(self, channel: Channel, welcome: m.Welcome, previous: Link | None, *, trace: bool = False) -> None:
         self.channel = channel
         self.epoch = welcome.epoch
         self.index_epoch = welcome.epoch  # of whoever answers for the index: a successor in the same pool, perhaps
@@ -93,6 +95,8 @@ class Link:
         self.row = welcome.row
         self.uid = welcome.uid  # of the server
         self.companions = welcome.companions  # name → what it has for workers
+        self._takes_traces = m.TRACES in welcome.capabilities
+        self._trace = trace
         self.chunk_tokens = welcome.chunk_tokens
         self.write_ttl_s = welcome.write_ttl_s
         self.read_ttl_s = welcome.read_ttl_s
@@ -164,6 +168,13 @@ class Link:
         """The server has forgotten it: it is to be registered again."""
         with self._lock:
             self._bound.pop(namespace.id, None)
+
+    def traced(self, request: m.Message, traceparent: str) -> m.Message:
+        """The request with the trace that it belongs to (empty: the current one, where this client takes it along), if
+        the server takes any."""
+        if not self._takes_traces:
+            return request
+        return with_trace(request, traceparent or (current_traceparent() if self._trace else ""))
 
     def layout_of(self, namespace: Namespace) -> int | None:
         """The layout's id in this pool, if this client has learnt it. Asks nobody."""

@@ -17,6 +17,7 @@ from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import LookupResult, Status, grant_statuses, miss_reasons, numbers_of
+from lmcache_core.client.tracing import current_traceparent
 from lmcache_core.errors import (
     CacheError,
     DisconnectedError,
@@ -49,6 +50,7 @@ class LookupOptions(NamedTuple):
     policy: str = ""
     warm_up: bool = False
     identify: bool = False
+    traceparent: str = ""
 
 
 def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = Reason.NONE) -> LookupResult:
@@ -159,7 +161,7 @@ def _page(
     make, undo = asking(namespace, join_keys(page), options), answers.hearer.undo if options.hold else None
 
     def ask() -> Reply:
-        pending = link.channel.start(make, undo, options.wait_s)
+        pending = link.channel.start(lambda rid: link.traced(make(rid), options.traceparent), undo, options.wait_s)
         answers.add(pending)
         return link.channel.wait(pending)
 
@@ -179,7 +181,9 @@ def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callabl
         policy=_text("policy", options.policy),
         identify=bool(options.identify),
     )
-    return lambda rid: m.LookupRequest(rid, namespace.id, blob, **sent._asdict())
+    fields = sent._asdict()
+    del fields["traceparent"]
+    return lambda rid: m.LookupRequest(rid, namespace.id, blob, **fields)
 
 
 def _seconds(name: str, given: Any) -> float:
@@ -251,9 +255,11 @@ class _Part(NamedTuple):
 class ClientLookups:
     """Lookups of one client. Thread-safe."""
 
-    def __init__(self, links: Links, hits: Hits) -> None:
+    def __init__(self, links: Links, hits: Hits, *, trace: bool = False) -> None:
+        """`trace`: see `Target`."""
         self._links = links
         self._hits = hits
+        self._trace = trace
         self._parts: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # by the server's epoch and the job
 
     def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
@@ -378,6 +384,8 @@ class ClientLookups:
             there = len(found) if options.prefix else found.count(1)
             rest = range(there, count) if options.prefix else [at for at, byte in enumerate(found) if not byte]
         blob = join_keys(keys if len(rest) == count else [keys[at] for at in rest])
+        if rest and self._trace and not options.traceparent:  # it may be sent when something else is current
+            options = options._replace(traceparent=current_traceparent())
         handle = LookupHandle(self, _Asking(keys, rest, namespace, options, blob), so_far)
         if not rest and count:
             handle.found_all()
@@ -395,9 +403,14 @@ class ClientLookups:
         """Send a lookup. Raises what the channel does."""
         # The server answers in order: by the time it comes to the lookup, the namespace is registered.
         binding = link.start_binding(wanted.namespace)
-        lookup = asking(wanted.namespace, wanted.blob, wanted.options)
-        undo = Hearer().undo if wanted.options.hold else None  # `Pending.tell` is how its handle tells
-        return _Asked(link, binding, link.channel.start(lookup, undo, wanted.options.wait_s, blocks=False))
+        options = wanted.options
+        make = asking(wanted.namespace, wanted.blob, options)
+        undo = Hearer().undo if options.hold else None  # `Pending.tell` is how its handle tells
+
+        def lookup(rid: int) -> m.Message:
+            return link.traced(make(rid), options.traceparent)
+
+        return _Asked(link, binding, link.channel.start(lookup, undo, options.wait_s, blocks=False))
 
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
         """What is answered in place of the server."""

@@ -732,11 +732,18 @@ class StoreJob(PagesJob):
 
     _gather = True
 
-    def __init__(self, ground: Ground, batch: Any, entries: Sequence[GroupKeys], deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        ground: Ground,
+        batch: Any,
+        entries: Sequence[GroupKeys],
+        deadline_s: float | None,
+        traceparent: str = "",
+    ) -> None:
         super().__init__(ground, batch, entries, deadline_s)
         self._frames: list[Frame] = []
         try:
-            self._ask()
+            self._ask(traceparent)
             self._hear(deadline_s)
             self._copy()
         except BaseException:
@@ -745,7 +752,7 @@ class StoreJob(PagesJob):
                 frame.lease.leave()
             raise
 
-    def _ask(self) -> None:
+    def _ask(self, traceparent: str) -> None:
         ground = self._ground
         for number, entry in enumerate(self._entries):
 
@@ -755,7 +762,9 @@ class StoreJob(PagesJob):
                 return lambda rid, lease: m.PrepareStore(rid, space, blob, lease)
 
             def lease(entry: GroupKeys = entry) -> Lease:
-                return WriteLease(ground.links, entry.namespace)
+                made = WriteLease(ground.links, entry.namespace)
+                made.traceparent = traceparent
+                return made
 
             positions = range(len(entry.keys))
             self._frames += _frames_of(ground, number, entry, positions, STORE_PAGE_KEYS, lease, message)

@@ -13,6 +13,7 @@ from lmcache_core.client.links import Links
 from lmcache_core.client.page_jobs import Ground, GroupKeys, PagesResult, RetrieveJob, StoreJob
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.regions import PageGroup, RegionTables
+from lmcache_core.client.tracing import check_traceparent
 from lmcache_core.errors import LimitError, UsageError
 from lmcache_core.limits import OPERATION_KEYS_MAX
 from lmcache_core.native import native
@@ -60,20 +61,32 @@ class Pages:
         return self._ground.tables.first_regions
 
     def store_start(
-        self, entries: Sequence[PageEntry | tuple[Any, ...]], *, deadline_s: float | None = None
+        self,
+        entries: Sequence[PageEntry | tuple[Any, ...]],
+        *,
+        deadline_s: float | None = None,
+        traceparent: str = "",
     ) -> StoreJob:
         """Store one object a key. When this returns, all pages have been read, and may change; the job says what became
         of the commits. `skip_pages` has no meaning here.
 
-        `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`. Raises
-        `UsageError` before anything is touched.
+        `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`.
+        `traceparent`: the trace that this belongs to; see `Client.connect`. Raises `UsageError` before anything is
+        touched.
         """
+        trace = check_traceparent(traceparent)
         given, batch = self._batch(entries, writes=False)
-        return StoreJob(self._ground, batch, given, deadline_s)
+        return StoreJob(self._ground, batch, given, deadline_s, trace)
 
-    def store(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, deadline_s: float | None = None) -> PagesResult:
+    def store(
+        self,
+        entries: Sequence[PageEntry | tuple[Any, ...]],
+        *,
+        deadline_s: float | None = None,
+        traceparent: str = "",
+    ) -> PagesResult:
         """The same, and waits for the result."""
-        return _result_of(self.store_start(entries, deadline_s=deadline_s))
+        return _result_of(self.store_start(entries, deadline_s=deadline_s, traceparent=traceparent))
 
     def retrieve_start(
         self,

@@ -25,6 +25,7 @@ from lmcache_core.observe.events import CacheEvent, EventsMissed, Maker, one
 from lmcache_core.observe.subscriber import EventSubscriber
 
 log = logging.getLogger(__name__)
+BUS_THREAD = "lmcache-events"
 
 
 class _Happened(NamedTuple):
@@ -130,7 +131,7 @@ class EventBus:
     # --- the bus's thread -----------------------------------------------------------------------------------
 
     def _start(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(self._turn,), name="lmcache-events", daemon=True)
+        thread = threading.Thread(target=self._run, args=(self._turn,), name=BUS_THREAD, daemon=True)
         thread.start()
         return thread
 

@@ -484,6 +484,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("events_total", "counter", "events left for subscribers", (), _value("events.emitted")),
     Metric("events_dropped_total", "counter", "events dropped, since the bus was full", (), _value("events.dropped")),
     Metric("events_queued", "gauge", "events that wait for subscribers", (), _value("events.queue")),
+    Metric("spans_exported_total", "counter", "spans that a collector took", (), _value("tracing.exported")),
+    Metric("spans_failed_total", "counter", "spans that did not reach the collector", (), _value("tracing.failed")),
+    Metric("spans_dropped_total", "counter", "spans dropped, since too many waited", (), _value("tracing.dropped")),
     Metric("subscriber_aside", "gauge", "1: the subscriber was put aside", ("subscriber",), _aside),
 )
 

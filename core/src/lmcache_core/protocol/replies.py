@@ -13,7 +13,7 @@ class Welcome(Message, tag="welcome"):
     """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
     each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon. `uid`: the
     server's, as it stands in the name of the pool's segment. `companions`: by name, what each of them has for
-    workers."""
+    workers. `capabilities`: `TRACES`, where it takes the traces that requests belong to."""
 
     rid: int
     version: int

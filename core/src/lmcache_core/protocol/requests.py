@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+TRACES = "traces"  # capability of a server: it takes the traces that requests belong to
+
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of all messages."""
@@ -71,6 +73,13 @@ class LookupRequest(Message, tag="lookup"):
     identify: bool = False
 
 
+class TracedLookup(LookupRequest, tag="traced_lookup"):
+    """A lookup that belongs to a trace of the caller's: `traceparent` as W3C Trace Context has it. For servers that
+    have said `TRACES` in their `Welcome`."""
+
+    traceparent: str = ""
+
+
 class Cancel(Message, tag="cancel"):
     """The lookup with this rid is no longer wanted. Answered by `Done`; the lookup itself is answered too."""
 
@@ -112,6 +121,12 @@ class PrepareStore(Message, tag="prepare_store"):
     namespace: int
     keys: bytes
     lease: int = 0
+
+
+class TracedPrepareStore(PrepareStore, tag="traced_prepare_store"):
+    """A store that belongs to a trace. See `TracedLookup`."""
+
+    traceparent: str = ""
 
 
 class Settle(Message):
@@ -345,12 +360,14 @@ Request = (
     | Attach
     | RegisterLayout
     | LookupRequest
+    | TracedLookup
     | Cancel
     | QueryPrefetchStatus
     | QueryLookupHits
     | FreeLookupLocks
     | RedeemPromise
     | PrepareStore
+    | TracedPrepareStore
     | CommitStore
     | AbortStore
     | FinishRead

@@ -95,12 +95,14 @@ class Dispatch:
             m.Attach: self._attach,
             m.RegisterLayout: self._register_layout,
             m.LookupRequest: self._lookup,
+            m.TracedLookup: self._lookup,
             m.Cancel: lambda s, r: m.Done(r.rid, lookups.cancel(s, r.lookup)),
             m.QueryPrefetchStatus: lambda s, r: lookups.status_of(s, r.rid, r.job),
             m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
             m.FreeLookupLocks: self._free_lookup_locks,
             m.RedeemPromise: self._redeem_promise,
             m.PrepareStore: self._prepare_store,
+            m.TracedPrepareStore: self._prepare_store,
             m.CommitStore: self._commit_store,
             m.AbortStore: self._settle(partial(kernel.abort_store, reason=Reason.ABORTED)),
             m.FinishRead: self._settle(kernel.finish_read),
@@ -197,6 +199,7 @@ class Dispatch:
             settings.chunk_tokens,
             settings.lease.write_ttl_s,
             settings.lease.read_ttl_s,
+            [] if self._l1.tracing is None else [m.TRACES],
             uid=os.geteuid(),
             companions=self._companions.offers(),
         )
@@ -276,7 +279,10 @@ class Dispatch:
     # --- the two phases -----------------------------------------------------------------------------------
 
     def _prepare_store(self, session: Session, request: m.PrepareStore) -> m.Message | None:
-        return self._stores.prepare(session, request, self._layout_of(session, request.namespace))
+        reply = self._stores.prepare(session, request, self._layout_of(session, request.namespace))
+        if self._l1.tracing is not None:
+            self._l1.tracing.store_asked(session, request, reply)
+        return reply
 
     def _prepare_retrieve(self, session: Session, request: m.PrepareRetrieve) -> m.Message:
         layout_id = self._layout_of(session, request.namespace)
@@ -301,16 +307,22 @@ class Dispatch:
 
     def _settle(self, settle: Callable[..., bytearray]) -> Callable[[Session, m.Settle], m.Message]:
         def handle(session: Session, request: m.Settle) -> m.Message:
-            outcomes = settle(session.id, request.lease, self._l1.clock.now, _positions_of(request))
+            positions = _positions_of(request)
+            outcomes = settle(session.id, request.lease, self._l1.clock.now, positions)
+            if self._l1.tracing is not None:
+                self._l1.tracing.settled(request.lease, positions, outcomes)
             return m.SettledReply(request.rid, bytes(outcomes))
 
         return handle
 
     def _commit_store(self, session: Session, request: m.CommitStore) -> m.Message:
         checksums = unpack_u64(request.checksums) if request.checksums else None
+        positions = _positions_of(request)
         outcomes = self._kernel.commit_store(
-            session.id, request.lease, self._l1.clock.now, _positions_of(request), checksums=checksums
+            session.id, request.lease, self._l1.clock.now, positions, checksums=checksums
         )
+        if self._l1.tracing is not None:
+            self._l1.tracing.settled(request.lease, positions, outcomes)
         return m.SettledReply(request.rid, bytes(outcomes))
 
     def _report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:

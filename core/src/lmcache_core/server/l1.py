@@ -46,6 +46,7 @@ from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, Sto
 if TYPE_CHECKING:
     from lmcache_core.server.companions import Companions
     from lmcache_core.server.taps import EventTaps
+    from lmcache_core.server.tracing import Tracing
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class L1:
         self.tiering: Tiering | None = None  # set once, when there are tiers
         self.companions: Companions | None = None  # set once, when there are any
         self.taps: EventTaps | None = None  # set once, where somebody hears events
+        self.tracing: Tracing | None = None  # set once, where spans are exported
         self.traffic = Traffic()
         self.tallies = WorkerTallies(segment)
         self.wants_reuse = False

@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.kernel.answers import Grant, KernelLookup, Reason
@@ -29,6 +30,9 @@ from lmcache_core.tiers.jobs import Job, Wanted
 from lmcache_core.tiers.jobs import TierLookup as TierLookup
 from lmcache_core.tiers.selection import window_end
 
+if TYPE_CHECKING:
+    from lmcache_core.server.tracing import Span
+
 _ABSENT = (Grant.MISS, Grant.LOADING)
 
 
@@ -45,6 +49,7 @@ class Wait:
     reply_at_s: float  # the reply is held back until then at most
     asked_at_s: float
     first: KernelLookup  # what the L1 had when it was asked
+    span: Span | None = None  # where its trace is recorded
     job: Job | None = None
     hits_queries: tuple[tuple[Session, int], ...] = ()  # who asked, and the request: answered once the hits are known
 
@@ -72,6 +77,7 @@ class Lookups:
         now = self._l1.clock.now
         _check(request)
         policy = self._policy_named(request.policy) if request.policy else None
+        span = None if self._l1.tracing is None else self._l1.tracing.begin(request)
         found = self._kernel.lookup(
             session.id,
             request.namespace,
@@ -91,7 +97,7 @@ class Lookups:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
             self._pin(session, request, keys, found.statuses)
-            self._count(request.namespace, found, len(missing))
+            self._count(request.namespace, found, len(missing), span)
             return self._found(request, request.rid, found)
         allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
@@ -104,6 +110,7 @@ class Lookups:
             reply_at_s=now + request.wait_s,
             asked_at_s=now,
             first=found,
+            span=span,
         )
         try:
             wait.job = job = tiering.lookup(
@@ -117,6 +124,7 @@ class Lookups:
                     _wanted(request),
                     request.window,
                     request.warm_up,
+                    span,
                 ),
                 lambda job: self._ended(wait, job),
                 policy,
@@ -228,13 +236,15 @@ class Lookups:
         if wait.request.pin_s > 0 and wait.session.peer is not None:
             self._look_again(wait.session, wait, 0, hold=False, pin=True)
 
-    def _count(self, namespace: int, found: KernelLookup, absent: int) -> None:
+    def _count(self, namespace: int, found: KernelLookup, absent: int, span: Span | None) -> None:
         """A lookup that was answered by what the L1 has; `absent` of its keys are not there."""
         keys, taps = len(found.statuses), self._l1.taps
         reasons = missed(found.statuses, found.reasons) if absent else {}
         self._l1.traffic.looked_up(namespace, keys, keys - absent, reasons)
         if taps is not None:
             taps.lookup(namespace, keys, keys - absent, 0, reasons, False, 0.0)
+        if span is not None and self._l1.tracing is not None:
+            self._l1.tracing.lookup_ended(span, namespace, keys, keys - absent, 0)
 
     def _count_ended(self, wait: Wait, job: Job) -> None:
         """What was missing at first was loaded, or missed for the reason that the tiers gave."""
@@ -247,6 +257,8 @@ class Lookups:
         self._l1.traffic.loaded(namespace, keys, keys - len(left), loaded, reasons, duration_s, job.came_from.values())
         if taps is not None:
             taps.lookup(namespace, keys, keys - len(left), loaded, reasons, True, duration_s)
+        if wait.span is not None and self._l1.tracing is not None:
+            self._l1.tracing.lookup_ended(wait.span, namespace, keys, keys - len(left), loaded)
 
     def _reply(self, wait: Wait) -> None:
         """Send the reply that was held back: the loads have ended, or it has waited for long enough."""

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 _PENDING_MAX = 65_536  # operations that are answered later
 _KINDS: dict[type[m.Message], str] = {
     m.LookupRequest: LOOKUP,
+    m.TracedLookup: LOOKUP,
     m.PrepareStore: STORE,
+    m.TracedPrepareStore: STORE,
     m.PrepareRetrieve: RETRIEVE,
     m.Clear: CLEAR,
 }
@@ -86,7 +88,7 @@ class Recording:
         """Nothing more is recorded; who closes what is given back waits until the rest is written."""
         self.on = False
         for session, _ in self._pending:
-            session.told = None
+            session.unlisten(self._answered)
         self._pending.clear()
         bus, self._bus, self._recorder = self._bus, None, None
         if bus is not None:
@@ -144,7 +146,7 @@ class Recording:
             self._leave(session, request, reply, self._clock.now)
         elif len(self._pending) < _PENDING_MAX:
             self._pending[session, request.rid] = (request, self._clock.now)
-            session.told = self._answered
+            session.listen(self._answered)
 
     def _answered(self, session: Session, reply: m.Message) -> None:
         found = self._pending.pop((session, getattr(reply, "rid", 0)), None)

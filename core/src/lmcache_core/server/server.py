@@ -66,6 +66,7 @@ from lmcache_core.settings.model import Settings
 from lmcache_core.trust import words_for_stranger
 
 if TYPE_CHECKING:
+    from lmcache_core.server.tracing import Tracing
     from lmcache_core.server.zmq_carrier import ZmqCarrier
     from lmcache_core.tiers.tiering import Tiering
 
@@ -112,6 +113,9 @@ class Server:
             self.events = self._events_made()
             if self.events is not None:
                 undo.callback(self.events.close)
+            self.tracing = self._tracing_made()
+            if self.tracing is not None:
+                undo.callback(self.tracing.close)
             if self.adopting is not None:
                 self.l1.adopt_layouts(self.adopting.layouts)
                 self.l1.tallies.adopt(self.adopting.rows)
@@ -222,6 +226,16 @@ class Server:
         self.l1.taps = EventTaps(bus, settings.l1.eviction.type, wants_blocks, wants_tokens)
         return bus
 
+    def _tracing_made(self) -> Tracing | None:
+        """What exports spans, where the settings name a collector. Without one nothing of it is imported."""
+        settings = self.settings
+        if settings.otel.endpoint is None:
+            return None
+        from lmcache_core.server.tracing import Tracing
+
+        self.l1.tracing = Tracing(settings.otel, settings.name, self.clock, self.kernel.kept)
+        return self.l1.tracing
+
     def _tiering_made(self) -> Tiering:
         """The tiering; without tiers there is none until the first is added."""
         if self.tiering is None:
@@ -229,6 +243,8 @@ class Server:
             self.quotas.watch(self.tiering)
             if self.l1.taps is not None:
                 self.tiering.watch(self.l1.taps)
+            if self.tracing is not None:
+                self.tiering.trace(self.tracing)
         return self.tiering
 
     def _bind_carriers(self) -> list[ZmqCarrier]:
@@ -440,6 +456,8 @@ class Server:
             if self.l1.taps is not None:
                 self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
             self.recording.check()
+            if self.tracing is not None:
+                self.tracing.check()
             self.sessions.drop_silent(now)
 
     def _repair(self) -> None:
@@ -561,6 +579,7 @@ class Server:
             ("freeing what was cleared", self._free_cleared),
             ("carrying out what was decided", self.l1.apply),
             ("ending the event subscribers", self._close_events),
+            ("ending the traces", self._close_tracing),
             ("keeping the pool", self._keep_pool),
             ("closing the loop", self.loop.close),
             ("turning away who came too late", self._close_arrivals),
@@ -584,6 +603,10 @@ class Server:
     def _close_events(self) -> None:
         if self.events is not None:
             self.events.close()
+
+    def _close_tracing(self) -> None:
+        if self.tracing is not None:
+            self.tracing.close()
 
     def _close_index(self) -> None:
         if self.l1.index is not None:

@@ -56,7 +56,7 @@ class Session:
     heard_at_s: float = 0.0
     check_at_s: float = 0.0  # when its life lock is looked at next, and how long after the last time
     check_pause_s: float = 0.0
-    told: Callable[[Session, Message], None] | None = None  # hears what it is answered later, while that is recorded
+    listeners: tuple[Callable[[Session, Message], None], ...] = ()  # hear what it is answered later
 
     def move(self, event: SessionEvent) -> None:
         """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
@@ -69,10 +69,19 @@ class Session:
 
     def send(self, message: Message) -> None:
         """Answer, or tell; nothing happens where nobody listens any more."""
-        if self.told is not None:
-            self.told(self, message)
+        for listener in self.listeners:
+            listener(self, message)
         if self.peer is not None:
             self.peer.send(encode(message))
+
+    def listen(self, listener: Callable[[Session, Message], None]) -> None:
+        """Have somebody hear what it is answered later, from now on."""
+        if listener not in self.listeners:
+            self.listeners += (listener,)
+
+    def unlisten(self, listener: Callable[[Session, Message], None]) -> None:
+        """Who listened does so no more."""
+        self.listeners = tuple(each for each in self.listeners if each != listener)
 
     def describe(self) -> dict[str, object]:
         """For `status`."""

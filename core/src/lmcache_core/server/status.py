@@ -98,6 +98,7 @@ def _described(server: Server) -> dict[str, Any]:
         "helpers": server.helpers.status(),
         "operations": server.operations.status(),
         "recording": server.recording.status(),
+        "tracing": None if server.tracing is None else server.tracing.status(),
         "events": None if server.events is None else server.events.status(),
         "longest_turn": {
             "objects": server.longest_turn_objects,

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmcache_core import limits
@@ -304,6 +304,35 @@ class HelperSettings(Section):
     )
 
 
+class OtelSettings(Section):
+    """Spans for OpenTelemetry, sent to a collector over OTLP (http/protobuf)."""
+
+    endpoint: str | None = Field(
+        default=None, description="base URL of the collector, as http://127.0.0.1:4318; none: nothing is exported"
+    )
+    headers: Mapping[str, SecretStr] = Field(default={}, description="headers of each request, such as a token")
+    service_name: str = Field(default="lmcache-core", min_length=1, description="service.name of the spans")
+    sample_ratio: float = Field(
+        default=1.0, ge=0, le=1, description="part of the requests without a trace of their own that begin one"
+    )
+    timeout_s: Annotated[Seconds, Field(le=limits.OTEL_TIMEOUT_S_MAX)] = Field(
+        default=2.0, description="how long a batch may take to reach the collector"
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", value):
+            raise ValueError("write a base URL without credentials, as http://127.0.0.1:4318; secrets go into headers")
+        return value
+
+    @property
+    def traces_url(self) -> str:
+        """Where spans go, as the standard has it below a base URL."""
+        base = (self.endpoint or "").rstrip("/")
+        return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
+
+
 class RecordSettings(Section):
     """A recording of what the server is asked for."""
 
@@ -364,6 +393,7 @@ class Settings(BaseSettings):
         default={}, description="processes beside the server: a table of each one's settings"
     )
     record: RecordSettings = RecordSettings()
+    otel: OtelSettings = OtelSettings()
     event_bus_queue_size: int = Field(
         default=limits.EVENT_BUS_QUEUE_SIZE, ge=1, le=1 << 20, description="events that may wait for subscribers"
     )

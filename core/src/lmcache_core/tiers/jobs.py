@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class TierLookup(NamedTuple):
     wanted: Wanted = Wanted.PREFIX
     window: int = 0
     warm_up: bool = False  # nobody waits for it: everyone else goes first
+    trace: Hashable | None = None  # what a `TierTracer` is told of its loads; None: nothing
 
 
 @dataclass(eq=False)

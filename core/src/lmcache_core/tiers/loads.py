@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
@@ -17,6 +17,7 @@ from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import L1Port, LoadGrant, Loading, LoadWait, TierReason
 from lmcache_core.tiers.lanes import Call, Priority
+from lmcache_core.tiers.observer import TierTracer
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import Loaded, Transfer
 
@@ -78,6 +79,7 @@ class LoadTable:
         self._table: dict[tuple[int, bytes], Load] = {}
         self._groups: dict[Call, list[Load]] = {}
         self._clock = clock
+        self.tracer: TierTracer | None = None
 
     def __len__(self) -> int:
         """Loads that are out, late ones included."""
@@ -206,14 +208,21 @@ class LoadTable:
                 return
             batch = [Transfer(load.key, load.namespace, load.epoch, kind, load.transfer_view) for load in part]
             calls: list[Call] = []
+            tracer, began_s = self.tracer, self._clock.now
 
             def ended(results: Sequence[Loaded]) -> None:
                 self._groups.pop(calls.pop(), None)  # popped: call and callback must not keep each other alive
+                waiters = _traces(part) if tracer is not None else None
+                returned_s = self._clock.read() if waiters else 0.0
                 self._ended(part, results, layout_id, deadline, priority)
+                if tracer is not None and waiters:
+                    tracer.loaded(name, began_s, returned_s, waiters, part[0].nbytes, results)
 
             def late(running: bool) -> None:
                 if not running:
                     self._groups.pop(calls.pop(), None)
+                if tracer is not None and (waiters := _traces(part)):
+                    tracer.load_failed(name, began_s, waiters, TierReason.LATE)
                 self._late(part, running)
 
             call = tier.load(batch, deadline, priority, ended, late)
@@ -360,6 +369,16 @@ class LoadTable:
                 self._give_up_if_idle(load.page)
             for job, position in waiters:
                 self._settle(job, position, TierReason.CLEARED, 0, "")
+
+
+def _traces(part: Sequence[Load]) -> dict[Hashable, list[int]]:
+    """What traced lookups wait for, by position in the part."""
+    found: dict[Hashable, list[int]] = {}
+    for at, load in enumerate(part):
+        for job, _ in load.waiters:
+            if job.request.trace is not None:
+                found.setdefault(job.request.trace, []).append(at)
+    return found
 
 
 def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:

@@ -25,7 +25,7 @@ from lmcache_core.tiers.epochs import Epochs
 from lmcache_core.tiers.format import tier_keys
 from lmcache_core.tiers.going import Going
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
-from lmcache_core.tiers.observer import TierObserver
+from lmcache_core.tiers.observer import TierObserver, TierTracer
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.transfer import NoRoom, Transfer
 
@@ -68,6 +68,7 @@ class StoreController:
         self._turn = 0
         self.counts: Counter[str] = Counter()
         self.observer: TierObserver | None = None
+        self.tracer: TierTracer | None = None
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
@@ -393,7 +394,11 @@ class StoreController:
     def _at_end(
         self, name: str, tier: Tier, lease: int, positions: Sequence[int], going: Sequence[Dirty], nbytes: int
     ) -> Callable[[Sequence[Outcome]], None]:
+        traced = None if self.tracer is None else self.tracer.storing(name, [dirty.object for dirty in going])
+
         def ended(outcomes: Sequence[Outcome]) -> None:
+            if traced is not None:
+                traced(outcomes)
             self._l1.finish(lease, positions)
             self._in_flight_bytes -= nbytes
             if self._tiers.get(name) is tier and name in self._in_flight:

@@ -36,7 +36,7 @@ from lmcache_core.tiers.format import tier_keys
 from lmcache_core.tiers.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.lanes import Call, Note
-from lmcache_core.tiers.observer import TierObserver
+from lmcache_core.tiers.observer import TierObserver, TierTracer
 from lmcache_core.tiers.prefetch import LookupController
 from lmcache_core.tiers.store import StoreController
 from lmcache_core.tiers.stored import StoredWatch
@@ -114,6 +114,10 @@ class Tiering:
         self._observer = self._stores.observer = observer
         for tier in self._tiers.values():
             tier.watch(observer)
+
+    def trace(self, tracer: TierTracer) -> None:
+        """Have somebody told of each call that loads or stores."""
+        self._stores.tracer = self._lookups.loads.tracer = tracer
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""

@@ -1,0 +1,270 @@
+"""The traces that requests belong to: which spans there are, and who hangs under whom.
+
+A lookup's span ends with its loads, a store's with its last slot. Loads know the lookups that wait for them. Objects on
+their way to tiers are remembered by their incarnation, so that a later object of the same key is of no earlier trace.
+The loop leaves each span on a bus of its own as it ended; one thread beside it makes and sends what a collector takes.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmcache_core.kernel.answers import Grant, Settled
+from lmcache_core.limits import KEY_BYTES, SPANS_WAITING_MAX, TRACED_OBJECTS_MAX, TRACED_STORES_MAX
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.events import one
+from lmcache_core.observe.spans import (
+    COMMIT,
+    LOOKUP,
+    STORE,
+    TIER_LOAD,
+    TIER_STORE,
+    SpanEnded,
+    SpanExporter,
+    SpanType,
+)
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.codec import split_keys
+from lmcache_core.protocol.traceparent import parse_traceparent
+from lmcache_core.tiers.contract import Outcome, Result
+
+if TYPE_CHECKING:
+    from lmcache_core.clock import Clock
+    from lmcache_core.kernel.objects import Incarnation
+    from lmcache_core.server.session import Session
+    from lmcache_core.settings.model import OtelSettings
+    from lmcache_core.tiers.l1 import CommittedObject
+    from lmcache_core.tiers.transfer import Loaded
+
+Figures = dict[str, str | int]
+Kept = Callable[[int, Sequence[bytes]], Sequence["Incarnation"]]
+
+
+class Span(NamedTuple):
+    """One that has begun. `parent` 0: it begins its trace."""
+
+    trace: int
+    id: int
+    parent: int
+    began_s: float
+
+
+@dataclass(eq=False)
+class _Store:
+    """A store whose slots are not all settled."""
+
+    span: Span
+    namespace: int
+    keys: list[bytes] = field(default_factory=list)  # by position in its lease
+    open: set[int] = field(default_factory=set)
+    granted: int = 0
+    committed: int = 0
+
+
+class Tracing:
+    """There is one where the settings name a collector, and none else: then nothing of this runs. Lives on the loop's
+    thread; implements `tiers.observer.TierTracer`."""
+
+    def __init__(self, settings: OtelSettings, server: str, clock: Clock, kept: Kept) -> None:
+        """`kept`: the incarnations that the pool has of a namespace's keys. Raises `SettingsError`."""
+        self._exporter = SpanExporter(settings, server)
+        self._endpoint = settings.traces_url
+        self._ratio = settings.sample_ratio
+        self._clock = clock
+        self._kept = kept
+        self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX)
+        self._stores: dict[int, _Store] = {}  # by lease
+        self._asked: dict[tuple[Session, int], tuple[m.PrepareStore, Span]] = {}  # stores that are answered later
+        self._objects: dict[tuple[int, bytes, int], Span] = {}  # namespace, key and generation: the store's
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def begin(self, request: m.Message) -> Span | None:
+        """The span of a request; None: nobody records its trace."""
+        text = getattr(request, "traceparent", "")
+        parent = parse_traceparent(text) if text else None
+        if parent is None:
+            if random.random() >= self._ratio:
+                return None
+            return Span(random.getrandbits(128) or 1, _new_id(), 0, self._clock.now)
+        return Span(parent.trace, _new_id(), parent.span, self._clock.now) if parent.sampled else None
+
+    def lookup_ended(self, span: Span, namespace: int, keys: int, hits: int, loaded: int) -> None:
+        """A lookup is answered, and nothing is loaded for it any more."""
+        figures: Figures = {"lmcache.keys": keys, "lmcache.hits": hits, "lmcache.loaded": loaded}
+        self._end(LOOKUP, span, _named(namespace) | figures, remote=True)
+
+    def store_asked(self, session: Session, request: m.PrepareStore, reply: m.Message | None) -> None:
+        """Slots were asked for: the answer, or None where it follows."""
+        span = self.begin(request)
+        if span is None:
+            return
+        if reply is not None:
+            self._granted(request, span, reply)
+            return
+        while len(self._asked) >= TRACED_STORES_MAX:
+            del self._asked[next(iter(self._asked))]
+        self._asked[session, request.rid] = (request, span)
+        session.listen(self._answered)
+
+    def _answered(self, session: Session, reply: m.Message) -> None:
+        found = self._asked.pop((session, getattr(reply, "rid", 0)), None)
+        if found is not None:
+            self._granted(*found, reply)
+
+    def _granted(self, request: m.PrepareStore, span: Span, reply: m.Message) -> None:
+        if not isinstance(reply, m.Granted) or not reply.lease:
+            failed = reply.code.lower() if isinstance(reply, m.Error) else ""
+            self._store_ended(_Store(span, request.namespace, [b""] * (len(request.keys) // KEY_BYTES)), failed)
+            return
+        store = self._stores.get(reply.lease)
+        if store is None:
+            while len(self._stores) >= TRACED_STORES_MAX:
+                self._store_ended(self._stores.pop(next(iter(self._stores))), "unsettled")
+            store = self._stores[reply.lease] = _Store(span, request.namespace)
+        first = len(store.keys)
+        store.keys += split_keys(request.keys)
+        fresh = [at for at, status in enumerate(reply.statuses, first) if status == Grant.GRANTED]
+        store.open.update(fresh)
+        store.granted += len(fresh)
+        if not store.open:
+            self._store_ended(self._stores.pop(reply.lease))
+
+    def settled(self, lease: int, positions: Sequence[int], outcomes: Sequence[int]) -> None:
+        """Positions of a lease were committed, or aborted."""
+        store = self._stores.get(lease)
+        if store is None:
+            return
+        answered = [(at, each) for at, each in zip(positions, outcomes, strict=False) if at in store.open]
+        store.open.difference_update([at for at, _ in answered])
+        done = [store.keys[at] for at, outcome in answered if outcome == Settled.COMMITTED]
+        store.committed += len(done)
+        if done:
+            self._remember(store, done)
+        if not store.open:
+            self._store_ended(self._stores.pop(lease))
+
+    def _remember(self, store: _Store, keys: Sequence[bytes]) -> None:
+        objects = self._objects
+        for item in self._kept(store.namespace, keys):
+            objects[store.namespace, item.key, item.generation] = store.span
+        while len(objects) > TRACED_OBJECTS_MAX:
+            del objects[next(iter(objects))]
+
+    def _store_ended(self, store: _Store, failed: str = "") -> None:
+        figures: Figures = {
+            "lmcache.keys": len(store.keys),
+            "lmcache.granted": store.granted,
+            "lmcache.committed": store.committed,
+        }
+        self._end(STORE, store.span, _named(store.namespace) | figures, failed, remote=True)
+
+    # --- tiers ----------------------------------------------------------------------------------------------
+
+    def loaded(
+        self, tier: str, began_s: float, returned_s: float, waiters: Mapping[Any, Sequence[int]], nbytes: int,
+        results: Sequence[Loaded],
+    ) -> None:  # fmt: skip
+        ended_s = self._clock.read()
+        for lookup, positions in waiters.items():
+            span = _below(lookup, began_s)
+            reasons = [results[at].reason for at in positions]
+            there = reasons.count(None)
+            failed = next((str(reason) for reason in reasons if reason is not None), "")
+            figures: Figures = {"lmcache.keys": len(reasons), "lmcache.loaded": there, "lmcache.bytes": there * nbytes}
+            self._end(TIER_LOAD, span, _of_tier(tier) | figures, failed, ended_s=returned_s)
+            if there:
+                self._end(COMMIT, _below(span, returned_s), {"lmcache.keys": there}, ended_s=ended_s)
+
+    def load_failed(self, tier: str, began_s: float, waiters: Mapping[Any, Sequence[int]], reason: str) -> None:
+        for lookup, positions in waiters.items():
+            figures: Figures = {"lmcache.keys": len(positions), "lmcache.loaded": 0, "lmcache.bytes": 0}
+            self._end(TIER_LOAD, _below(lookup, began_s), _of_tier(tier) | figures, reason)
+
+    def storing(self, tier: str, objects: Sequence[CommittedObject]) -> Callable[[Sequence[Outcome]], None] | None:
+        by_store: dict[Span, list[int]] = {}
+        for at, item in enumerate(objects):
+            span = None if item.reused else self._objects.get((item.namespace, *item.named))
+            if span is not None:
+                by_store.setdefault(span, []).append(at)
+        if not by_store:
+            return None
+        nbytes, began_s = objects[0].nbytes, self._clock.now  # of one layout
+
+        def ended(outcomes: Sequence[Outcome]) -> None:
+            for span, positions in by_store.items():
+                results = [outcomes[at].result for at in positions]
+                there = results.count(Result.DONE)
+                failed = next((str(result) for result in results if result is not Result.DONE), "")
+                figures = _of_tier(tier) | {"lmcache.keys": len(results), "lmcache.stored": there}
+                self._end(TIER_STORE, _below(span, began_s), figures | {"lmcache.bytes": there * nbytes}, failed)
+
+        return ended
+
+    # --- the server -----------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        kind: SpanType,
+        span: Span,
+        attributes: Figures,
+        failed: str = "",
+        *,
+        remote: bool = False,
+        ended_s: float = 0.0,
+    ) -> None:
+        now = self._clock.read()
+        unix_s = time.time() - now  # at which the monotonic clock began
+        self._bus.emit(
+            one,
+            SpanEnded,
+            type=kind,
+            trace=span.trace,
+            span=span.id,
+            parent=span.parent,
+            remote=remote,
+            began_s=unix_s + span.began_s,
+            ended_s=unix_s + (ended_s or now),
+            attributes=attributes,
+            failed=failed,
+        )
+
+    def check(self) -> None:
+        """Now and then: a collector that never ends an answer is given up."""
+        self._bus.check()
+
+    def close(self) -> None:
+        """What is left is sent, for as long as that takes no longer than a moment."""
+        self._bus.close()
+
+    def status(self) -> dict[str, Any]:
+        """For `status`."""
+        told = self._bus.status()
+        return {
+            "endpoint": self._endpoint,
+            "exported": self._exporter.exported,
+            "failed": self._exporter.failed,
+            "waiting": told["queue"],
+            "dropped": told["dropped"],
+            "aside": told["subscribers"]["otel"]["aside"],
+        }
+
+
+def _new_id() -> int:
+    return random.getrandbits(64) or 1
+
+
+def _below(span: Span, began_s: float) -> Span:
+    return Span(span.trace, _new_id(), span.id, began_s)
+
+
+def _named(namespace: int) -> Figures:
+    return {"lmcache.namespace": f"{namespace:016x}"}
+
+
+def _of_tier(tier: str) -> Figures:
+    return {"lmcache.tier": tier}

@@ -1,0 +1,292 @@
+"""Spans, as a collector gets them: a small one on loopback, which decodes what arrives."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk", reason="traces need OpenTelemetry's SDK")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="traces need its OTLP exporter")
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace as otel
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from lmcache_core import limits, make_settings
+from lmcache_core.errors import SettingsError, UsageError
+from lmcache_core.observe.spans import SPANS, table
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.traceparent import parse_traceparent
+from lmcache_core.server import tracing
+from lmcache_core.server.server import Server
+from lmcache_core.tokens.namespace import Namespace
+
+Node = Any  # the fixture of tests/conftest.py
+NBYTES = 65536
+WAIT_S = 60.0  # a net: what is awaited comes within a second
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+ENGINES = f"00-{TRACE}-{SPAN}-01"
+ATTRIBUTES = {each.name: set(each.attributes) for each in SPANS}
+
+
+def until(condition: Callable[[], Any], what: str = "") -> Any:
+    """Wait for a condition; its value."""
+    end = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited in vain for {what or condition}"
+        time.sleep(0.005)
+    return value
+
+
+class Collector:
+    """Takes spans over OTLP (http/protobuf)."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.bodies: list[bytes] = []
+        self.headers: list[Any] = []
+        self.resource: dict[str, Any] = {}
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.take(self.path, self.headers, body)
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                del format, args
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def take(self, path: str, headers: Any, body: bytes) -> None:
+        assert path == "/v1/traces"
+        request = ExportTraceServiceRequest.FromString(body)
+        self.bodies.append(body)
+        self.headers.append(headers)
+        for group in request.resource_spans:
+            self.resource = values(group.resource.attributes)
+            for scope in group.scope_spans:
+                self.spans += scope.spans
+
+    def named(self, name: str, count: int = 1) -> list[Any]:
+        """The spans of this name, once there are so many."""
+        return until(lambda: (f := [s for s in self.spans if s.name == name]) and len(f) >= count and f, name)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in attributes}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    collector = Collector()
+    yield collector
+    collector.close()
+
+
+def test_a_store_and_a_lookup_hang_under_the_engines_span_with_their_tiers_below(
+    node: Node, collector: Collector, tmp_path: Path
+) -> None:
+    pytest.importorskip("lmcache_fs", reason="needs the disk tier")
+    node.serve("--otel.endpoint", collector.url, "--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk"))
+    client = node.client()
+    space = Namespace("model", node.namespace.layout, tenant_salt="correct-horse-battery")
+    keys = [node.key(f"secret {number}") for number in range(6)]
+    client.store(keys, [node.payload(7)] * 6, namespace=space, traceparent=ENGINES)
+    [store] = collector.named("lmcache.store")
+    until(lambda: sum(values(s.attributes)["lmcache.stored"] for s in collector.named("lmcache.tier.store")) == 6)
+    client.clear(space)
+    found = client.lookup(keys, namespace=space, wait_s=30.0, traceparent=ENGINES)
+    assert found.hits == 6
+    [lookup] = collector.named("lmcache.lookup")
+    loads, commits = collector.named("lmcache.tier.load"), collector.named("lmcache.commit")
+
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE}
+    assert store.parent_span_id.hex() == lookup.parent_span_id.hex() == SPAN
+    stores = collector.named("lmcache.tier.store")
+    assert {span.parent_span_id for span in stores} == {store.span_id}
+    assert {span.parent_span_id for span in loads} == {lookup.span_id}
+    assert {span.parent_span_id for span in commits} == {span.span_id for span in loads}
+    assert len({span.span_id for span in collector.spans}) == len(collector.spans)
+    named = {"lmcache.namespace": f"{space.id:016x}"}
+    assert values(store.attributes) == named | {"lmcache.keys": 6, "lmcache.granted": 6, "lmcache.committed": 6}
+    assert values(lookup.attributes) == named | {"lmcache.keys": 6, "lmcache.hits": 6, "lmcache.loaded": 6}
+    assert sum(values(span.attributes)["lmcache.bytes"] for span in loads) == 6 * NBYTES
+    assert {values(span.attributes)["lmcache.tier"] for span in [*loads, *stores]} == {"disk"}
+    for span in collector.spans:
+        assert set(values(span.attributes)) == ATTRIBUTES[span.name]
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.status.code == 0
+    assert collector.resource["service.name"] == "lmcache-core"
+    assert collector.resource["lmcache.server"] == node.name
+    sent = b"".join(collector.bodies)
+    for content in (b"secret", *(key.hex().encode() for key in keys), b"correct-horse", node.payload(7)[:16]):
+        assert content not in sent
+
+
+def test_a_client_that_is_asked_to_takes_the_current_context_along(node: Node, collector: Collector) -> None:
+    node.serve("--otel.endpoint", collector.url)
+    context = otel.SpanContext(int(TRACE, 16), int(SPAN, 16), False, otel.TraceFlags(1))
+    key = [node.key(1)]
+    with node.client(trace=True) as client, node.client() as plain:
+        token = otel_context.attach(otel.set_span_in_context(otel.NonRecordingSpan(context)))
+        try:
+            plain.lookup(key, namespace=node.namespace)
+            handle = client.lookup_nowait(key, namespace=node.namespace)
+        finally:
+            otel_context.detach(token)
+        assert handle.wait(60.0)
+        client.lookup(key, namespace=node.namespace)  # nothing is current any more
+    parents = [span.parent_span_id.hex() for span in collector.named("lmcache.lookup", 3)]
+    assert sorted(parents) == ["", "", SPAN]
+
+
+def test_whether_a_trace_is_recorded_is_its_callers_decision(node: Node, collector: Collector) -> None:
+    node.serve("--otel.endpoint", collector.url, "--otel.sample_ratio", "0")
+    client = node.client()
+    keys = [node.key(1)]
+    client.lookup(keys, namespace=node.namespace)
+    client.lookup(keys, namespace=node.namespace, traceparent=f"00-{TRACE}-{SPAN}-00")
+    client.store(keys, [node.payload(1)], namespace=node.namespace, traceparent="no trace at all")
+    lease = client.prepare_store([node.key(2), node.key(3)], namespace=node.namespace, traceparent=ENGINES)
+    lease.commit([0])
+    lease.abort()
+    [span] = collector.named("lmcache.store")  # and nothing of what was asked before
+    assert len(collector.spans) == 1
+    assert values(span.attributes)["lmcache.committed"] == 1
+    assert values(span.attributes)["lmcache.granted"] == 2
+    with pytest.raises(UsageError, match="W3C"):
+        client.lookup(keys, namespace=node.namespace, traceparent=b"bytes")  # type: ignore[arg-type]
+
+
+def test_a_header_goes_to_the_collector_and_stays_out_of_every_status(node: Node, collector: Collector) -> None:
+    server = node.serve("--otel.endpoint", collector.url, "--otel.headers.authorization", "Bearer hunter2")
+    client = node.client()
+    client.lookup([node.key(1)], namespace=node.namespace)
+    collector.named("lmcache.lookup")
+    assert collector.headers[0]["authorization"] == "Bearer hunter2"
+    with server.client(maps_pool=False) as looker:
+        until(lambda: looker.status()["tracing"]["exported"] == 1)
+        assert "hunter2" not in json.dumps([looker.status(), looker.config()])
+
+
+@pytest.mark.parametrize("how", ["dead", "hangs"])
+def test_a_collector_that_does_not_answer_holds_nobody_up(node: Node, how: str) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if how == "hangs":
+            listening.listen(64)  # whoever connects waits for an answer
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        node.serve("--otel.endpoint", url, "--otel.timeout_s", "0.2")
+        client = node.client()
+        keys = [node.key(number) for number in range(4)]
+        client.store(keys, [node.payload(1)] * 4, namespace=node.namespace)
+        while client.status()["tracing"]["failed"] < 2:  # calls go on, whatever becomes of their spans
+            assert client.lookup([node.key("nowhere")], namespace=node.namespace).hits == 0
+        assert client.lookup(keys, namespace=node.namespace).hits == 4
+        assert client.status()["tracing"]["aside"] == ""
+
+
+def test_spans_beyond_what_may_wait_are_dropped_and_counted(
+    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "SPANS_WAITING_MAX", 20)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        endpoint = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        settings = make_settings(
+            name=node.name,
+            runtime_dir=tmp_path,
+            state_dir=tmp_path,
+            l1={"size_bytes": "8MiB", "backing": "memfd"},
+            otel={"endpoint": endpoint, "timeout_s": limits.OTEL_TIMEOUT_S_MAX},
+        )
+        server = Server(settings, load_plugins()).start()
+        try:
+            with server.connect() as client:
+                asked = 0
+                while not (told := client.status()["tracing"])["dropped"]:
+                    client.lookup([node.key("nowhere")], namespace=node.namespace)
+                    asked += 1
+                assert told["waiting"] <= 20
+                assert told["dropped"] + told["waiting"] + told["failed"] + told["exported"] <= asked
+        finally:
+            server.stop()
+
+
+def test_a_server_without_a_collector_imports_and_takes_nothing_of_it(node: Node) -> None:
+    node.serve()
+    client = node.client()
+    client.lookup([node.key(1)], namespace=node.namespace, traceparent=ENGINES)
+    link = client._links.current()
+    request = m.LookupRequest(1, node.namespace.id, node.key(1))
+    assert link.traced(request, ENGINES) is request
+    assert client.status()["tracing"] is None
+    code = "import sys, lmcache_core.server.server, lmcache_core.client.client\n"
+    code += "sys.exit(any(name.startswith('opentelemetry') or name.endswith('tracing') and 'server' in name"
+    code += " for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_the_sdk_the_error_says_what_to_install(
+    tmp_path: Path, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    l1 = {"size_bytes": "8MiB", "backing": "memfd"}
+    settings = make_settings(name=node.name, runtime_dir=tmp_path, l1=l1, otel={"endpoint": "http://127.0.0.1:1"})
+    with pytest.raises(SettingsError, match=r"lmcache-core\[otel\]"):
+        Server(settings, load_plugins())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "00",
+        ENGINES[:-1],
+        ENGINES.upper(),
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"{ENGINES}-more",
+        ENGINES + "\n",
+    ],
+)
+def test_what_is_no_trace_context_is_ignored(text: str) -> None:
+    assert parse_traceparent(text) is None
+
+
+def test_a_later_version_of_the_standard_is_read_as_far_as_it_is_known() -> None:
+    found = parse_traceparent(f"01-{TRACE}-{SPAN}-03-what-comes-then")
+    assert found == (int(TRACE, 16), int(SPAN, 16), True)
+
+
+def test_the_table_in_the_docs_is_the_codes() -> None:
+    page = (Path(__file__).parents[2] / "docs/operating/tracing.md").read_text()
+    assert table() in page
