@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
+from lmcache_core.server.server import Server
+from lmcache_core.settings.compose import make_settings
+from lmcache_core.settings.model import Settings
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_fs")
@@ -221,3 +225,75 @@ def test_quotas_that_cannot_be_read_stop_the_start_with_the_cure(tmp_path: Path)
     )  # fmt: skip
     with pytest.raises(SettingsError, match="delete it and set the quotas anew"):
         Server(made, load_plugins())
+
+
+QUOTAS = f"""
+[quotas.team]
+namespaces = ["{CHAT.id:016x}"]
+
+[quotas.team.stores.l1]
+reserved_bytes = "8MiB"
+limit_bytes = "16MiB"
+
+[quotas.team.stores.disk]
+limit_bytes = "32MiB"
+"""
+
+
+def settings_of(tmp_path: Path, text: str) -> Settings:
+    l2 = {"disk": {"type": "fs", "path": str(tmp_path / "disk"), "capacity_bytes": "64MiB"}}
+    l1 = {"size_bytes": "64MiB", "backing": "memfd"}
+    options = {
+        "name": f"q{uuid4().hex[:8]}",
+        "runtime_dir": str(tmp_path / "run"),
+        "state_dir": str(tmp_path / "state"),
+    }
+    return make_settings(**options, l1=l1, l2=l2, **tomllib.loads(text))
+
+
+def stores_of(server: Server) -> dict[str, dict[str, Any]]:
+    with server.connect() as client:
+        return {row["tenant"]: row["stores"] for row in client.quotas() if row["tenant"]}
+
+
+def test_tenants_of_the_settings_have_their_quotas_from_the_start(tmp_path: Path) -> None:
+    with Server(settings_of(tmp_path, QUOTAS)).start() as server, server.connect() as client:
+        told = stores_of(server)["team"]
+        assert (told["l1"]["reserved_bytes"], told["l1"]["limit_bytes"]) == (8 << 20, 16 << 20)
+        assert told["disk"]["limit_bytes"] == 32 << 20
+        statuses = client.store(keys(0, 4200), [bytes(4096)] * 4200, namespace=CHAT).statuses
+        assert set(statuses) <= {Status.STORED, Status.QUOTA, Status.WARMING}
+        assert stores_of(server)["team"]["l1"]["used_bytes"] <= 16 << 20
+
+
+def test_what_was_set_at_run_time_goes_before_the_settings_until_it_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_of(tmp_path, QUOTAS)
+    with Server(settings).start() as server, server.connect() as client:
+        client.quota_set("team", {"l1": {"limit_bytes": 24 << 20}})
+        assert stores_of(server)["team"]["l1"]["limit_bytes"] == 24 << 20
+    with Server(settings).start() as server, server.connect() as client:
+        assert stores_of(server)["team"]["l1"]["limit_bytes"] == 24 << 20
+        assert "quota delete team" in caplog.text
+        client.quota_remove("team")
+        assert "team" not in stores_of(server)
+    with Server(settings).start() as server:
+        assert stores_of(server)["team"]["l1"]["limit_bytes"] == 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (QUOTAS.replace("stores.disk", "stores.nowhere"), "there is no store 'nowhere'"),
+        (QUOTAS.replace("8MiB", "65MiB").replace("16MiB", "66MiB"), "do not fit"),
+        (QUOTAS.replace("8MiB", "17MiB"), "more than the limit"),
+        (QUOTAS + QUOTAS.replace("quotas.team", "quotas.other"), "is tenant '"),
+        (QUOTAS.replace('["', '["not hex '), "namespaces"),
+        (QUOTAS.replace("limit_bytes", "limit"), "limit"),
+    ],
+)
+def test_quotas_that_cannot_be_meant_end_the_start_with_their_name(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as refused:
+        Server(settings_of(tmp_path, text))
+    assert "quotas." in str(refused.value)

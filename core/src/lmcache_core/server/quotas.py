@@ -1,11 +1,13 @@
-"""Quotas of tenants, set while the server runs: kept in the state directory, and told to the pool and to every tier.
+"""Quotas of tenants, from the settings and set while the server runs, and told to the pool and to every tier.
 
-What is set is kept first and done then: a server that dies in between does it when it comes back. What it means for
-objects happens in bounded steps, in the kernel and on the tiers.
+What is set at run time is kept in the state directory, and goes before what the settings say of that tenant. It is kept
+first and done then: a server that dies in between does it when it comes back. What it means for objects happens in
+bounded steps, in the kernel and on the tiers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,9 +26,11 @@ from lmcache_core.limits import QUOTAS_FRAME_BYTES, TENANT_NAME_CHARS_MAX, TENAN
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import encode
 from lmcache_core.server.session import Session
+from lmcache_core.settings.model import TenantQuota
 from lmcache_core.tiers.tier import Tier
 from lmcache_core.tiers.tiering import Tiering
 
+log = logging.getLogger(__name__)
 L1 = "l1"  # how the pool is called beside the tiers
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _U64 = 1 << 64
@@ -49,17 +53,48 @@ class Quotas:
     what was kept cannot be read: without it tenants would take each other's room."""
 
     def __init__(
-        self, path: Path, kernel: Kernel, clock: Clock, tiering: Callable[[], Tiering | None], hurry: Callable[[], None]
+        self,
+        path: Path,
+        kernel: Kernel,
+        clock: Clock,
+        tiering: Callable[[], Tiering | None],
+        hurry: Callable[[], None],
+        settled: Mapping[str, TenantQuota],
     ) -> None:
-        """`hurry` has the loop look at once at what is to be done."""
+        """`hurry` has the loop look at once at what is to be done. `settled`: the tenants of the settings."""
         self._path = path
         self._kernel = kernel
         self._clock = clock
         self._tiering = tiering
         self._hurry = hurry
-        self._tenants = _read(path)
+        self._settled = {name: _of_settings(quota) for name, quota in settled.items()}
+        self._kept = _read(path)
+        for name in self._settled.keys() & self._kept.keys():
+            if self._settled[name] != self._kept[name]:
+                log.warning(
+                    "the quota of tenant %r was changed at run time, and that goes before the settings: "
+                    "`lmcache-core quota delete %s`, and start again, for what they say",
+                    name,
+                    name,
+                )
+        self._tenants = {**self._settled, **self._kept}
         self._told: set[tuple[str, str]] = set()  # which stores have a tenant of this name by us
         self._tell_l1(self._tenants)
+
+    def check(self) -> None:
+        """Once the tiers are there: raises `SettingsError` for what the settings cannot mean."""
+        for name, kept in self._settled.items():
+            if name in self._kept:
+                continue
+            try:
+                _check_name(name)
+                self._check_namespaces(name, kept.namespaces)
+                for store, figures in kept.stores.items():
+                    self._figures(name, store, msgspec.to_builtins(figures))
+            except UsageError as error:
+                raise SettingsError(f"quotas.{name}: {error}") from error
+        if len(self._tenants) > TENANTS_MAX:
+            raise SettingsError(f"quotas: there are {len(self._tenants)} tenants, and at most {TENANTS_MAX} can be")
 
     def watch(self, tiering: Tiering) -> None:
         """Tell these tiers, and those that come."""
@@ -99,11 +134,7 @@ class Quotas:
         """Keep it, and begin to act on it."""
         _check_may(session)
         before = self._tenants.get(request.tenant)
-        if not _TENANT_NAME.fullmatch(request.tenant) or len(request.tenant) > TENANT_NAME_CHARS_MAX:
-            raise UsageError(
-                f"{request.tenant[:80]!r} is no tenant's name: use letters, digits, - _ and ., at most "
-                f"{TENANT_NAME_CHARS_MAX}"
-            )
+        _check_name(request.tenant)
         if before is None and len(self._tenants) >= TENANTS_MAX:
             raise LimitError(f"there are {TENANTS_MAX} tenants already, the limit: remove one first")
         namespaces = self._namespaces(request, before)
@@ -111,17 +142,18 @@ class Quotas:
         for store, figures in request.stores.items():
             stores[store] = self._figures(request.tenant, store, figures)
         tenant = _Kept(namespaces, {name: each for name, each in stores.items() if each != _Figures()})
-        self._keep({**self._tenants, request.tenant: tenant})
+        self._keep({**self._kept, request.tenant: tenant})
         self._tell_l1({request.tenant: tenant})
         self._tell_tiers(request.tenant)
         return m.Done(request.rid)
 
     def remove(self, session: Session, request: m.RemoveQuota) -> m.Message:
-        """Its namespaces are everybody's again; nothing of what they have goes for that."""
+        """Its namespaces are everybody's again; nothing of what they have goes for that. A tenant of the settings is
+        back, as they have it, when the server starts again."""
         _check_may(session)
         if request.tenant not in self._tenants:
             raise UsageError(f"there is no tenant {request.tenant[:80]!r}: {self._who()}")
-        self._keep({name: kept for name, kept in self._tenants.items() if name != request.tenant})
+        self._keep({name: kept for name, kept in self._kept.items() if name != request.tenant}, gone=request.tenant)
         self._tell_l1_of(request.tenant, None)
         self._tell_tiers(request.tenant)
         self._hurry()
@@ -134,7 +166,10 @@ class Quotas:
             if before is None:
                 raise UsageError(f"tenant {request.tenant!r} is new: say which namespaces it has")
             return before.namespaces
-        found = sorted(set(request.namespaces))
+        return self._check_namespaces(request.tenant, request.namespaces)
+
+    def _check_namespaces(self, tenant: str, namespaces: Iterable[int]) -> list[int]:
+        found = sorted(set(namespaces))
         if not found or len(found) > TENANT_NAMESPACES_MAX:
             raise UsageError(
                 f"a tenant has 1 to {TENANT_NAMESPACES_MAX} namespaces, and these are {len(found)}; to end a "
@@ -144,7 +179,7 @@ class Quotas:
             raise UsageError("a namespace's id has 64 bits")
         for name, kept in self._tenants.items():
             taken = set(kept.namespaces).intersection(found)
-            if taken and name != request.tenant:
+            if taken and name != tenant:
                 raise UsageError(
                     f"namespace {min(taken):016x} is tenant {name!r}'s: take it from there first, or remove that quota"
                 )
@@ -197,7 +232,8 @@ class Quotas:
 
     # --- keeping and telling ------------------------------------------------------------------------------
 
-    def _keep(self, tenants: dict[str, _Kept]) -> None:
+    def _keep(self, tenants: dict[str, _Kept], gone: str = "") -> None:
+        """What was set at run time; `gone` is a tenant no more."""
         try:
             replace_file(self._path, msgspec.json.format(msgspec.json.encode(tenants)))
         except OSError as error:
@@ -205,7 +241,9 @@ class Quotas:
                 f"the quota is not set: it cannot be kept in {self._path}: {error.strerror}; let the server write "
                 "there, or set state_dir to a directory where it may"
             ) from error
-        self._tenants = tenants
+        self._kept = tenants
+        self._settled.pop(gone, None)
+        self._tenants = {**self._settled, **tenants}
 
     def _tell_l1(self, tenants: Mapping[str, _Kept]) -> None:
         for name, kept in tenants.items():
@@ -258,6 +296,19 @@ class Quotas:
 def _quota(kept: _Kept, store: str) -> Quota:
     figures = kept.stores.get(store, _Figures())
     return Quota(figures.reserved_bytes, figures.limit_bytes)
+
+
+def _check_name(tenant: str) -> None:
+    if not _TENANT_NAME.fullmatch(tenant) or len(tenant) > TENANT_NAME_CHARS_MAX:
+        raise UsageError(
+            f"{tenant[:80]!r} is no tenant's name: use letters, digits, - _ and ., at most {TENANT_NAME_CHARS_MAX}"
+        )
+
+
+def _of_settings(quota: TenantQuota) -> _Kept:
+    stores = {name: _Figures(each.reserved_bytes, each.limit_bytes) for name, each in quota.stores.items()}
+    namespaces = sorted({int(text, 16) for text in quota.namespaces})
+    return _Kept(namespaces, {name: figures for name, figures in stores.items() if figures != _Figures()})
 
 
 def _check_may(session: Session) -> None:

@@ -133,9 +133,11 @@ class Server:
                 self.clock,
                 lambda: self.tiering,
                 self._hurry,
+                settings.quotas,
             )
             if settings.l2:
                 undo.callback(self._tiering_made().close)
+            self.quotas.check()
             self.companions = Companions(registry, settings.companions(), settings.name, self.l1)
             undo.callback(self.companions.close)
             self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry), self.shares.lookups)

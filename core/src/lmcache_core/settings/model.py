@@ -304,6 +304,22 @@ class HelperSettings(Section):
     )
 
 
+class StoreQuota(Section):
+    """What a tenant has of one store."""
+
+    reserved_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="what nobody takes from it")
+    limit_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="what it never exceeds")
+
+
+class TenantQuota(Section):
+    """A tenant: its namespaces, and what it has of the pool (`l1`) and of tiers, by name."""
+
+    namespaces: Annotated[
+        tuple[Annotated[str, Field(pattern="^[0-9a-fA-F]{1,16}$")], ...], BeforeValidator(_listed), Field(min_length=1)
+    ] = Field(description="ids, as hexadecimal text")
+    stores: Mapping[str, StoreQuota] = Field(default={}, description="a table for l1, and for each tier, by name")
+
+
 class OtelSettings(Section):
     """Spans for OpenTelemetry, sent to a collector over OTLP (http/protobuf)."""
 
@@ -391,6 +407,9 @@ class Settings(BaseSettings):
     )
     helpers: Mapping[str, HelperSettings] = Field(
         default={}, description="processes beside the server: a table of each one's settings"
+    )
+    quotas: Mapping[str, TenantQuota] = Field(
+        default={}, description="tenants: a table of each one's namespaces and figures"
     )
     record: RecordSettings = RecordSettings()
     otel: OtelSettings = OtelSettings()
