@@ -33,6 +33,10 @@ from lmcache_core.tokens.namespace import Namespace
 SPACE = Namespace("secret model", Layout("uint8", (4096,)))
 POOL = 8 << 20
 TRAFFIC = SyntheticSettings(sessions=60, turns=6, turn_blocks=12, prefixes=6, active=12, seed=3)
+# As LMCache writes them.
+LOOKUP_HASH_FIELDS = {
+    "timestamp", "request_id", "model_name", "chunk_size", "seq_len", "dtypes", "shapes", "chunk_hashes",
+}  # fmt: skip
 WITHIN = 0.005  # half a point
 
 
@@ -91,6 +95,14 @@ def test_live_recorded_replayed_and_simulated_hit_rates_are_the_same(
     assert main(["trace", "convert", str(tmp_path / "trace"), str(tmp_path / "out.jsonl")]) == 0
     trace = read_trace(tmp_path / "out.jsonl")
     assert trace.requests == [request for _, request in requests_of(operations)]
+    logged = tmp_path / "lookups.jsonl"
+    assert main(["trace", "convert", str(tmp_path / "trace"), str(logged), "--format", "lookup_hash"]) == 0
+    assert read_trace(logged).requests == trace.requests
+    first = json.loads(logged.read_text().splitlines()[0])
+    assert first["seq_len"] == first["chunk_size"] * len(first["chunk_hashes"])
+    assert set(first) == LOOKUP_HASH_FIELDS
+    assert main(["trace", "convert", str(logged), str(tmp_path / "back.jsonl")]) == 0
+    assert read_trace(tmp_path / "back.jsonl").requests == trace.requests
     simulated = replay(trace, "lru", LruEviction(), slots, Order.SUFFIX_FIRST).hit_rate
     assert simulated == pytest.approx(live, abs=WITHIN)
     simulate = ["simulate", str(tmp_path / "trace"), "--policy", "lru", "--capacity", str(slots), "--json"]

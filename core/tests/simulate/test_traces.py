@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from lmcache_core.errors import UsageError
-from lmcache_core.policies.traces import SyntheticSettings, parse_synthetic, read_trace, synthetic_trace
+from lmcache_core.policies.traces import SyntheticSettings, parse_synthetic, read_requests, read_trace, synthetic_trace
 
 
 def written(path: Path, text: str) -> Path:
@@ -101,3 +102,23 @@ def test_a_spec_sets_what_it_names() -> None:
 def test_a_spec_that_makes_no_trace_is_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_synthetic(spec)
+
+
+def test_lmcaches_log_of_lookups_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "lookup_hashes_20260401_143025_000000.jsonl"
+    lines = [
+        {"timestamp": 1775053825.5, "model_name": "a", "chunk_size": 256, "chunk_hashes": ["0xAB", "0xcd"]},
+        {"timestamp": 1775053825.75, "model_name": "a", "chunk_size": 256, "chunk_hashes": ["0xab", "ef"]},
+        {"timestamp": 1775053826.5, "model_name": "b", "chunk_size": 256, "chunk_hashes": ["0xab"]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_trace(path).requests == [[0, 1], [0, 2], [3]]
+    assert [at_ms for at_ms, _ in read_requests(path)] == [0.0, 250.0, 1000.0]
+
+
+@pytest.mark.parametrize("hashes", ["0xab", ["0xzz"], [1], None])
+def test_what_are_no_hashes_is_said_with_its_line(tmp_path: Path, hashes: object) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"chunk_hashes": hashes}))
+    with pytest.raises(UsageError, match=r"t\.jsonl:1 has no usable chunk_hashes"):
+        read_trace(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.cli import connecting
+from lmcache_core.cli.lazy import CommandParser
 from lmcache_core.cli.table import print_table
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ _PERCENTILES = (50, 99)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options, and one subcommand for each thing to do."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
 
     def add(name: str, summary: str, *, asks: bool = False) -> argparse.ArgumentParser:
@@ -39,8 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     info = add("info", "what a recording, or a trace of requests, holds")
     info.add_argument("trace", metavar="TRACE", type=Path, help="a recording's directory or file, or JSON lines")
     info.add_argument("--json", action="store_true", help="print JSON")
-    convert = add("convert", "write a recording as JSON lines with hash_ids, which simulate and others read")
-    convert.add_argument("trace", metavar="TRACE", type=Path)
+    convert = add("convert", "write a recording, or JSON lines, as JSON lines that simulate and others read")
+    convert.add_argument("trace", metavar="TRACE", type=Path, help="a recording's directory or file, or JSON lines")
+    convert.add_argument(
+        "--format",
+        choices=["hash_ids", "lookup_hash"],
+        default="hash_ids",
+        help="as the public Mooncake traces, or as LMCache logs lookups (default: hash_ids)",
+    )
     convert.add_argument("output", metavar="OUTPUT", type=Path, help="the file; - for standard output")
     replay = add("replay", "do the same again at a running server", asks=True)
     replay.add_argument("trace", metavar="TRACE", type=Path)
@@ -144,14 +151,9 @@ def _summary(operations: Iterable[Operation]) -> dict[str, Any]:
 
 def _convert(arguments: argparse.Namespace) -> None:
     from lmcache_core.errors import UsageError
-    from lmcache_core.observe.traces import is_recording, read_recording, requests_of
 
-    if not is_recording(arguments.trace):
-        raise UsageError(f"{arguments.trace} is no recording: JSON lines need no conversion")
-    lines = (
-        json.dumps({"timestamp": at_us // 1000, "hash_ids": blocks}, separators=(",", ":")) + "\n"
-        for at_us, blocks in requests_of(read_recording(arguments.trace)[1])
-    )
+    make = _lookup_hash_lines if arguments.format == "lookup_hash" else _hash_ids_lines
+    lines = (json.dumps(line, separators=(",", ":")) + "\n" for line in make(arguments.trace))
     if str(arguments.output) == "-":
         sys.stdout.writelines(lines)
         return
@@ -160,6 +162,43 @@ def _convert(arguments: argparse.Namespace) -> None:
             file.writelines(lines)
     except OSError as error:
         raise UsageError(f"{arguments.output} cannot be written: {error.strerror}") from error
+
+
+def _hash_ids_lines(path: Path) -> Iterator[dict[str, Any]]:
+    from lmcache_core.observe.traces import is_recording, read_recording, requests_of
+    from lmcache_core.policies.traces import read_requests
+
+    if is_recording(path):
+        for at_us, blocks in requests_of(read_recording(path)[1]):
+            yield {"timestamp": at_us // 1000, "hash_ids": blocks}
+    else:
+        for at_ms, blocks in read_requests(path):
+            yield {"timestamp": int(at_ms), "hash_ids": blocks}
+
+
+def _lookup_hash_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a recording the namespace stands for the model. What nobody has recorded is empty."""
+    from lmcache_core.client.replaying import REQUEST
+    from lmcache_core.limits import CHUNK_TOKENS
+    from lmcache_core.observe.traces import LOOKUP, is_recording, read_recording
+
+    began_s, chunk_tokens, kinds = 0.0, CHUNK_TOKENS, {REQUEST}
+    if is_recording(path):
+        header, _ = read_recording(path)
+        began_s, chunk_tokens = header.began_at_s, int(header.about.get("chunk_tokens", CHUNK_TOKENS))
+        kinds = {LOOKUP}
+    for number, operation in enumerate(each for each in _operations(path) if each.kind in kinds and each.keys):
+        hashes = operation.ids()
+        yield {
+            "timestamp": round(began_s + operation.at_us / 1e6, 6),
+            "request_id": str(number),
+            "model_name": f"{operation.space:016x}",
+            "chunk_size": chunk_tokens,
+            "seq_len": chunk_tokens * len(hashes),
+            "dtypes": [],
+            "shapes": [],
+            "chunk_hashes": [f"0x{each.hex()}" for each in hashes],
+        }
 
 
 def _replay(arguments: argparse.Namespace) -> None:

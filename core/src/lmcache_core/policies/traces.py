@@ -1,13 +1,16 @@
 """Request traces: which blocks each request asked for, in order. Read from JSON lines, or made up from a seed.
 
-A trace file has one JSON object a line, of which only `hash_ids` is read: one id for each block of the request,
-where equal ids mean an equal prefix up to and including that block. (The format of the public Mooncake traces.)
+A trace file has one JSON object a line, of one of two kinds. That of the public Mooncake traces has `hash_ids`: one id
+for each block of the request, where equal ids mean an equal prefix up to and including that block, and `timestamp` in
+milliseconds. That of LMCache's log of lookups has `chunk_hashes` in their place, hexadecimal texts that mean the same
+for one `model_name`, and `timestamp` in Unix seconds.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,6 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmcache_core.errors import UsageError
+
+_HASH = re.compile("(0x)?[0-9a-fA-F]{1,128}")
 
 
 class Trace(NamedTuple):
@@ -36,14 +41,7 @@ class Trace(NamedTuple):
 
 def read_trace(path: Path) -> Trace:
     """The trace in a file, named after it. UsageError names file and line where it is not one."""
-    requests = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    requests.append(_blocks(line, f"{path}:{number}"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as a trace ({error}): give a file of JSON lines") from error
+    requests = [blocks for _, blocks in read_requests(path)]
     if not requests:
         raise UsageError(f"{path} holds no request: give a file with one JSON object a line")
     return Trace(path.stem, requests)
@@ -52,27 +50,52 @@ def read_trace(path: Path) -> Trace:
 def read_requests(path: Path) -> Iterator[tuple[float, list[int]]]:
     """When each request of a file came, in milliseconds (0 where it does not say), and its blocks. UsageError as
     `read_trace`."""
+    lines = _Lines()
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
                 if line.strip():
-                    blocks = _blocks(line, f"{path}:{number}")
-                    at_ms = json.loads(line).get("timestamp", 0)
-                    yield (at_ms if isinstance(at_ms, int | float) and isfinite(at_ms) else 0), blocks
+                    yield lines.read(line, f"{path}:{number}")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a trace ({error}): give a file of JSON lines") from error
 
 
-def _blocks(line: str, place: str) -> list[int]:
-    cure = 'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up'
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{place} is not JSON ({error}): {cure}") from error
-    blocks = record.get("hash_ids") if isinstance(record, dict) else None
-    if not isinstance(blocks, list) or not all(type(block) is int and block >= 0 for block in blocks):
-        raise UsageError(f"{place} has no usable hash_ids: {cure}")
-    return blocks
+class _Lines:
+    """Reads one line after another, of either kind."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, str], int] = {}  # of hashes, as they first come
+        self._began_s: float | None = None
+
+    def read(self, line: str, place: str) -> tuple[float, list[int]]:
+        """When in milliseconds, and which blocks."""
+        cure = (
+            'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up, or "chunk_hashes", a '
+            "list of hexadecimal texts"
+        )
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{place} is not JSON ({error}): {cure}") from error
+        given = record if isinstance(record, dict) else {}
+        at = given.get("timestamp", 0)
+        at = at if isinstance(at, int | float) and isfinite(at) else 0
+        if "chunk_hashes" in given:
+            hashes = given["chunk_hashes"]
+            if not isinstance(hashes, list) or not all(
+                isinstance(each, str) and _HASH.fullmatch(each) for each in hashes
+            ):
+                raise UsageError(f"{place} has no usable chunk_hashes: {cure}")
+            if self._began_s is None:
+                self._began_s = at
+            model = str(given.get("model_name", ""))
+            names = [(model, each.removeprefix("0x").lower()) for each in hashes]
+            blocks = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
+            return max(0.0, 1000 * (at - self._began_s)), blocks
+        ids = given.get("hash_ids")
+        if not isinstance(ids, list) or not all(type(block) is int and block >= 0 for block in ids):
+            raise UsageError(f"{place} has no usable hash_ids: {cure}")
+        return at, ids
 
 
 @dataclass(frozen=True)
