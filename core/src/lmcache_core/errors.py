@@ -45,10 +45,17 @@ class Retry(StrEnum):
 
 
 class CacheError(Exception):
-    """Base of everything this library raises. `code` is stable and travels on the wire."""
+    """Base of everything this library raises. `code` is stable and travels on the wire. `cure`: the end of the message
+    that says what to do, where it was given by itself."""
 
     code: ClassVar[str] = "ERROR"
     retry: ClassVar[Retry] = Retry.NEVER
+    cure: str = ""
+
+    def __init__(self, message: str = "", *, cure: str = "") -> None:
+        super().__init__(f"{message}: {cure}" if cure else message)
+        if cure:
+            self.cure = cure
 
 
 class UsageError(CacheError, ValueError):

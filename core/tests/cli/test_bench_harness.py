@@ -130,10 +130,12 @@ def test_a_plain_table_cuts_nothing_off() -> None:
     text = plain_table(("a", "n"), [("x" * 200, "1"), ("[red]", "22")], title="t", right=(1,))
     assert text.splitlines() == [
         "t",
-        "a" + " " * 199 + "   n",
-        "-" * 200 + "  --",
-        "x" * 200 + "   1",
-        "[red]" + " " * 195 + "  22",
+        "a" + " " * 75 + "   n",
+        "-" * 76 + "  --",
+        "x" * 76 + "   1",
+        "x" * 76,
+        "x" * 48,
+        "[red]" + " " * 71 + "  22",
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from lmcache_core.cli.compose import add_settings_options, composed, print_settings_help
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import CacheError
-from lmcache_core.plugins.components import Finding
+from lmcache_core.plugins.components import Finding, Kind
 
 if TYPE_CHECKING:
     from lmcache_core.plugins.records import PluginRecord
     from lmcache_core.plugins.registry import Registry
-    from lmcache_core.settings.model import Settings
+    from lmcache_core.settings.model import Settings, TierSettings
+    from lmcache_core.tiers.contract import Usage
 
 CHECK_S = 10.0  # what the hook promises
 ENGINE_CHECK_S = 60.0  # engines take long to import
@@ -46,18 +48,25 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print_table(
             ("", "subject", "finding", "cure"),
-            [("ok" if each.ok else "NOT OK", each.subject, each.message, each.cure) for each in findings],
+            [(_mark(each), each.subject, each.message, each.cure) for each in findings],
         )
     return 0 if well else 1
+
+
+def _mark(finding: Finding) -> str:
+    """Something that is well and has a cure all the same is worth a look."""
+    if not finding.ok:
+        return "NOT OK"
+    return "look" if finding.cure else "ok"
 
 
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     registry: Registry = arguments.registry
     for refusal in registry.refused:
         # Not an error of this configuration: if the settings named it, composing them fails below.
-        yield Finding(
-            True, f"plugin {refusal.name}", f"not in use: {refusal.distribution} {refusal.version}: {refusal.why}"
-        )
+        said = f"not in use: {refusal.distribution} {refusal.version}: {refusal.why}"
+        cure = f"mend that, or pip uninstall {refusal.distribution}, if nothing is to use it"
+        yield Finding(True, f"plugin {refusal.name}", said, cure)
     yield native_finding()
     try:
         settings = composed(arguments).settings
@@ -73,6 +82,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
     for record in in_use.values():
         yield from asked(registry, record, settings)
+    yield from _capacities(registry, settings)  # behind what may make a directory
 
 
 def _engine(registry: Registry, name: str, settings: Settings) -> Iterator[Finding]:
@@ -172,6 +182,48 @@ def _unbounded(name: str) -> Finding:
     return Finding(True, f"tier {name!r}", said, f"set l2.{name}.capacity_bytes, unless the medium bounds it")
 
 
+def _capacities(registry: Registry, settings: Settings) -> Iterator[Finding]:
+    """Does what a tier may hold fit on its medium? Asked of each by its own contract, as a server does; what is wrong
+    with a medium beside that its plugin says."""
+    for name, tier in settings.l2.items():
+        if tier.capacity_bytes is None:
+            continue
+        usage: list[Usage] = []
+        thread = threading.Thread(target=_ask_usage, args=(registry, name, tier, usage), daemon=True)
+        thread.start()
+        thread.join(CHECK_S)
+        if usage:
+            yield from _capacity(name, tier.capacity_bytes, usage[0])
+
+
+def _ask_usage(registry: Registry, name: str, tier: TierSettings, usage: list[Usage]) -> None:
+    from lmcache_core.tiers.parallel import adapter_context
+
+    with contextlib.suppress(Exception):  # of a medium that is not there the plugin's own check says how to mend it
+        context = adapter_context(name, tier.connections)
+        with registry.build(Kind.L2_ADAPTER, tier.type, tier.settings, context) as adapter:
+            usage.append(adapter.usage())
+
+
+def _capacity(name: str, capacity_bytes: int, usage: Usage) -> Iterator[Finding]:
+    from lmcache_core.settings.sizes import size_text
+
+    if usage.bytes_free is None:
+        return
+    subject, may, free = f"tier {name!r}", size_text(capacity_bytes), f"{usage.bytes_free / 2**30:.2f} GiB"
+    if capacity_bytes <= usage.bytes_free + (usage.bytes_used or 0):
+        yield Finding(True, subject, f"its capacity_bytes of {may} fit: its medium has {free} free")
+        return
+    cure = f"set l2.{name}.capacity_bytes to what the medium can hold, or give it more room"
+    if usage.bytes_used is None:  # what it has there may be ours
+        cure += "; leave it, where the tier's own objects take the rest"
+        yield Finding(True, subject, f"its capacity_bytes are {may}, and its medium has {free} free", cure)
+    else:
+        taken = f"{usage.bytes_used / 2**30:.2f} GiB"
+        said = f"its capacity_bytes are {may}, and its medium has {free} free beside the {taken} that are in use"
+        yield Finding(False, subject, said, cure)
+
+
 def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s: float = 0.0) -> Iterator[Finding]:
     """What the plugin's own check says, if it says it in time."""
     answers: list[Any] = []
@@ -197,4 +249,5 @@ def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s:
 
 
 def _failure(subject: str, error: CacheError) -> Finding:
-    return Finding(False, subject, str(error))  # our errors end with the cure
+    """Where an error does not give its cure by itself, its message ends with it."""
+    return Finding(False, subject, str(error).removesuffix(f": {error.cure}"), error.cure)

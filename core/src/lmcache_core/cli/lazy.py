@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
+
+from lmcache_core.errors import UsageError
 
 
-class LazyParser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Raises for a wrong command line, where argparse would end the process: `main` says it, as JSON where that was
+    asked for."""
+
+    def error(self, message: str) -> NoReturn:
+        """Usage on standard error, and `UsageError`."""
+        self.print_usage(sys.stderr)
+        raise UsageError(message, cure=f"see {self.prog} --help")
+
+
+class LazyParser(CommandParser):
     """Asks `module` for its options (`add_options(parser)`) only when there is something for it to parse."""
 
     def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
@@ -19,10 +32,14 @@ class LazyParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+    def load(self) -> None:
+        """Have its options."""
         if self._module:
             module, self._module = self._module, ""
             import_module(module).add_options(self)
-        return super().parse_known_args(args, namespace)
 
 
 def add_command(

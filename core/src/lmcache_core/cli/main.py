@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lmcache_core.cli.lazy import LazyParser, add_command
+from lmcache_core.cli.lazy import CommandParser, LazyParser, add_command
 from lmcache_core.errors import CacheError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
     "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
     "trace": (f"{_HERE}.trace", "record what a server is asked for, and replay it", False),
     "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
+    "completion": (f"{_HERE}.completion", "print what a shell completes command lines with", False),
 }
 # Commands and benches that other packages bring: without the package, they answer with what to install.
 ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
@@ -90,7 +91,7 @@ def build_parser(registry: Registry) -> argparse.ArgumentParser:
     """The whole command line, with what the plugins add to it."""
     from lmcache_core import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="lmcache-core",
         description="KV-cache storage for LLM inference: a shared-memory pool, fenced leases, and tiers as plugins.",
         allow_abbrev=False,

@@ -7,15 +7,16 @@ import json
 from typing import Any
 
 from lmcache_core.cli import connecting
+from lmcache_core.cli.lazy import CommandParser
 from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options, and one subcommand for each thing to do."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
     summary = "the tenants, what they have reserved, may have, and use"
     got = actions.add_parser("get", parents=[shared], help=summary, description=f"get: {summary}")

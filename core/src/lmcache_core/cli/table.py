@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, TextIO
+
+WIDTH_CHARS = 80  # of what is piped, or shown where rich is not installed
+COLUMN_CHARS_MIN = 8  # a column that wraps is not made narrower
 
 
 def rich_or_none(stream: TextIO) -> Any:
@@ -47,13 +52,49 @@ def print_table(
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> str:
-    """Aligned lines, two spaces between columns, nothing cut off."""
-    widths = [max(len(line[i]) for line in (columns, *rows)) for i in range(len(columns))]
-    lines = [title] if title else []
+    """Aligned lines of 80 characters at most, two spaces between columns, nothing cut off: what is longer goes on
+    below, figures excepted."""
+    widths = _widths(columns, rows, right)
+    lines = textwrap.wrap(title, WIDTH_CHARS) if title else []
     for row in (columns, ["-" * width for width in widths], *rows):
-        cells = [
-            cell.rjust(width) if position in right else cell.ljust(width)
-            for position, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+        wrapped = [_lines_of(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for part in zip_longest(*wrapped, fillvalue=""):
+            cells = [
+                cell.rjust(width) if position in right else cell.ljust(width)
+                for position, (cell, width) in enumerate(zip(part, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[int]:
+    """Of each column, in characters. The widest of those that may wrap give way first, and the first column, which says
+    what a row is about, last."""
+    longest = [max(len(line[i]) for line in rows) if rows else 0 for i in range(len(columns))]
+    # The name of a column of figures wraps, too, where the figures are shorter.
+    widths = [max(inside, len(name)) for inside, name in zip(longest, columns, strict=True)]
+    least = [
+        max(longest[i], _longest_word(name)) if i in right else min(widths[i], COLUMN_CHARS_MIN)
+        for i, name in enumerate(columns)
+    ]
+    over = sum(widths) + 2 * (len(widths) - 1) - WIDTH_CHARS
+    while over > 0:
+        gives = [i for i in range(1, len(widths)) if widths[i] > least[i]] or [0]
+        if widths[gives[0]] <= least[gives[0]]:
+            break
+        widest = max(gives, key=lambda i: widths[i])
+        below = max([widths[i] for i in gives if widths[i] < widths[widest]], default=0)
+        by = min(over, widths[widest] - max(below, least[widest]) or 1)
+        widths[widest] -= by
+        over -= by
+    return widths
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
+
+
+def _lines_of(cell: str, width: int) -> list[str]:
+    if len(cell) <= width:
+        return [cell]
+    return textwrap.wrap(cell, width, break_on_hyphens=False) or [""]

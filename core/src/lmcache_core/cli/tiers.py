@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from lmcache_core.cli import connecting
+from lmcache_core.cli.lazy import CommandParser
 from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options, and one subcommand for each thing to do."""
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=argparse.ArgumentParser
+        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
     listed = actions.add_parser("list", parents=[shared], help="the tiers in order, with what they hold")
     listed.add_argument("--json", action="store_true", help="print a JSON list: status and settings of each tier")
@@ -105,8 +106,11 @@ def _list(tiers: list[dict[str, Any]], *, as_json: bool) -> None:
                 f"{tier['objects']:,}",
                 f"{tier['bytes_used']:,}",
                 "" if capacity is None else size_text(capacity),
-                tier["last_error"],
             )
         )
-    columns = ("tier", "type", "state", "reads", "writes", "objects", "bytes", "capacity", "last error")
+    columns = ("tier", "type", "state", "reads", "writes", "objects", "bytes", "capacity")
     print_table(columns, rows, right=(5, 6, 7))
+    errors = [(tier["name"], tier["last_error"]) for tier in tiers if tier["last_error"]]
+    if errors:
+        print()
+        print_table(("tier", "last error"), errors)

@@ -159,7 +159,7 @@ class Registry:
         known = [spec.name for spec in self.components(kind)]
         text = f"there is no {kind} {name!r}{suggestion(name, known)}"
         if (kind, name) in KNOWN_HOMES:
-            raise PluginError(f"there is no {kind} {name!r}: pip install {KNOWN_HOMES[kind, name]}")
+            raise PluginError(f"there is no {kind} {name!r}", cure=f"pip install {KNOWN_HOMES[kind, name]}")
         there = ", ".join(known) or "none"
         raise PluginError(f"{text} (installed: {there}; install the package that brings it)")
 

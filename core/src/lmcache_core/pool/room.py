@@ -77,24 +77,25 @@ def check_room(needed_bytes: int, found: Room, *, what: str = "the L1 pool") -> 
     whole_gib = -(-needed_bytes // _GIB)
     if found.limited_by is LimitedBy.MOUNT:
         raise NotEnoughMemoryError(
-            f"{found.where} holds {has} GiB free and {what} needs {needs} GiB: start the container with "
-            f"--shm-size={whole_gib + 1}g (Kubernetes: mount a volume with emptyDir.medium: Memory there), "
-            'set l1.backing = "memfd", or make the pool smaller'
+            f"{found.where} holds {has} GiB free and {what} needs {needs} GiB",
+            cure=f"start the container with --shm-size={whole_gib + 1}g (Kubernetes: mount a volume with "
+            'emptyDir.medium: Memory there), set l1.backing = "memfd", or make the pool smaller',
         )
     if found.limited_by is LimitedBy.CONTROL_GROUP:
         raise NotEnoughMemoryError(
-            f"{found.where} has room for {has} GiB more and {what} needs {needs} GiB: raise the container's "
-            "memory limit (docker --memory, Kubernetes resources.limits.memory), or make the pool smaller"
+            f"{found.where} has room for {has} GiB more and {what} needs {needs} GiB",
+            cure="raise the container's memory limit (docker --memory, Kubernetes resources.limits.memory), or make "
+            "the pool smaller",
         )
     if found.where == "huge pages":
         pages = -(-needed_bytes // HUGE_PAGE_BYTES)
         raise NotEnoughMemoryError(
-            f"the machine has {has} GiB of free huge pages and {what} needs {needs} GiB: reserve them with "
-            f'sysctl vm.nr_hugepages={pages} or more, or set l1.backing = "memfd"'
+            f"the machine has {has} GiB of free huge pages and {what} needs {needs} GiB",
+            cure=f'reserve them with sysctl vm.nr_hugepages={pages} or more, or set l1.backing = "memfd"',
         )
     raise NotEnoughMemoryError(
-        f"the machine has {has} GiB of memory to give and {what} needs {needs} GiB: make the pool smaller, or "
-        "free memory (MemAvailable in /proc/meminfo counts)"
+        f"the machine has {has} GiB of memory to give and {what} needs {needs} GiB",
+        cure="make the pool smaller, or free memory (MemAvailable in /proc/meminfo counts)",
     )
 
 

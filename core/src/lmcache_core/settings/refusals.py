@@ -20,6 +20,8 @@ def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Sou
     problems = []
     for detail in error.errors(include_url=False, include_context=False, include_input=False):
         path = _as_written(detail["loc"])
+        if detail["type"] == "missing" and error.error_count() == 1:
+            return SettingsError(f"{dotted(path)} is missing", cure=_how_to_set(path))
         problems.append(_sentence(detail["type"], detail["msg"], path, schema, sources))
     text = "; ".join(dict.fromkeys(problems))
     for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
@@ -32,10 +34,7 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
     # What pydantic appends to a known name is an index, worth saying, or the branch of a union, which is not.
     name = dotted(known if path[len(known) :] and not path[len(known)].isdigit() else path)
     if kind == "missing":
-        return (
-            f"{dotted(path)} is missing: set it in the file, by {spelled(path, Origin.FLAG)} "
-            f"or by {spelled(path, Origin.ENVIRONMENT)}"
-        )
+        return f"{dotted(path)} is missing: {_how_to_set(path)}"
     if kind == "extra_forbidden":
         return f"{dotted(path)} is not a setting{near(path, schema, Origin.DEFAULT)}"
     where = next(
@@ -43,6 +42,10 @@ def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, source
     )
     said = _in_our_words(message)
     return f"{name} ({where}): {said}" if where and where != name else f"{name}: {said}"
+
+
+def _how_to_set(path: SettingPath) -> str:
+    return f"set it in the file, by {spelled(path, Origin.FLAG)} or by {spelled(path, Origin.ENVIRONMENT)}"
 
 
 def _in_our_words(message: str) -> str:
