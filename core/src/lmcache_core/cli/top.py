@@ -10,6 +10,7 @@ import select
 import shutil
 import socket
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -271,8 +272,6 @@ def frame(told: Figures, events: Collection[str] = ()) -> list[str]:
 
 
 def _wrap(name: str, text: str) -> list[str]:
-    import textwrap
-
     first, rest = f"{name:9} ", " " * 10
     return textwrap.wrap(plain(text), _COLUMNS, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
