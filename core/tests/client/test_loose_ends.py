@@ -672,10 +672,3 @@ def test_tensors_that_were_dropped_are_not_kept_by_their_lease(server: Server, k
             assert len(lease._holding.tensors) < 200
             kept = lease.tensor(0)
         assert kept.numel() == 0  # what somebody still has is empty when the lease is over
-
-
-def test_a_lease_that_was_granted_nothing_says_so_when_it_is_renewed(server: Server) -> None:
-    with asking(server) as client, client.prepare_retrieve(keys_of(2), namespace=SPACE) as lease:
-        assert set(lease.statuses) == {Status.MISS}
-        with pytest.raises(LeaseExpiredError, match="nothing was granted"):
-            lease.renew()

@@ -229,3 +229,12 @@ def test_two_threads_may_finish_it_at_once(client: Client, monkeypatch: pytest.M
     monkeypatch.setattr(ReadLease, "_untouched", look)
     assert lease.finish() == [Status.HIT] * 3
     assert lease.granted == []
+
+
+def test_an_optimistic_lease_says_that_there_is_nothing_to_renew(client: Client) -> None:
+    store(client, 1)
+    with (
+        client.prepare_retrieve(keys(1), namespace=SPACE, optimistic=True) as lease,
+        pytest.raises(LeaseExpiredError, match="nothing to renew"),
+    ):
+        lease.renew()

@@ -251,10 +251,10 @@ class Lease(ABC):
         return self._offsets[position]
 
     def renew(self) -> float:
-        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`, also where nothing was
-        granted."""
+        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`, also where the
+        server holds nothing for it: of an optimistic lease, and of one without a server."""
         if not self.id:
-            raise LeaseExpiredError("this lease holds no slot, as nothing was granted: see its statuses")
+            raise LeaseExpiredError("the server holds nothing for this lease: there is nothing to renew")
         reply = self._link_now().channel.call(lambda rid: m.RenewLease(rid, self.id))
         return expect(reply, m.Renewed).ttl_s
 
