@@ -11,14 +11,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_core import AsyncClient, Client, Layout, Namespace, PageGroup, Region, Server
+from lmcache_core.client.asynchronous import _elsewhere
+from lmcache_core.client.lookups import LookupHandle
 from lmcache_core.client.page_jobs import RetrieveJob
 from lmcache_core.client.results import Status
+from lmcache_core.errors import CacheError
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.settings.compose import make_settings
@@ -182,9 +186,7 @@ def test_a_cancelled_call_ends_when_it_writes_no_more(server: Server, monkeypatc
     async def _call(slowly: Any, keys: Any, into: Any) -> Any:
         from functools import partial
 
-        from lmcache_core.client.asynchronous import _elsewhere
-
-        return await _elsewhere(partial(slowly, keys, into, namespace=SPACE))
+        return await _elsewhere(Client.connect("nobody"), partial(slowly, keys, into, namespace=SPACE))
 
     asyncio.run(run())
 
@@ -267,11 +269,112 @@ def test_pages_of_a_task_that_is_closed_without_its_loop_are_not_written_any_mor
         client.store(KEYS[:1], [content(KEYS[0])], namespace=SPACE)
         pages = AsyncClient(client).register_pages([PageGroup(SPACE, [Region(buffer, 0, NBYTES, NBYTES, 1)], 1)])
         monkeypatch.setattr(RetrieveJob, "done", lambda job: bool(cancelled))
-        monkeypatch.setattr(RetrieveJob, "cancel", lambda job: cancelled.append(job))
+        monkeypatch.setattr(RetrieveJob, "leave", lambda job: cancelled.append(job))
         task = pages.retrieve([(0, KEYS[:1], [0])])
         task.send(None)
         task.close()
     assert len(cancelled) == 1
+
+
+def test_a_promise_is_given_back_that_comes_when_the_event_loop_is_gone(server: Server) -> None:
+    go_on, answered = threading.Event(), threading.Event()
+    with connect(server).client as client:
+        client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+
+        def slowly() -> Any:
+            assert go_on.wait(60)
+            try:
+                return client.lookup(KEYS, namespace=SPACE, hold=True)
+            finally:
+                answered.set()
+
+        loop = asyncio.new_event_loop()
+        executor = ThreadPoolExecutor(1)
+        loop.set_default_executor(executor)
+        task = _elsewhere(client, slowly)
+        waiting = loop.create_task(task)
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(asyncio.sleep(0))  # it is in the executor
+        go_on.set()
+        assert answered.wait(60)
+        executor.shutdown(wait=True)
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 1
+        waiting._log_destroy_pending = False  # type: ignore[attr-defined]  # which is what this is about
+        loop.close()
+        del waiting, task
+        gc.collect()
+        assert client.status()["l1"]["leases_by_kind"]["promise"] == 0
+
+
+@pytest.mark.parametrize("what", ["lookup", "pages"])
+def test_a_task_that_is_collected_inside_of_a_lock_holds_nobody_up(
+    server: Server, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten event loop and its tasks are collected wherever something is allocated, inside of any lock."""
+    with connect(server, use_index=False).client as client:
+        client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+        awaited = AsyncClient(client)
+        monkeypatch.setattr(RetrieveJob, "done", lambda job: False)
+        monkeypatch.setattr(LookupHandle, "done", False)
+        pages = awaited.register_pages([PageGroup(SPACE, [Region(bytearray(NBYTES), 0, NBYTES, NBYTES, 1)], 1)])
+        task: Any = {
+            "lookup": lambda: awaited.lookup(KEYS, namespace=SPACE, hold=True),
+            "pages": lambda: pages.retrieve([(0, KEYS[:1], [0])]),
+        }[what]()
+        task.send(None)
+        cycle: list[Any] = [task]
+        cycle.append(cycle)
+        del task, cycle
+        link = client._links.current()
+
+        def collect() -> None:
+            with link.channel._lock, client._links._lock:
+                gc.collect()
+
+        thread = threading.Thread(target=collect, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        client.status()  # whatever came of it is taken back behind this
+        assert client.status()["l1"]["leases_by_kind"] == dict.fromkeys(client.status()["l1"]["leases_by_kind"], 0)
+
+
+def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped: Any) -> None:
+    process, name, runtime_dir = stopped
+    client = AsyncClient.connect(name, runtime_dir=runtime_dir, call_timeout_s=60)
+    hung, ended = threading.Event(), []
+
+    async def connected() -> None:
+        while not await client.register_layout(SPACE):
+            await asyncio.sleep(0.02)
+        await client.store(KEYS, [content(key) for key in KEYS], namespace=SPACE)
+
+    async def ask() -> None:
+        into = [bytearray(NBYTES) for _ in KEYS]
+        assert (await client.retrieve(KEYS, into, namespace=SPACE)).hits == len(KEYS)
+        assert [bytes(each) for each in into] == [content(key) for key in KEYS]
+        assert (await client.lookup([b"x" * 32], namespace=SPACE)).hits == 0
+        while not hung.is_set():
+            await asyncio.sleep(0.001)
+        asked = [client.lookup([b"y" * 32], namespace=SPACE, hold=True), client.status(), client.clear(SPACE)]
+        ended.extend(await asyncio.gather(*asked, return_exceptions=True))
+
+    asyncio.run(connected())
+    other = threading.Thread(target=asyncio.run, args=(ask(),))
+    other.start()
+    asyncio.run(connected())
+    process.send_signal(signal.SIGSTOP)
+    hung.set()
+
+    async def close() -> None:
+        await asyncio.sleep(0.05)
+        await client.close()
+
+    asyncio.run(close())
+    other.join(60)
+    assert not other.is_alive()
+    assert ended[0].hits == 0 if not isinstance(ended[0], BaseException) else isinstance(ended[0], CacheError)
+    assert all(isinstance(each, CacheError) for each in ended[1:])
 
 
 def test_a_cancelled_lookup_is_cancelled_at_the_server(stopped: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -38,13 +38,12 @@ R = TypeVar("R", bound=msgspec.Struct)
 Entries = Sequence[PageEntry | tuple[Any, ...]]
 
 
-class _UnderWay(Protocol):
-    def cancel(self) -> None: ...
-
-
-async def _until(done: Callable[[], bool], under_way: _UnderWay) -> None:
-    """Look until it is done, at growing distances. Given up where the task is cancelled: then nothing is written any
-    more."""
+async def _until(
+    done: Callable[[], bool], cancel: Callable[[], object], leave: Callable[[], object] | None = None
+) -> None:
+    """Look until it is done, at growing distances. `cancel` gives it up where the task is cancelled: then nothing is
+    written any more. `leave` does, and takes no lock, where the task is closed or collected without its event loop:
+    that happens inside of any lock."""
     turns, pause_s = 0, _PAUSE_S
     try:
         while not done():
@@ -54,22 +53,68 @@ async def _until(done: Callable[[], bool], under_way: _UnderWay) -> None:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-    except BaseException:  # cancelled, or closed after its event loop has ended
-        under_way.cancel()
+    except GeneratorExit:
+        if leave is not None:
+            leave()
+        raise
+    except BaseException:
+        cancel()
         raise
 
 
-async def _elsewhere(call: Callable[[], T], give_back: Callable[[T], object] | None = None) -> T:
-    """In the loop's executor. A task that is cancelled meanwhile ends when the call has: until then it may write into
-    the caller's memory. `give_back` is called there with a result that nobody gets then."""
+class _Answer(Generic[T]):
+    """What a call in the executor gave, until it is taken. Promises that nobody takes are freed with the client's next
+    call, and leases let go of: a task may be closed or collected without its event loop at any time, and inside of any
+    lock."""
+
+    def __init__(self, client: Client, value: T) -> None:
+        self._client = client
+        self._value = value
+        self._taken = False
+
+    def take(self) -> T:
+        """It is the caller's from now on."""
+        self._taken = True
+        return self._value
+
+    @property
+    def holds(self) -> bool:
+        """Whether the server keeps something for it."""
+        return isinstance(self._value, Lease) or bool(_promises(self._value))
+
+    def give_back(self) -> None:
+        """Nobody gets it. Waits for the server."""
+        value = self.take()
+        if isinstance(value, Lease):
+            value.close()
+        elif promises := _promises(value):
+            self._client.free_lookup_locks(promises)
+
+    def __del__(self) -> None:
+        if not self._taken and (promises := _promises(self._value)):
+            self._client._free_later(promises)
+
+
+def _promises(answer: object) -> Sequence[int]:
+    """The server's numbers of those that this answer made: they have time left. Of any other, somebody has heard
+    before."""
+    if isinstance(answer, LookupResult | CommonHits):
+        return () if answer.promise is None else answer.promise.numbers
+    made = isinstance(answer, LookupReply) and answer.promise and answer.deadline_s > 0
+    return [answer.promise] if made and isinstance(answer, LookupReply) else ()
+
+
+async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
+    """In the loop's executor. A task that is cancelled meanwhile ends when the call has, until when it may write into
+    the caller's memory, and when what it gave has been given back."""
     loop = asyncio.get_running_loop()
-    running = loop.run_in_executor(None, call)
+    running = loop.run_in_executor(None, lambda: _Answer(client, call()))
     try:
-        return await asyncio.shield(running)
+        return (await asyncio.shield(running)).take()
     except asyncio.CancelledError:
         await _ended(running)
-        if not running.cancelled() and running.exception() is None and give_back is not None:
-            await _ended(loop.run_in_executor(None, partial(give_back, running.result())))
+        if not running.cancelled() and running.exception() is None and running.result().holds:
+            await _ended(loop.run_in_executor(None, running.result().give_back))
         raise
 
 
@@ -82,29 +127,12 @@ async def _ended(running: asyncio.Future[Any]) -> None:
             continue  # asked twice: the answer is the same
 
 
-def _free(client: Client, found: LookupResult | CommonHits) -> None:
-    client.free_lookup_locks(found.promise)
-
-
-def _free_made(client: Client, found: LookupReply) -> None:
-    """A promise that has time left was made by this answer; of any other, somebody has heard before."""
-    if found.promise and found.deadline_s > 0:
-        client.free_lookup_locks([found.promise])
-
-
-def _close(client: Client, lease: Lease) -> None:
-    lease.close()
-
-
 def _awaited(
-    method: Callable[Concatenate[Client, P], T], give_back: Callable[[Client, T], object] | None = None
+    method: Callable[Concatenate[Client, P], T],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     @wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await _elsewhere(
-            partial(method, self.client, *args, **kwargs),
-            None if give_back is None else partial(give_back, self.client),
-        )
+        return await _elsewhere(self.client, partial(method, self.client, *args, **kwargs))
 
     return call
 
@@ -112,14 +140,15 @@ def _awaited(
 class AsyncPages:
     """As `Pages`; what waits there is awaited."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, client: Client, pages: Pages) -> None:
         self.pages = pages
+        self._client = client
 
     async def store(self, entries: Entries, *, deadline_s: float | None = None, traceparent: str = "") -> PagesResult:
         """As `Pages.store`. The copies are made in the loop's executor, the commits are awaited."""
         start = partial(self.pages.store_start, entries, deadline_s=deadline_s, traceparent=traceparent)
-        job = await _elsewhere(start)
-        await _until(job.done, job)
+        job = await _elsewhere(self._client, start)
+        await _until(job.done, job.cancel, job.leave)
         return _whole(job.result)
 
     async def retrieve(
@@ -134,7 +163,7 @@ class AsyncPages:
         """As `Pages.retrieve`: threads of the extension copy, and the event loop looks at the job. Of a task that is
         cancelled no thread writes any more when it ends."""
         job = self.pages.retrieve_start(entries, promises=promises, order=order, deadline_s=deadline_s, verify=verify)
-        await _until(job.done, job)
+        await _until(job.done, job.cancel, job.leave)
         return _whole(job.result)
 
     @property
@@ -175,14 +204,14 @@ class AsyncClient:
             return self.client.lookup(keys, namespace=namespace, ask=False, **options)
         if not ask or len(keys) > BATCH_KEYS_MAX:
             call = partial(self.client.lookup, keys, namespace=namespace, ask=ask, **options)
-            return await _elsewhere(call, partial(_free, self.client))
+            return await _elsewhere(self.client, call)
         handle = self.client.lookup_nowait(keys, namespace=namespace, **{"wait_s": 0.0} | options)
-        await _until(lambda: handle.done, handle)
+        await _until(lambda: handle.done, handle.cancel)
         return _whole(handle.result)
 
     def register_pages(self, groups: Sequence[PageGroup]) -> AsyncPages:
         """As `Client.register_pages`, which never waits."""
-        return AsyncPages(self.client.register_pages(groups))
+        return AsyncPages(self.client, self.client.register_pages(groups))
 
     async def store_strided(
         self,
@@ -218,23 +247,23 @@ class AsyncClient:
 
     async def operate(self, companion: str, operation: str, **arguments: Any) -> dict[str, Any]:
         """As `Client.operate`."""
-        return await _elsewhere(partial(self.client.operate, companion, operation, **arguments))
+        return await _elsewhere(self.client, partial(self.client.operate, companion, operation, **arguments))
 
     async def call_operation(self, operation: str, request: msgspec.Struct, reply: type[R]) -> R:
         """As `Client.call_operation`."""
-        return await _elsewhere(partial(self.client.call_operation, operation, request, reply))
+        return await _elsewhere(self.client, partial(self.client.call_operation, operation, request, reply))
 
     async def record_start(self, directory: str | Path, **settings: Any) -> None:
         """As `Client.record_start`."""
-        await _elsewhere(partial(self.client.record_start, directory, **settings))
+        await _elsewhere(self.client, partial(self.client.record_start, directory, **settings))
 
     # One question and one answer, or a copy that lets others run: in the loop's executor.
     store = _awaited(Client.store)
     retrieve = _awaited(Client.retrieve)
     register_layout = _awaited(Client.register_layout)
-    lookup_many = _awaited(Client.lookup_many, _free)
-    prepare_store = _awaited(Client.prepare_store, _close)
-    prepare_retrieve = _awaited(Client.prepare_retrieve, _close)
+    lookup_many = _awaited(Client.lookup_many)
+    prepare_store = _awaited(Client.prepare_store)
+    prepare_retrieve = _awaited(Client.prepare_retrieve)
     free_lookup_locks = _awaited(Client.free_lookup_locks)
     renew = _awaited(Client.renew)
     pin_memory = _awaited(Client.pin_memory)
@@ -250,7 +279,7 @@ class AsyncClient:
     pin_by_id = _awaited(Client.pin_by_id)
     unpin = _awaited(Client.unpin)
     config = _awaited(Client.config)
-    query_prefetch_status = _awaited(Client.query_prefetch_status, _free_made)
+    query_prefetch_status = _awaited(Client.query_prefetch_status)
     query_lookup_hits = _awaited(Client.query_lookup_hits)
     lease_status = _awaited(Client.lease_status)
     get_chunk_size = _awaited(Client.get_chunk_size)

@@ -431,6 +431,10 @@ class Client:
             self._links.free_later(numbers)
             return 0
 
+    def _free_later(self, promises: Sequence[int]) -> None:
+        """With the next call. Takes no lock: a finalizer may call this."""
+        self._links.free_later(promises)
+
     def renew(self, promise: Promise) -> Promise:
         """The same promise with its time begun anew, and with it that of all its slices. Raises `LeaseExpiredError`
         where some of it keeps nothing any more, as it was redeemed, given back, or too old, and `DisconnectedError`. A

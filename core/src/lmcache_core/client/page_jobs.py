@@ -318,6 +318,12 @@ class PagesJob(ABC):
         while not self.done():
             time.sleep(_LOOK_S)
 
+    def leave(self) -> None:
+        """No thread writes to the pages, or reads them, any more, and nothing else is done about it: for whoever may
+        be inside of any lock. What it held is let go of by the client's next call once the job is dropped."""
+        self._given_up = True
+        self._stop_works()
+
     def _begin(self, parts: Sequence[tuple[Any, ...]], by_region: bool, frames: Sequence[Frame], waits: bool) -> Any:
         """Have these copied. Raises as `Occupancy.begin`."""
         ground = self._ground
