@@ -16,10 +16,12 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LimitError
 from lmcache_core.kernel import sessions as kernel_sessions
+from lmcache_core.native import native
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server import lookups
 from lmcache_core.server.server import Server
+from lmcache_core.server.session import Session
 from lmcache_core.tokens.namespace import Namespace
 
 lmcache_fs = pytest.importorskip("lmcache_fs.adapter")
@@ -63,6 +65,28 @@ def test_the_first_lookup_after_a_while_of_silence_waits_as_long_as_it_was_told(
             began_s = time.monotonic()
             client.lookup(keys(1, number), namespace=namespace, wait_s=0.2)
             assert time.monotonic() - began_s >= 0.2
+
+
+@pytest.mark.skipif(native is None, reason="there is no index without the C extension")
+def test_what_tiers_brought_is_in_the_index_before_the_answer_goes_out(
+    with_tier: Server, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, found = keys(8, 0), []
+    send = Session.send
+    with with_tier.connect() as client, with_tier.connect() as other:
+        client.store(wanted, [bytes(namespace.layout.nbytes)] * 8, namespace=namespace)
+        assert all(each.stored for each in client.wait_stored(wanted, namespace=namespace, timeout_s=60))
+        assert other.lookup(wanted, namespace=namespace).hits == 8
+        client.clear(namespace)
+
+        def sending(self: Session, message: Any) -> None:
+            if isinstance(message, m.LookupReply) and message.hits:
+                found.append(other.lookup(wanted, namespace=namespace, ask=False).hits)
+            send(self, message)
+
+        monkeypatch.setattr(Session, "send", sending)
+        assert client.lookup(wanted, namespace=namespace, wait_s=60).hits == 8
+    assert found == [8]
 
 
 def test_lookups_that_have_ended_are_remembered_by_their_keys_not_by_their_number(
@@ -124,7 +148,9 @@ def test_a_client_that_comes_back_while_it_waits_for_hits_is_let_in_and_asks_on(
         link.channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
         while not link.channel.found_lost():
             time.sleep(0.001)
-        assert client.lookup(keys(1, 0), namespace=namespace, hold=True).hits == 1
+        deadline = time.monotonic() + 60
+        while not client.lookup(keys(1, 0), namespace=namespace, hold=True).hits:  # the link is made anew
+            assert time.monotonic() < deadline
         assert client.query_prefetch_status(job).job == job
         assert lease.finish() == [Status.HIT]
         assert with_silent_tier.loop.faults == 0

@@ -44,7 +44,9 @@ from lmcache_core.tiers import l1 as contract
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
 
 if TYPE_CHECKING:
+    from lmcache_core.protocol.messages import Message
     from lmcache_core.server.companions import Companions
+    from lmcache_core.server.session import Session
     from lmcache_core.server.taps import EventTaps
     from lmcache_core.server.tracing import Tracing
     from lmcache_core.tiers.tiering import Tiering
@@ -200,6 +202,12 @@ class L1:
             except Exception:
                 log.exception("somebody was not told of %s", type(effect).__name__)
                 self.counters["apply_faults"] += 1
+
+    def answer(self, session: Session, reply: Message) -> None:
+        """Answer a request that was held back. What the kernel has decided by now is carried out first: whoever hears
+        of an object finds it in the index."""
+        self.apply()
+        session.send(reply)
 
     def _show(self, effect: Effect) -> None:
         """Those who only listen."""

@@ -273,14 +273,14 @@ class Lookups:
             reply: Message = self._look_again(wait.session, wait, wait.rid, hold=wait.request.hold, pin=True)
         except CacheError as error:  # meanwhile the session has come to hold as many leases as it may, say
             reply = error_reply(wait.rid, error)
-        wait.session.send(reply)
+        self._l1.answer(wait.session, reply)
 
     def _answer_hits(self, wait: Wait) -> None:
         queries, wait.hits_queries = wait.hits_queries, ()
         self._asking.pop(wait, None)
         for session, rid in queries:
             if session.peer is not None:  # of one that is lost, or has ended, nobody listens, and the kernel knows none
-                session.send(self._look_again(session, wait, rid, hold=False))
+                self._l1.answer(session, self._look_again(session, wait, rid, hold=False))
 
     def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> LookupReply:
         """`session`: who asks now, which may be a later one of the client whose lookup it was."""

@@ -167,8 +167,7 @@ class StoreWaits:
     def _answer(self, wait: _Wait) -> None:
         self._forget(wait)
         self.waited_in_vain += Grant.FULL in wait.grants.statuses
-        self._l1.apply()  # slots are marked before anyone hears of them
-        wait.session.send(granted(wait.rid, wait.grants, self._l1.clock.now))
+        self._l1.answer(wait.session, granted(wait.rid, wait.grants, self._l1.clock.now))
 
     def _forget(self, wait: _Wait) -> None:
         del self._waits[wait]
