@@ -108,6 +108,26 @@ def test_nothing_is_stored_until_a_failed_step_is_confirmed(rank: Rank) -> None:
     assert rank.side.counters.take()["save_blocks"] == count
 
 
+@pytest.mark.parametrize("ended", [[1, 2], [1], [2]], ids=["all", "one did not end", "one did not begin"])
+def test_nothing_is_stored_after_a_step_that_was_not_computed_to_its_end(rank: Rank, ended: list[int]) -> None:
+    side = rank.side
+    for number in {1, 2} if 1 in ended else {2}:
+        side.begin_step(Step(HASHING, number=number))
+        if number in ended:
+            side.end_step(Step(HASHING, number=number))
+    last = Step(HASHING, number=3, saves=blocks(rank, [1, 2, 3, 4]))
+    side.begin_step(last)
+    side.end_step(last)
+    for each in side._saving:
+        each.job.wait()
+    side.save(Step(HASHING))
+    figures, count = side.counters.take(), 4 * len(rank.memory)
+    if len(ended) == 2:
+        assert figures["save_blocks"] == count
+    else:
+        assert figures == {"save_tainted_blocks": count}
+
+
 class Slow:
     """A processor on which every save takes a second and a half, and a clock that the test moves."""
 

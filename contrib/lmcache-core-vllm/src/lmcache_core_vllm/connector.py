@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | None = None
         self._rank: RankFacts | None = None
         self._invalid: set[int] = set()
+        self._handled: BaseException | None = None  # by whoever runs the engine, when a step begins
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._settings,
@@ -180,6 +182,18 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """What the scheduler's side needs to know of this worker."""
         return None if self._rank is None else RankHandshake(self._rank)
 
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exception()
+        if self._worker is not None:
+            self._worker.begin_step(connector_metadata.step)
+
+    @property
+    def _step_fails(self) -> bool:
+        """Whether an exception ends the step: vLLM comes to its end then, too, with blocks that were not computed."""
+        return sys.exception() is not self._handled
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
         if self._worker is not None:
@@ -194,15 +208,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Nothing: a step's blocks are read together, at its end."""
 
     def wait_for_save(self) -> None:
-        """The step has been computed: read what it made, after the last of what it needed."""
-        if self._worker is not None:
-            step = self._get_connector_metadata().step
-            self._worker.end_step_loads(step)
-            self._worker.save(step)
+        """The step has been computed."""
+        if self._worker is not None and not self._step_fails:
+            self._worker.end_step(self._get_connector_metadata().step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads between steps that have ended, each told of once, and those of them that failed."""
-        if self._worker is None:
+        """Loads between steps that have ended, each told of once, and those of them that failed. Of a step that fails
+        nobody hears anything, so it tells nothing."""
+        if self._worker is None or self._step_fails:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._get_connector_metadata().step.idle
         arrived = self._worker.arrived(finished_req_ids, idle)

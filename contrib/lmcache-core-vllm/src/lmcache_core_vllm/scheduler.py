@@ -85,6 +85,7 @@ class SchedulerSide:
         self._returns = Returns(client)
         self._step_loads: deque[list[Tracked]] = deque([[]])  # whose loads each step waits for; the last one is to come
         self._epoch = 0
+        self._steps = 0  # made so far
         self._waited_s = 0.0  # in this step
         self._patience = Patience(config.retry_s, clock)
         self._step_tokens = boundary_step(groups)
@@ -222,7 +223,8 @@ class SchedulerSide:
     def step(self, output: Any) -> Step:
         """What the workers are to do in the step that vLLM's `SchedulerOutput` describes."""
         self._waited_s = 0.0
-        made = Step(self._hashing(), self._epoch, idle=not output.total_num_scheduled_tokens)
+        self._steps += 1
+        made = Step(self._hashing(), self._epoch, self._steps, idle=not output.total_num_scheduled_tokens)
         made.loads, self._pending = self._pending, []
         self._give_back_ended()
         if self._saves and self._namespaces:

@@ -30,11 +30,12 @@ class Load:
 
 @dataclass
 class Step:
-    """One step. `epoch`: grows when the scheduler has heard of a load that failed within a step. `idle`: no tokens are
-    computed in it."""
+    """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler has heard of a
+    load that failed within a step. `idle`: no tokens are computed in it."""
 
     hashing: Hashing
     epoch: int = 0
+    number: int = 0
     idle: bool = False
     loads: list[Load] = field(default_factory=list)
     saves: list[Blocks] = field(default_factory=list)

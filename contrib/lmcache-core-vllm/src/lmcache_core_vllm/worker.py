@@ -93,10 +93,34 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._arrived = Arrived()
         self._tainted_epoch = -1
+        self._step_number = 0  # of the last step that began
+        self._step_is_open = False
+        self._unsound = False  # some step was not computed to its end
         self._patience = Patience(config.retry_s, clock)
         self._cpu_clock = cpu_clock
         self._share = CpuShare(config.store_cpu_share, clock)
         self.counters = Counters()
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        """The engine is about to compute it. One that did not end, or did not even begin, was interrupted or failed: the
+        scheduler takes for computed what was not, and all that stands on it. So nothing is stored from now on."""
+        if self._step_is_open or step.number != self._step_number + 1:
+            if not self._unsound:
+                log.warning(
+                    "a step of the engine was interrupted, or has failed: its blocks may hold anything, so nothing "
+                    "more of this engine is stored until it is started anew"
+                )
+            self._unsound = True
+            self.end_step_loads(step)
+        self._step_number, self._step_is_open = step.number, True
+
+    def end_step(self, step: Step) -> None:
+        """It has been computed: read what it made, after the last of what it needed."""
+        self.end_step_loads(step)
+        self.save(step)
+        self._step_is_open = False
 
     # --- loads --------------------------------------------------------------------------------------------------
 
@@ -208,7 +232,7 @@ class WorkerSide:
         if not step.saves or not self._rank.stores:
             return
         count = sum(len(blocks.hashes) for blocks in step.saves)
-        if step.epoch <= self._tainted_epoch:
+        if self._unsound or step.epoch <= self._tainted_epoch:
             self.counters.add("save_tainted_blocks", count)
             return
         if self._patience.over or len(self._saving) >= self._config.saves_in_flight:

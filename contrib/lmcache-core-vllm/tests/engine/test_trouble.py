@@ -73,6 +73,67 @@ def test_nothing_that_was_computed_over_blocks_that_failed_is_stored(plain: Engi
     assert asked(plain, cached, tokens) >= 8 * BLOCK  # and what was computed again is there now
 
 
+# The third layer of the model fails once, or somebody interrupts it, and the engine is asked to go on.
+FAILS = """
+layer = core.model_executor.driver_worker.model_runner.model.model.layers[2]
+forward = layer.forward
+def failing(*args, **kwargs):
+    layer.forward = forward
+    raise {error}('in the middle of a step')
+layer.forward = failing
+try:
+    generate({prompts!r})
+except {error}:
+    said = 'failed'
+"""
+ABORTS = """
+llm.llm_engine.abort_request([*core.scheduler.requests], internal=True)
+for _ in range(100):
+    if core.scheduler.has_requests(): llm.llm_engine.step()
+said = core.scheduler.has_requests()
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", pytest.param("RuntimeError", marks=pytest.mark.slow)])
+def test_nothing_of_a_step_that_failed_is_stored_nor_what_is_computed_after_it(
+    plain: Engine, start: Callable[..., Engine], llama: Path, server: Server, error: str
+) -> None:
+    """vLLM takes the blocks of such a step for computed, finds them in its own prefix cache, and goes on from there."""
+    settings = server.settings(salt=error)
+    failing, tokens = start(llama, settings, max_num_batched_tokens=512), prompt(60, 1500)
+    assert failing.run(FAILS.format(error=error, prompts=[tokens])) == "failed"
+    assert failing.run(ABORTS) is False
+    failing.generate(tokens)
+    failing.saved()
+    figures = failing.figures()
+    assert "save_blocks" not in figures
+    assert figures["save_tainted_blocks"] > 0
+    failing.end()
+    another = start(llama, settings)
+    assert asked(plain, another, tokens) == 0
+    another.end()
+
+
+@pytest.mark.slow
+def test_a_load_that_ends_in_a_step_that_fails_is_told_of_in_the_next(
+    plain: Engine, start: Callable[..., Engine], llama: Path, server: Server
+) -> None:
+    tokens, computed = prompt(61, 1100), prompt(62, 400)
+    failing = start(llama, server.settings(salt="told"), max_num_batched_tokens=512)
+    stored(plain, failing, tokens)
+    failing.run("begin = worker.start_loads")
+    failing.run(
+        "def ended(step):\n"
+        "    begin(step)\n"
+        "    for each in worker._loading.values(): each.job.wait()\n"
+        "worker.start_loads = ended"
+    )
+    assert failing.run(FAILS.format(error="RuntimeError", prompts=[tokens, computed])) == "failed"
+    assert failing.run(ABORTS) is False  # vLLM keeps the blocks of a request until it is told that its load has ended
+    assert failing.run("said = [len(worker._loading), len(core.scheduler.requests)]") == [0, 0]
+    failing.end()
+
+
 def test_a_request_that_is_aborted_while_it_loads_leaves_the_engine_well(plain: Engine, cached: Engine) -> None:
     tokens = prompt(3, 1100)
     stored(plain, cached, tokens)
