@@ -48,6 +48,7 @@ class SilentClient:
     tokens: int = 0
     asked: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    wants_blocks: bool = False
 
     def register_layout(self, namespace: Any) -> bool:
         return True

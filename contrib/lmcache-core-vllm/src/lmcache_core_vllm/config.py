@@ -28,7 +28,8 @@ class ConnectorConfig:
     `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
     owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep
     busy on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
-    "always". `copy_threads`: as `Client.connect` takes it.
+    "always". `copy_threads`: as `Client.connect` takes it. `report_token_ids`: where the server publishes KV
+    events, give it the tokens of each block beside its hash. They are content.
     """
 
     server: str = "default"
@@ -47,6 +48,7 @@ class ConnectorConfig:
     store_cpu_share: float = 0.1
     verify: str = "never"
     copy_threads: int = 0
+    report_token_ids: bool = False
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ConnectorConfig:

@@ -24,6 +24,7 @@ FIGURES = {
     "save_dropped_blocks": "Blocks that were not offered, because the server was slow or away",
     "save_paced_blocks": "Blocks that were not offered, because saves had used up their share of the processor",
     "save_tainted_blocks": "Blocks that were not offered, because a load had failed in their step",
+    "report_dropped_blocks": "Blocks of which the server was not told, for routers, because it was slow",
 }
 
 

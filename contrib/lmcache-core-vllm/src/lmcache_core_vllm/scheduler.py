@@ -18,9 +18,10 @@ from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.groups import Group, Kind, boundary_step
 from lmcache_core_vllm.lookups import Bounds, Found, Lookup, Question
+from lmcache_core_vllm.messages import Messages
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
-from lmcache_core_vllm.returns import Returns
+from lmcache_core_vllm.reports import Reports
 from lmcache_core_vllm.steps import Blocks, Load, Step
 
 log = logging.getLogger("vllm.lmcache_core")
@@ -37,6 +38,8 @@ class Request(Protocol):
     num_prompt_tokens: int
     num_computed_tokens: int
     block_hashes: Sequence[bytes]
+    all_token_ids: Sequence[int]
+    lora_request: Any
     skip_reading_prefix_cache: bool
 
 
@@ -82,7 +85,8 @@ class SchedulerSide:
         self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
-        self._returns = Returns(client)
+        self._messages = Messages(client)
+        self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
         self._step_loads: deque[list[Tracked]] = deque([[]])  # whose loads each step waits for; the last one is to come
         self._epoch = 0
         self._steps = 0  # made so far
@@ -116,7 +120,7 @@ class SchedulerSide:
             return None, False
         tokens = max(0, found.boundary - computed)
         if not tokens and found.promises:
-            self._returns.give_back(found.numbers)
+            self._messages.give_back(found.numbers)
             tracked.found = found._replace(promises=())
         return tokens, bool(tokens) and not self._waits
 
@@ -133,7 +137,7 @@ class SchedulerSide:
 
     def _forget_answer(self, tracked: Tracked) -> None:
         if tracked.found is not None:
-            self._returns.give_back(tracked.found.numbers)
+            self._messages.give_back(tracked.found.numbers)
             tracked.found = None
 
     def _ask(self, tracked: Tracked, computed: int) -> Found | None:
@@ -166,11 +170,11 @@ class SchedulerSide:
             self._waited_s += self._clock() - began
         if lookup.done:
             self._patience.answered()
-            self._returns.give_back(lookup.outdated)
+            self._messages.give_back(lookup.outdated)
             return lookup.found
         if self._clock() - lookup.began_s <= self._config.lookup_timeout_s:
             return None
-        self._returns.give_back(lookup.cancel())
+        self._messages.give_back(lookup.cancel())
         self._patience.waited_in_vain()
         self.counters.add("lookup_timeouts")
         return lookup.by_index
@@ -204,6 +208,7 @@ class SchedulerSide:
             hashes = group.block_hashes(request.block_hashes, first, end)
             ids = list(block_ids[group.number][first:end])
             blocks.append(Blocks(group.number, hashes, ids, found.promises_of(group, first, end)))
+            self._report(request, group, range(first, end))
             tracked.saved[group.number] = end
         tracked.loading = not self._waits
         self._forget_load(tracked)
@@ -266,7 +271,12 @@ class SchedulerSide:
             there = [at for at, block in enumerate(ids) if block]  # what has left the window is block 0
             if there:
                 made.append(Blocks(group.number, [hashes[at] for at in there], [ids[at] for at in there]))
+                self._report(request, group, [first + at for at in there])
         return made
+
+    def _report(self, request: Request, group: Group, blocks: Sequence[int]) -> None:
+        namespace = self._namespaces[0][group.number]
+        self.counters.add("report_dropped_blocks", self._reports.tell(request, group, blocks, namespace))
 
     @staticmethod
     def _had(request: Request, group: Group) -> int:
@@ -286,6 +296,7 @@ class SchedulerSide:
                 hashes = tracked.request.block_hashes
                 if block < group.hashed_blocks(hashes) and self._wanted(tracked.request, boundary):
                     made.append(Blocks(number, group.block_hashes(hashes, block, block + 1), [block_id]))
+                    self._report(tracked.request, group, [block])
         return made
 
     def _wanted(self, request: Request, boundary: int) -> bool:
@@ -316,7 +327,7 @@ class SchedulerSide:
 
     def _forget_load(self, tracked: Tracked) -> None:
         if tracked.loaded is not None:
-            self._returns.give_back(tracked.loaded.numbers)
+            self._messages.give_back(tracked.loaded.numbers)
             tracked.loaded = None
 
     def _veto(self, request_id: str) -> None:
@@ -343,7 +354,7 @@ class SchedulerSide:
 
     def _let_go(self, tracked: Tracked) -> None:
         if tracked.lookup is not None:
-            self._returns.give_back(tracked.lookup.cancel())
+            self._messages.give_back(tracked.lookup.cancel())
         self._forget_answer(tracked)
         self._forget_load(tracked)
 
@@ -362,7 +373,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             if tracked.lookup is not None:
                 tracked.lookup.cancel()
-        self._returns.close()
+        self._messages.close()
         self._client.close()
 
     def _tracked(self, request: Request) -> Tracked:

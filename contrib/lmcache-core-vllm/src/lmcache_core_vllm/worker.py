@@ -104,8 +104,8 @@ class WorkerSide:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """The engine is about to compute it. One that did not end, or did not even begin, was interrupted or failed: the
-        scheduler takes for computed what was not, and all that stands on it. So nothing is stored from now on."""
+        """The engine is about to compute it. One that did not end, or did not even begin, was interrupted:
+        the scheduler takes for computed what was not, and all that stands on it. So nothing is stored from now on."""
         if self._step_is_open or step.number != self._step_number + 1:
             if not self._unsound:
                 log.warning(

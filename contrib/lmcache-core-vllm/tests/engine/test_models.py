@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, Server, prompt, save_model, until
+from vllm_engines import Engine, Server, prompt, save_adapter, save_model, until
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # vLLM 0.32 computes latent attention on the CPU without prefixes of its own: behind one its answers are others, also
@@ -182,27 +182,6 @@ def second_answer(engine: Engine, connector: str, tokens: list[int]) -> dict[str
 
     until(again)
     return found[0]
-
-
-def save_adapter(folder: Path, seed: int) -> str:
-    """A random adapter of the queries and values of `save_model`'s Llama."""
-    import json
-
-    import torch
-    from safetensors.torch import save_file
-
-    torch.manual_seed(seed)
-    folder.mkdir()
-    weights = {}
-    for layer in range(4):
-        for name, out in (("q_proj", 256), ("v_proj", 128)):
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(8, 256)
-            weights[f"{at}.lora_B.weight"] = torch.randn(out, 8)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
-    return str(folder)
 
 
 @pytest.mark.slow

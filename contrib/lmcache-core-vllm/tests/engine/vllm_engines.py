@@ -137,6 +137,25 @@ def save_model(folder: Path, kind: str, **changes: Any) -> Path:
     return folder
 
 
+def save_adapter(folder: Path, seed: int) -> str:
+    """A random adapter of the queries and values of `save_model`'s Llama."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    folder.mkdir()
+    weights = {}
+    for layer in range(4):
+        for name, out in (("q_proj", 256), ("v_proj", 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{at}.lora_A.weight"] = torch.randn(8, 256)
+            weights[f"{at}.lora_B.weight"] = torch.randn(out, 8)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM"}))
+    return str(folder)
+
+
 class Server:
     """`lmcache-core serve` under a name of its own, to be killed and started again."""
 

@@ -194,6 +194,11 @@ class AsyncClient:
         """As `Client.why_unreachable`."""
         return self.client.why_unreachable
 
+    @property
+    def wants_blocks(self) -> bool:
+        """As `Client.wants_blocks`."""
+        return self.client.wants_blocks
+
     async def lookup(
         self, keys: Sequence[bytes], *, namespace: Namespace, ask: bool = True, **options: Any
     ) -> LookupResult:

@@ -140,6 +140,13 @@ class Client:
         """Why the server cannot be reached, in words; empty while it can, and before anything was asked of it."""
         return self._links.why_unreachable
 
+    @property
+    def wants_blocks(self) -> bool:
+        """Whether the server asks which of an engine's blocks objects hold (`report_block_allocation`); False while
+        there is none. Makes no call."""
+        link = self._links.look()
+        return link is not None and link.wants_blocks and not link.channel.lost
+
     # --- whole operations ---------------------------------------------------------------------------------
 
     def register_layout(self, namespace: Namespace) -> bool:
@@ -632,7 +639,8 @@ class Client:
     def report_block_allocation(self, keys: Sequence[bytes], blocks: EngineBlocks, *, namespace: Namespace) -> int:
         """Say which of an engine's blocks these keys hold, in the order of a prefix, so that routers which hear the
         server's KV events learn it. Before or after the store; for objects that are on tiers, too. Of how many keys
-        somebody is told: 0 where nobody asks, and nothing need be reported for now.
+        somebody is told: 0 where nobody asks, and nothing need be reported for now; `wants_blocks` says that without a
+        call.
 
         Raises `UsageError` where `blocks` does not have as many hashes for each key.
         """

@@ -94,6 +94,7 @@ class Link:
         self.session = welcome.session
         self.row = welcome.row
         self.uid = welcome.uid  # of the server
+        self.wants_blocks = m.WANTS_BLOCKS in welcome.capabilities  # of engines, by `ReportBlocks`
         self.companions = welcome.companions  # name → what it has for workers
         self._takes_traces = m.TRACES in welcome.capabilities
         self._trace = trace

@@ -8,12 +8,15 @@ import msgspec
 
 from lmcache_core.protocol.requests import Message
 
+WANTS_BLOCKS = "wants_blocks"  # capability of a server: somebody asks which blocks of engines its objects hold
+
 
 class Welcome(Message, tag="welcome"):
     """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
     each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon. `uid`: the
     server's, as it stands in the name of the pool's segment. `companions`: by name, what each of them has for
-    workers. `capabilities`: `TRACES`, where it takes the traces that requests belong to."""
+    workers. `capabilities`: `TRACES`, where it takes the traces that requests belong to, and
+    `WANTS_BLOCKS`."""
 
     rid: int
     version: int

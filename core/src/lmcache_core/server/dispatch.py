@@ -199,7 +199,7 @@ class Dispatch:
             settings.chunk_tokens,
             settings.lease.write_ttl_s,
             settings.lease.read_ttl_s,
-            [] if self._l1.tracing is None else [m.TRACES],
+            self._capabilities(),
             uid=os.geteuid(),
             companions=self._companions.offers(),
         )
@@ -211,6 +211,13 @@ class Dispatch:
         finally:
             os.close(fd)
         return None
+
+    def _capabilities(self) -> list[str]:
+        """What a client need not ask for, or say, in vain."""
+        said = [] if self._l1.tracing is None else [m.TRACES]
+        if self._l1.taps is not None and self._l1.taps.wants_blocks:
+            said.append(m.WANTS_BLOCKS)
+        return said
 
     def _attach(self, session: Session, request: m.Attach) -> m.Message:
         held = self._sessions.attach(session, request.row, request.nonce, request.held, self._l1.clock.now)

@@ -1,0 +1,68 @@
+"""Which of the engine's blocks are in the cache, for routers: they know vLLM's hashes, and none of the cache's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from lmcache_core.client.client import Client
+from lmcache_core.client.engine_blocks import EngineBlocks
+from lmcache_core.tokens.namespace import Namespace
+from lmcache_core_vllm.groups import Group
+from lmcache_core_vllm.messages import Messages
+from lmcache_core_vllm.namespaces import Hashing
+
+
+class Hashed(Protocol):
+    """What is looked at of vLLM's request."""
+
+    block_hashes: Sequence[bytes]
+    all_token_ids: Sequence[int]
+    lora_request: Any
+
+
+class Reports:
+    """Tells the server, if it asks, under which of vLLM's hashes blocks are stored, or were found. One rank's objects
+    stand for those of all ranks."""
+
+    def __init__(self, client: Client, messages: Messages, hashing: Callable[[], Hashing], token_ids: bool) -> None:
+        """`token_ids`: say the tokens of each block, too. They are content."""
+        self._client = client
+        self._messages = messages
+        self._hashing = hashing
+        self._token_ids = token_ids
+
+    def tell(self, request: Hashed, group: Group, blocks: Sequence[int], namespace: Namespace) -> int:
+        """These blocks of the request, in order, are in the cache now, or will be. How many the server is not told of,
+        as it is too far behind."""
+        if not self._client.wants_blocks:
+            return 0
+        untold = 0
+        for run in _runs(blocks):
+            hashes = group.block_hashes(request.block_hashes, run.start, run.stop)
+            keys = self._hashing().keys(hashes, namespace)
+            if not self._messages.report(keys, self._described(request, group, run, hashes), namespace):
+                untold += len(run)
+        return untold
+
+    def _described(self, request: Hashed, group: Group, run: range, hashes: Sequence[bytes]) -> EngineBlocks:
+        tokens, lora = group.block_tokens, request.lora_request
+        before = group.block_hashes(request.block_hashes, run.start - 1, run.start) if run.start else ()
+        return EngineBlocks(
+            hashes,
+            tokens,
+            before[0] if before else None,
+            None if lora is None else lora.adapter_id,
+            None if lora is None else lora.name,
+            group.number,
+            list(request.all_token_ids[run.start * tokens : run.stop * tokens]) if self._token_ids else (),
+        )
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[range]:
+    """Blocks that follow each other."""
+    first = 0
+    for at in range(1, len(blocks) + 1):
+        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
+            yield range(blocks[first], blocks[at - 1] + 1)
+            first = at
