@@ -54,16 +54,29 @@ NATIVE = ["tests/native", "tests/tokens", "tests/client/test_hits.py", "tests/cl
 NATIVE_BUILDS = ["test_build.py", "test_programs.py", "test_hunt.py"]
 
 
+# The CPU's torch is a wheel of 200 MB; PyPI's own brings the libraries of CUDA.
+TORCH_COMES = (
+    "torch and transformers are downloaded first, once: minutes. The index https://download.pytorch.org/whl/cpu "
+    "(PIP_EXTRA_INDEX_URL) has a torch without CUDA, of 200 MB; `nox -s demo -- --model none` needs neither of the two"
+)
+
+
 def pyproject(path: Path) -> dict[str, Any]:
     return tomllib.loads((path / "pyproject.toml").read_text())
 
 
 def install(
-    session: nox.Session, *packages: Path, extras: str = "", tools: tuple[str, ...] = (), native: str | None = None
+    session: nox.Session,
+    *packages: Path,
+    extras: str = "",
+    tools: tuple[str, ...] = (),
+    native: str | None = None,
+    quiet: bool = True,
 ) -> None:
     """Core and local packages, in one call so that they find each other, under the repository's constraints.
 
-    `native`: LMCACHE_CORE_NATIVE, whether core's C extension is built; without it, what the environment says.
+    `native`: LMCACHE_CORE_NATIVE, whether core's C extension is built; without it, what the environment says. `quiet`:
+    False shows what pip downloads, where that takes minutes.
     """
     native = native or os.environ.get("LMCACHE_CORE_NATIVE", "")
     ours = [wheel(session, path, native) for path in (CORE, *packages)]
@@ -75,7 +88,9 @@ def install(
             return  # nox -R: the environment as it is
         noted.unlink()
     local = [f"{path}{extras if path is ours[0] else ''}" for path in ours]
-    session.install("-q", "-c", str(ROOT / "constraints.txt"), *local, *tools)
+    session.install(
+        *(["-q"] if quiet else []), "-c", str(ROOT / "constraints.txt"), *local, *tools, silent=None if quiet else False
+    )
     noted.write_text(said)
 
 
@@ -133,9 +148,47 @@ def installable() -> list[Path]:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job on real input: a model's second prompt skips its prefill, whatever is killed meanwhile."""
-    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-transformers"], extras="[cli,demo]")
+    """The main job on real input: a model's second prompt skips its prefill, whatever is killed meanwhile.
+
+    `-- --model none` needs no torch: attention in numpy stands in for the model. `-- --json` for machines.
+    """
+    ours = [PACKAGES["lmcache-fs"], PACKAGES["lmcache-transformers"]]
+    if "none" in session.posargs or "--model=none" in session.posargs:
+        install(session, *ours, extras="[cli]", tools=("numpy>=1.26",))
+    else:
+        if not list(Path(session.virtualenv.location).glob("lib/*/site-packages/torch")):
+            session.log(TORCH_COMES)
+        install(session, *ours, extras="[cli,demo]", quiet=False)
     session.run("lmcache-core", "demo", *session.posargs)
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """The picture of the demo's table that README shows, of a run on this machine."""
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-transformers"], extras="[cli,demo]", quiet=False)
+    found = Path(session.create_tmp(), "demo.json")
+    with found.open("w") as out:
+        session.run("lmcache-core", "demo", "--json", "--model", "llama", stdout=out, stderr=None)
+    session.run("python", "tools/pictures.py", "demo", str(found))
+
+
+@nox.session
+def badges(session: nox.Session) -> None:
+    """README's badges, of what is measured here: core's tests, what they cover, the kit's card of our adapters."""
+    needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
+    tools = (*TEST_TOOLS, *sorted(needs), "coverage>=7.6")
+    install(session, *installable(), extras="[cli,torch,testing]", tools=tools, native="require")
+    results, folder = Path("build/badges"), session.create_tmp()
+    results.mkdir(parents=True, exist_ok=True)
+    counted = {"COVERAGE_FILE": str(Path(folder, "coverage"))}
+    junit, covered, card = (str(results / name) for name in ("tests.xml", "coverage.json", "adapters.json"))
+    pytest = ["pytest", "-q", "--timeout=300", "-p", "no:cacheprovider"]
+    chosen = ["-m", "not slow", f"--junitxml={junit}", "core/tests", f"--ignore={CORE / NATIVE[0]}"]
+    session.run("coverage", "run", "-m", *pytest, *chosen, *session.posargs, env=counted)
+    session.run("coverage", "combine", "-q", env=counted)
+    session.run("coverage", "json", "-q", "-o", covered, env=counted)
+    session.run("python", "-m", *pytest, f"--kit-card={card}", "tests/conformance/test_adapters.py")
+    session.run("python", "tools/pictures.py", "badges", junit, covered, card)
 
 
 @nox.session
@@ -406,11 +459,95 @@ def lowest(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "-m", "not slow", "core/tests", *session.posargs)
 
 
+NEXT = "3.14"  # a Python that no machine of ours has
+SUITE = "sid"  # of Debian, which has it
+
+
+@nox.session
+def next_python(session: nox.Session) -> None:
+    """Core's tests under Python 3.14, which Debian's next release has: in a chroot by debootstrap, kept between runs.
+
+    By flag: it needs root, debootstrap and a mirror; a minute and 600 MB for the chroot. Wheels are carried into it.
+    """
+    root = Path(session.cache_dir, f"{SUITE}-{NEXT}")
+    if not (root / "usr/bin" / f"python{NEXT}").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        include = f"--include=python{NEXT}-venv,python{NEXT}-dev,gcc,libc6-dev"
+        session.run("debootstrap", "--variant=minbase", include, SUITE, str(root), external=True, silent=True)
+    for folder in ("wheels", "source"):
+        shutil.rmtree(root / folder, ignore_errors=True)
+    tools = [*TEST_TOOLS, *test_requirements(CORE)]
+    wanted = [*pyproject(CORE)["project"]["dependencies"], *tools, *pyproject(CORE)["build-system"]["requires"]]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(17, 37)] + ["manylinux2014_x86_64"]
+    target = ["--python-version", NEXT, "--implementation", "cp", "--only-binary", ":all:"]
+    session.install("-q", "pip")
+    session.run(
+        *("python", "-m", "pip", "download", "-q", "-d", str(root / "wheels"), *target),
+        *(word for each in platforms for word in ("--platform", each)),
+        *wanted,
+    )
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
+    shutil.copytree(CORE, root / "source/core", ignore=ignored)
+    for name in ("pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / name, root / "source" / name)
+    python, named = "/venv/bin/python", " ".join(f"'{each}'" for each in tools)
+    chosen = " ".join(session.posargs) or "core/tests"
+    inside = f"""set -e
+mount --rbind /proc {root}/proc && mount --rbind /dev {root}/dev
+cat > {root}/run.sh <<'END'
+set -e
+export HOME=/root TMPDIR=/tmp LMCACHE_CORE_NATIVE=require
+python{NEXT} -m venv --clear /venv
+{python} -m pip install -q --no-index --find-links /wheels setuptools
+{python} -m pip install -q --no-index --find-links /wheels --no-build-isolation /source/core {named}
+cd /source
+exec {python} -m pytest -q --timeout=300 -m 'not slow' -p no:cacheprovider {chosen}
+END
+exec chroot {root} /bin/sh /run.sh"""
+    session.run("unshare", "--mount", "sh", "-c", inside, external=True)
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """Known faults in all that comes along with our packages, as PyPI has them: by flag, it asks the network.
+
+    Torch, transformers and vLLM are an engine's, and not looked at.
+    """
+    install(session, *installable(), extras="[all,testing,plot]")
+    frozen = str(session.run("python", "-m", "pip", "freeze", "--all", silent=True))
+    theirs = [line for line in frozen.splitlines() if "==" in line and not line.startswith("lmcache")]
+    listed = Path(session.create_tmp(), "comes-along.txt")
+    listed.write_text("\n".join(theirs) + "\n")
+    session.log(f"{len(theirs)} distributions")
+    session.install("-q", "pip-audit>=2.7")
+    asked = ["--requirement", str(listed), "--no-deps", "--disable-pip", "--vulnerability-service", "pypi"]
+    # Strict: what PyPI does not answer for is a failure, and not "no known vulnerabilities".
+    session.run("pip-audit", "--strict", "--progress-spinner", "off", *asked, *session.posargs)
+
+
 @nox.session
 def deploy(session: nox.Session) -> None:
     """The systemd unit, the manifests, and server and engines in namespaces of their own, as containers are."""
     install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, "kubernetes-validate>=1.30"))
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "contrib/deploy", "tests/containers", *session.posargs)
+
+
+IN_THE_IMAGE = [f"lmcache-{name}" for name in ("http", "fs", "redis", "s3", "compress", "crypto", "policies")]
+
+
+@nox.session
+def image(session: nox.Session) -> None:
+    """The container image, built by Debian's buildah, measured and run: needs buildah, mmdebstrap and Python 3.11."""
+    install(session, tools=(*TEST_TOOLS, "pyyaml>=6"))
+    wheels = Path(session.create_tmp(), "dist")
+    shutil.rmtree(wheels, ignore_errors=True)
+    ours = [wheel(session, path, "require") for path in (CORE, *(PACKAGES[name] for name in IN_THE_IMAGE))]
+    said = [f"{ours[0]}[cli,metrics]", *map(str, ours[1:])]
+    said.append("async-timeout")  # redis asks for it before Python 3.11.3
+    session.run("python", "-m", "pip", "download", "-q", "--only-binary", ":all:", "-d", str(wheels), *said)
+    env = {"LMCACHE_CORE_IMAGE_WHEELS": str(wheels)}
+    tests = "contrib/deploy/tests/test_image.py"
+    session.run("python", "-m", "pytest", "-q", "-rP", "--timeout=1800", tests, *session.posargs, env=env)
 
 
 @nox.session

@@ -69,7 +69,49 @@ def test_files_of_others_stand_on_the_page_with_their_licence_beside_them() -> N
     assert "src/lmcache_http/page/uplot/LICENSE" in project["license-files"]
 
 
+def rows(of: int) -> dict[str, list[str]]:
+    """The cells of a table of the page, by what is in its first column."""
+    tables = PAGE.read_text().split("## What builds and tests it")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables[of].splitlines() if "|" in line]
+    return {cells[0].strip("`"): cells[1:] for cells in lines if cells[0].startswith("`")}
+
+
+def strings(tree: ast.AST) -> set[str]:
+    return {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def tools() -> set[str]:
+    """What the sessions of noxfile.py install by name, and the packages for their own tests."""
+    tree = ast.parse((ROOT / "noxfile.py").read_text())
+    lists = [
+        each for each in ast.walk(tree) if isinstance(each, ast.Assign) and "TOOLS" in ast.unparse(each.targets[0])
+    ]
+    found = {word for each in lists for word in strings(each.value)}  # without a version, some of them
+    found |= {word for word in strings(tree) if re.fullmatch(r"[a-z][\w.-]*(\[\w+\])?[<>=]=[\w.,<>=]+", word)}
+    for path in PACKAGES.values():
+        project = tomllib.loads((path / "pyproject.toml").read_text())
+        found |= set(project.get("dependency-groups", {}).get("test", []))
+    return {re.split(r"[<>=!~\[; ]", each, maxsplit=1)[0] for each in found}
+
+
 def test_the_page_has_every_dependency_and_no_other() -> None:
-    told = set(re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE))
     wanted = {each for path in PACKAGES.values() for each in requirements(path) if not OURS.match(each)}
-    assert told == wanted
+    assert rows(0).keys() == wanted
+
+
+def test_the_page_says_of_every_dependency_its_licence_who_asks_why_and_what_else_there_is() -> None:
+    assert not [name for name, cells in rows(0).items() if len(cells) != 4 or not all(cells)]
+
+
+def test_the_page_has_every_tool_and_no_other() -> None:
+    assert rows(1).keys() == tools()
+
+
+def test_who_asks_is_who_the_page_says() -> None:
+    for name, cells in rows(0).items():
+        for package, path in PACKAGES.items():
+            if name in requirements(path):
+                here = package if package != "core" else "lmcache-core"
+                told = here in cells[1] or (here == "lmcache-core" and "extra" in cells[1])
+                told |= here.startswith("lmcache-") and "plugins" in cells[1]
+                assert told, f"{here} asks for {name}, and the page does not say so"

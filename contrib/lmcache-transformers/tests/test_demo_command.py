@@ -44,13 +44,24 @@ def test_the_plugin_and_its_help_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.parametrize(("model", "needed"), [("llama", "torch transformers"), ("none", "numpy"), ("auto", "numpy")])
 def test_a_missing_package_is_named_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, needed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    assert command.run(parse()) == 2
+    assert command.run(parse("--model", model)) == 2
     _, err = capsys.readouterr()
-    assert "pip install torch transformers ./plugins/lmcache-fs" in err
+    assert f"pip install {needed} ./plugins/lmcache-fs" in err
+
+
+@pytest.mark.parametrize(("there", "chosen"), [(("torch", "transformers"), "llama"), (("torch",), "none")])
+def test_the_model_is_a_real_one_where_torch_and_transformers_are_installed(
+    there: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: name if name in (*there, "numpy") else None)
+    options = parse()
+    assert command.run(options) == 2  # lmcache_fs is missing here
+    assert options.model == chosen
 
 
 def test_a_document_is_the_first_bytes_of_a_text(tmp_path: Path) -> None:
@@ -70,7 +81,7 @@ def test_a_folder_with_an_earlier_run_is_refused(tmp_path: Path, capsys: pytest.
     from lmcache_transformers.demo.steps import demonstrate
 
     (tmp_path / "disk").mkdir()
-    assert demonstrate(parse("--keep", str(tmp_path))) == 1
+    assert demonstrate(parse("--keep", str(tmp_path), "--model", "llama", "--layers", "8")) == 1
     out, _ = capsys.readouterr()
     assert "is not empty" in out
     assert "ok: no" in out

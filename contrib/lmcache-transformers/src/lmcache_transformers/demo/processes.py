@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lmcache_transformers.demo.job import Job
 from lmcache_transformers.demo.server import DemoError, clean_environment
-from lmcache_transformers.demo.worker import Job
 
 WORKER_TIMEOUT_S = 600.0  # a safety net: a slow machine with a long document
 

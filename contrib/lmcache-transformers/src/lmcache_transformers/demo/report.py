@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lmcache_core.cli.table import print_table
+
+STEPS = 11  # that a whole demo says it begins
+MODELS = {
+    "llama": "a Llama with random weights, by transformers",
+    "none": "attention in numpy (`--model llama` is a real model)",
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,13 @@ class Check:
 
 
 class Report:
-    """Collects rows and checks, and says on standard error where the demo is."""
+    """Collects rows and checks, and says on standard error where the demo is. `model`: llama, or none."""
 
-    def __init__(self, *, as_json: bool) -> None:
+    def __init__(self, *, as_json: bool, model: str = "llama") -> None:
         self._as_json = as_json
+        self._model = model
+        self._began_s = time.monotonic()
+        self._steps = 0
         self.rows: list[Row] = []
         self.checks: list[Check] = []
         self.facts: dict[str, float] = {}  # seconds, by what they were needed for; names end in _s
@@ -64,8 +74,10 @@ class Report:
         )
 
     def step(self, label: str) -> None:
+        """Say that another of the demo's `STEPS` begins."""
+        self._steps += 1
         if not self._as_json:
-            sys.stderr.write(f"demo: {label}\n")
+            sys.stderr.write(f"demo [{self._steps:2} of {STEPS}, {time.monotonic() - self._began_s:3.0f} s] {label}\n")
             sys.stderr.flush()
 
     def row(self, row: Row) -> None:
@@ -83,7 +95,7 @@ class Report:
 
     def as_object(self) -> dict[str, Any]:
         rows = [asdict(row) | {"gb_per_s": row.gb_per_s} for row in self.rows]
-        found: dict[str, Any] = {"demo": "prefix reuse", "ok": self.ok, "rows": rows}
+        found: dict[str, Any] = {"demo": "prefix reuse", "model": self._model, "ok": self.ok, "rows": rows}
         found["checks"] = [asdict(check) for check in self.checks]
         found["facts"] = self.facts
         if self.error:
@@ -110,7 +122,7 @@ class Report:
                 "equal",
             ),
             [_cells(row) for row in self.rows],
-            title="Time to first token, in seconds; a cold run computes the whole prompt",
+            title=f"Time to first token, in seconds, of {MODELS[self._model]}.\nA cold run computes the whole prompt.",
             right=(3, 4, 5, 6, 8, 9),
         )
         for check in self.checks:

@@ -33,6 +33,7 @@ def clean_environment() -> dict[str, str]:
     # Threads that wait give their core away: several processes share this machine, and one that spins makes the
     # others' first tokens ten times slower.
     kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    kept.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads always spin
     return kept | {"HF_HUB_OFFLINE": "1"}
 
 

@@ -17,12 +17,12 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens import Namespace
+from lmcache_transformers.demo.job import Job
 from lmcache_transformers.demo.model import ModelShape, write_document
 from lmcache_transformers.demo.observe import look
 from lmcache_transformers.demo.processes import HangingWorker, run_worker
 from lmcache_transformers.demo.report import Report, Row
 from lmcache_transformers.demo.server import DemoError, ServerProcess, wait_for
-from lmcache_transformers.demo.worker import Job
 
 SETTLE_TIMEOUT_S = 60.0  # a safety net for what takes milliseconds: a death noticed, a queue emptied
 TIER_WAIT_S = 60.0  # how long a worker may wait for the disk; a slow one is slow, not wrong
@@ -41,6 +41,7 @@ class Demo:
         self.server = ServerProcess(folder, pool_bytes, arguments.backing, arguments.chunk_tokens)
         self.job = Job(
             task="",
+            model=arguments.model,
             question=0,
             document=str(write_document(folder, arguments.tokens, arguments.document)),
             chunk_tokens=arguments.chunk_tokens,
@@ -211,7 +212,7 @@ def demonstrate(arguments: Arguments) -> int:
     if threading.current_thread() is threading.main_thread():
         # As for Ctrl-C: unwind, so that no process of ours is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    report = Report(as_json=arguments.json)
+    report = Report(as_json=arguments.json, model=arguments.model)
     with ExitStack() as stack:
         try:
             Demo(arguments, _folder(arguments.keep, stack), report).run()

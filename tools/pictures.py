@@ -1,0 +1,157 @@
+"""Draws what the README shows from figures that are kept beside the pictures, in `docs/pictures/`.
+
+    python tools/pictures.py demo FOUND.json          # what `lmcache-core demo --json` printed
+    python tools/pictures.py badges RESULTS.xml COVERAGE.json CARD.json …
+    python tools/pictures.py                          # draws all of them again
+
+`nox -s pictures` and `nox -s badges` make the figures. A test holds that the pictures show what the figures say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+HOME = Path(__file__).resolve().parent.parent / "docs/pictures"
+LETTER, LINE, MARGIN, TEXT = 7.8, 20, 16, 13  # of a monospaced font: width of a letter, a line, the edge, the size
+STYLE = """<style>
+text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #1f2328; white-space: pre; }
+.back { fill: #f6f8fa; } .head { fill: #59636e; } .yes { fill: #1a7f37; font-weight: 600; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; } .back { fill: #161b22; } .head { fill: #9198a1; } .yes { fill: #3fb950; } }
+</style>"""
+COLUMNS = ("run", "prefix from", "tokens reused", "cold", "warm", "moved", "MB", "equal")
+RIGHT = (2, 3, 4, 6)
+GREEN, AMBER, RED, GREY = "#1a7f37", "#9a6700", "#cf222e", "#555"
+
+
+def demo_picture(found: dict[str, Any]) -> str:
+    """The table of the demo, as text in an SVG."""
+    rows = [_cells(row) for row in found["rows"]]
+    widths = [max(len(line[at]) for line in (COLUMNS, *rows)) for at in range(len(COLUMNS))]
+    lines = [_line(COLUMNS, widths, "head")]
+    lines += [_line(row, widths, "") for row in rows]
+    held = sum(check["held"] for check in found["checks"])
+    machine = f"{found['cores']} cores at a load of {found['load']}, {found['date']}"
+    title = f"Seconds to the first token; a cold run computes the whole prompt ({machine})"
+    last = f"{held} of {len(found['checks'])} claims held; ok: {'yes' if found['ok'] else 'no'}"
+    texts = [_text(title, "head"), *lines, _text(last, "yes" if found["ok"] else "head")]
+    width = 2 * MARGIN + LETTER * max(len(title), sum(widths) + 2 * (len(widths) - 1))
+    height = 2 * MARGIN + LINE * len(texts)
+    body = "".join(
+        f'<text x="{MARGIN}" y="{MARGIN + LINE * number + TEXT}">{text}</text>\n' for number, text in enumerate(texts)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img" '
+        f'aria-label="the table that the demo prints">\n{STYLE}\n'
+        f'<rect class="back" width="100%" height="100%" rx="8"/>\n'
+        f"{body}</svg>\n"
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    cold, warm = ("" if row[name] is None else f"{row[name]:.2f}" for name in ("cold_s", "warm_s"))
+    reused = f"{row['tokens_reused']} of {row['tokens_prompt']}"
+    equal = {True: "yes", False: "NO", None: ""}[row["equal"]]
+    return (row["run"], row["source"], reused, cold, warm, row["moved"], f"{row['bytes_moved'] / 1e6:.0f}", equal)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], kind: str) -> str:
+    padded = [
+        cell.rjust(width) if at in RIGHT else cell.ljust(width)
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return _text("  ".join(padded), kind)
+
+
+def _text(text: str, kind: str) -> str:
+    return f'<tspan class="{kind}" xml:space="preserve">{escape(text)}</tspan>'
+
+
+def badges(figures: dict[str, Any]) -> dict[str, str]:
+    """The badges by file name."""
+    tests, covered, kit = figures["tests"], figures.get("coverage"), figures["kit"]
+    failed = f", {tests['failed']} failed" if tests["failed"] else ""
+    broken = sum(card["broken"] for card in kit)
+    claims = sum(card["held"] for card in kit)
+    drawn = {
+        "tests.svg": badge("core's tests", f"{tests['passed']:,} passed{failed}", RED if failed else GREEN),
+        "kit.svg": badge(
+            f"kit: {', '.join(card['subject'] for card in kit)}",
+            f"{claims} claims hold" + (f", {broken} broken" if broken else ""),
+            RED if broken else GREEN,
+        ),
+    }
+    if covered is not None:
+        colour = GREEN if covered["percent"] >= 90 else AMBER if covered["percent"] >= 75 else RED
+        drawn["coverage.svg"] = badge("coverage of core", f"{covered['percent']} %", colour)
+    return drawn
+
+
+def badge(label: str, message: str, colour: str) -> str:
+    """Two words of colour, as everybody knows them; nothing is fetched for it."""
+    letter, edge = 6.7, 6
+    left, right = (round(len(text) * letter + 2 * edge) for text in (label, message))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img" '
+        f'aria-label="{escape(label)}: {escape(message)}">\n'
+        f'<rect width="{left + right}" height="20" rx="3" fill="{GREY}"/>'
+        f'<path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3h-{right - 3}z" fill="{colour}"/>\n'
+        '<g fill="#fff" text-anchor="middle" font-family="Verdana,Geneva,DejaVu Sans,sans-serif" font-size="11">'
+        f'<text x="{left / 2}" y="14" textLength="{left - 2 * edge}">{escape(label)}</text>'
+        f'<text x="{left + right / 2}" y="14" textLength="{right - 2 * edge}">{escape(message)}</text></g></svg>\n'
+    )
+
+
+def badge_figures(results: Path, coverage: Path, cards: Sequence[Path]) -> dict[str, Any]:
+    """Of pytest's JUnit file, of `coverage json`, and of the kit's score cards."""
+    suites = list(ElementTree.parse(results).getroot().iter("testsuite"))
+    total, skipped, failures, errors = (
+        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "skipped", "failures", "errors")
+    )
+    percent = int(json.loads(coverage.read_text())["totals"]["percent_covered"])  # rounded down
+    kit = []
+    for card in cards:
+        verdicts = [claim["verdict"] for claim in json.loads(card.read_text())["claims"]]
+        broken = verdicts.count("FAILED") + verdicts.count("known to fail")
+        kit.append({"subject": card.stem.removeprefix("lmcache-"), "held": verdicts.count("held"), "broken": broken})
+    return {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "tests": {"passed": total - skipped - failures - errors, "failed": failures + errors, "skipped": skipped},
+        "coverage": {"percent": percent},
+        "kit": kit,
+    }
+
+
+def drawn() -> dict[str, str]:
+    """Every picture by file name, of the figures that are kept."""
+    figures = json.loads((HOME / "badges.json").read_text())
+    return {"demo.svg": demo_picture(json.loads((HOME / "demo.json").read_text()))} | badges(figures)
+
+
+def main(argv: Sequence[str]) -> None:
+    match argv:
+        case ["demo", found]:
+            machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[2])}  # of the last 15 minutes
+            figures = json.loads(Path(found).read_text()) | machine | {"date": f"{datetime.now(UTC):%Y-%m-%d}"}
+            (HOME / "demo.json").write_text(json.dumps(figures, indent=1) + "\n")
+        case ["badges", results, coverage, *cards]:
+            figures = badge_figures(Path(results), Path(coverage), [Path(card) for card in cards])
+            (HOME / "badges.json").write_text(json.dumps(figures, indent=1) + "\n")
+        case []:
+            pass
+        case _:
+            raise SystemExit(__doc__)
+    for name, picture in drawn().items():
+        (HOME / name).write_text(picture)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
