@@ -1,10 +1,13 @@
 """Builds the documentation site into `build/site/`, and looks at every page of it.
 
-    python tools/site.py [--serve]
+    python tools/site.py [--into DIR] [--serve]
 
 The pages under docs/ are the source, with the README of each package beside them. What can be read off the code is
 written from the code: the command line, the settings, the reasons for misses, and (by mkdocstrings) the public names. A
 link that leads nowhere, a page that no menu has, and a page that asks a foreign host for anything fail the build.
+
+What a web server shows is `build/site-versions/`, or DIR: a folder for each version that was ever built into it, a list
+of them for the selector in each page's header, and a front page that leads to the newest.
 
 Run it by `nox -s site`, which brings the tools.
 """
@@ -22,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 PAGES = BUILD / "site-pages"
 SITE = BUILD / "site"
+VERSIONS = BUILD / "site-versions"
 
 MERMAID = "mermaid@12.3.0"
 
@@ -57,12 +62,16 @@ API = {
 }
 
 _LINK = re.compile(r"(?<!\!)\[([^\]]*)\]\(([^)\s]+)\)")
+_IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", action="store_true", help="serve it on http://127.0.0.1:8000 once it is built")
+    parser.add_argument(
+        "--into", type=Path, default=VERSIONS, metavar="DIR", help="versions of it (default: %(default)s)"
+    )
+    parser.add_argument("--serve", action="store_true", help="serve them on http://127.0.0.1:8000 once it is built")
     options = parser.parse_args()
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
@@ -81,10 +90,12 @@ def main() -> int:
     for fault in faults:
         print(fault, file=sys.stderr)
     print(f"{SITE.relative_to(ROOT)}: {sum(1 for _ in SITE.rglob('*.html'))} pages, {len(faults)} faults")
+    if not faults:
+        publish(SITE, options.into, version())
     if options.serve and not faults:
         from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-        os.chdir(SITE)
+        os.chdir(options.into)
         ThreadingHTTPServer(("127.0.0.1", 8000), SimpleHTTPRequestHandler).serve_forever()
     return 1 if faults else 0
 
@@ -124,10 +135,18 @@ def relinked(source: Path, page: Path, homes: dict[Path, Path]) -> Iterator[str]
         there = (source.parent / path).resolve().relative_to(ROOT)
         return label if label.strip("`") == str(there) else f"{label} (`{there}`)"
 
+    def image(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        found = (source.parent / target).resolve()
+        home = found.relative_to(ROOT / "docs")
+        (PAGES / home).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(found, PAGES / home)
+        return f"![{label}]({Path(os.path.relpath(home, page.parent)).as_posix()})"
+
     fenced = False
     for line in source.read_text(encoding="utf-8").splitlines(keepends=True):
         fenced ^= bool(_FENCE.match(line.lstrip()))
-        yield line if fenced else _LINK.sub(link, line)
+        yield line if fenced else _IMAGE.sub(image, _LINK.sub(link, line))
 
 
 # --- pages that the code writes -------------------------------------------------------------------------------
@@ -208,6 +227,30 @@ def reasons_page() -> str:
     ) + "".join(rows)
 
 
+# --- versions -------------------------------------------------------------------------------------------------
+def version() -> str:
+    """Of all packages: they are released together."""
+    return str(tomllib.loads((ROOT / "core/pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+
+
+def publish(site: Path, into: Path, name: str) -> None:
+    """Put a built site beside those of other versions. `versions.json` is what the theme's selector reads."""
+    shutil.rmtree(into / name, ignore_errors=True)
+    shutil.copytree(site, into / name)
+    names = sorted((path.name for path in into.iterdir() if path.is_dir()), key=_in_order, reverse=True)
+    told = [{"version": each, "title": each, "aliases": ["latest"] if each == names[0] else []} for each in names]
+    (into / "versions.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (into / "index.html").write_text(
+        f'<!doctype html><meta charset="utf-8"><title>lmcache-core</title><meta http-equiv="refresh" '
+        f'content="0; url={names[0]}/"><a href="{names[0]}/">lmcache-core {names[0]}</a>\n',
+        encoding="utf-8",
+    )
+
+
+def _in_order(name: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", name)]
+
+
 # --- what is fetched ------------------------------------------------------------------------------------------
 def vendor_mermaid() -> None:
     """Mermaid beside the pages, so that no reader's browser asks anybody else for it."""
@@ -253,6 +296,8 @@ def faults_of_pages() -> Iterator[str]:
         for load in page.loads:
             if re.match(r"(https?:)?//", load):
                 yield f"{here} loads {load}"
+            elif load.endswith(".svg") and not (path.parent / load).exists():
+                yield f"{here} shows {load}, which is not there"
         for link in page.links:
             target, _, anchor = link.partition("#")
             if re.match(r"[a-z]+:", target) or target.startswith("//"):

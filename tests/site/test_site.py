@@ -1,8 +1,10 @@
-"""The built site in a real browser: it draws, finds, changes its colours, and asks nobody else for anything."""
+"""The built site in a real browser: it draws, finds, changes colours and versions, and asks nobody else."""
 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-SITE = Path(__file__).parents[2] / "build/site"
+VERSIONS = Path(__file__).parents[2] / "build/site-versions"
+OLDER = "0.0.1"
 PATIENCE_MS = 60_000  # a net under waits for what the page does
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
@@ -25,13 +28,25 @@ class Silent(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(SITE))) as server:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The versions that were built, and an older one beside them."""
+    folder = tmp_path_factory.mktemp("site") / "versions"
+    shutil.copytree(VERSIONS, folder)
+    told = json.loads((folder / "versions.json").read_text())
+    shutil.copytree(folder / told[0]["version"], folder / OLDER)
+    (folder / "versions.json").write_text(json.dumps([*told, {"version": OLDER, "title": OLDER, "aliases": []}]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Silent, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(root: str) -> str:
+    """Of the newest version."""
+    return f"{root}/{json.loads((VERSIONS / 'versions.json').read_text())[0]['version']}"
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +104,24 @@ def test_light_and_dark_follow_the_reader(page: Page, address: str) -> None:
         colours.add(theirs.evaluate("getComputedStyle(document.body).backgroundColor"))
         theirs.close()
     assert len(colours) == 2
+
+
+def test_the_front_leads_to_the_newest_version(page: Page, root: str, address: str) -> None:
+    page.goto(root)
+    page.wait_for_url(f"{address}/")
+
+
+def test_a_page_says_its_version_and_leads_to_the_others(page: Page, address: str) -> None:
+    page.goto(f"{address}/internals/links/")
+    shown = page.locator(".md-version__current")
+    expect(shown).to_have_text(address.rsplit("/", 1)[1])
+    expect(page.locator(f".md-version a[href*='/{OLDER}/']")).to_be_attached()
+
+
+def test_the_picture_of_the_demo_is_shown(page: Page, address: str) -> None:
+    page.goto(address)
+    expect(page.locator("img[src$='demo.svg']")).to_be_visible()
+    assert page.evaluate("document.querySelector(\"img[src$='demo.svg']\").naturalWidth") > 100
 
 
 def test_nothing_was_asked_of_a_foreign_host(asked: list[str], address: str) -> None:
