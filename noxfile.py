@@ -532,7 +532,7 @@ def deploy(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "contrib/deploy", "tests/containers", *session.posargs)
 
 
-IN_THE_IMAGE = [f"lmcache-{name}" for name in ("http", "fs", "redis", "s3", "compress", "crypto", "policies")]
+IN_THE_IMAGE = [f"lmcache-{name}" for name in ("http", "fs", "redis", "s3", "crypto", "policies")]
 
 
 @nox.session
