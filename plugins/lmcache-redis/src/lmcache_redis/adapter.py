@@ -31,7 +31,7 @@ log = logging.getLogger("lmcache_redis")
 BATCH_BYTES_MAX = 16 << 20  # what a server holds for one connection's replies
 OBJECT_BYTES_MAX = 512 << 20  # proto-max-bulk-len
 _SCAN_COUNT = b"512"
-_USAGE_S = 5.0
+_USAGE_S = 1.0  # of each answer that it needs
 _DONE = Outcome(Result.DONE)
 _MISS = Outcome(Result.MISS)
 

@@ -17,6 +17,7 @@ IOV_MAX = 512  # parts in one call; the system allows 1,024
 # A call that sends holds the socket, and acknowledgements wait for its end: 16 MiB at once went a fifth slower.
 SEND_BYTES_MAX = 2 << 20
 _TIME_MIN_S = 0.001
+_TIME_MAX_S = 1e6  # deadlines may be further away, and infinite: sockets count to 24 days
 _TIMEVAL = struct.Struct("@ll")
 
 
@@ -25,7 +26,7 @@ def left_s(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("the deadline has come")
-    return max(left, _TIME_MIN_S)
+    return min(max(left, _TIME_MIN_S), _TIME_MAX_S)
 
 
 class Channel(ABC):

@@ -22,6 +22,7 @@ _CHUNK_LINE_MAX = 1024
 _PARTS_MAX = 512  # in one receive; the system allows 1,024
 _TIMEVAL = struct.Struct("@ll")
 _TIME_MIN_S = 0.001
+_TIME_MAX_S = 1e6  # deadlines may be further away, and infinite: sockets count to 24 days
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: .*)?", re.DOTALL)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
@@ -55,7 +56,7 @@ def left_s(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    return left
+    return min(left, _TIME_MAX_S)
 
 
 def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
