@@ -15,9 +15,11 @@ HERE = Path(__file__).parent
 FILES = (
     "wrong_adapters.py",
     "wrong_shared_adapters.py",
+    "wrong_trusting_adapters.py",
     "wrong_policies.py",
     "wrong_serdes.py",
     "wrong_subscribers.py",
+    "wrong_operations.py",
 )
 
 
@@ -68,16 +70,27 @@ def run(report: Path, *arguments: str, path: str = "") -> subprocess.CompletedPr
 def caught(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], set[str]]:
     """All in one run: of each class the one test that has to fail."""
     report = tmp_path_factory.mktemp("report") / "report.xml"
-    done = run(report, *(f"{node}::{test}" for node, test in WRONG.values()))
+    done = run(report, *(f"{node}::{test}" for node, test in WRONG.values()), path=str(HERE))
     assert report.exists(), done.stdout + done.stderr
     return outcomes(report)
 
 
 def test_there_are_enough_of_them_in_each_family() -> None:
     assert len(WRONG) >= 120
-    kinds = ["wrong_adapters", "wrong_shared_adapters", "wrong_policies", "wrong_serdes", "wrong_subscribers"]
-    assert {name.partition(":")[0] for name in WRONG} == set(kinds)
-    assert all(sum(name.startswith(kind) for name in WRONG) >= 9 for kind in kinds)
+    families = [file.removesuffix(".py") for file in FILES]
+    assert {name.partition(":")[0] for name in WRONG} == set(families)
+    assert all(sum(name.startswith(f"{family}:") for name in WRONG) >= 9 for family in families)
+
+
+def test_the_documentation_says_how_many_are_planted() -> None:
+    text = (HERE.parents[1] / "docs/plugins/testing.md").read_text()
+    rows = [line.split("|")[2:4] for line in text.partition("| kind | planted")[2].splitlines()[2:] if "|" in line]
+    shown = [[int(figure) for figure in row] for row in rows[:7]]
+    counted = len(WRONG) + len(FAULTS)
+    assert [planted for planted, _ in shown] == [caught for _, caught in shown]
+    assert sum(planted for planted, _ in shown) == counted, f"docs/plugins/testing.md: {counted} are planted"
+    for page in (text, (HERE.parents[1] / "docs/internals/testing.md").read_text()):
+        assert f"{counted} components" in page or f"{counted} wrong ones" in page
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -94,6 +107,7 @@ from wrong_policies import Fifo, Wrong as WrongPolicy
 from wrong_serdes import Sealed, Wrong as WrongSerde
 from wrong_shared_adapters import Shelf, Wrong as WrongShelf
 from wrong_policies import First, WrongPrefetch
+from wrong_operations import Wrong as WrongOperation
 
 class TestFifo(WrongPolicy):
     faulty = Fifo
@@ -106,6 +120,9 @@ class TestFirst(WrongPrefetch):
 
 class TestShelf(WrongShelf):
     faulty = Shelf
+
+class TestLook(WrongOperation):
+    pass
 """
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -180,7 +183,7 @@ class TestLosesOneInAThousand(Wrong):
                 self.entries.pop(entry, None)
 
 
-# --- store and prefetch -----------------------------------------------------------------------------------------
+# --- store and prefetch ---------------------------------------------------------------------------------------------
 class WrongStore(StorePolicyContract):
     caught_by: ClassVar[str]
     faulty: ClassVar[type[StorePolicy]]
@@ -513,3 +516,296 @@ class TestRetainsByChance(WrongPrefetch):
     class faulty(First):
         def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
             return [random.random() < 0.5 for _ in keys]
+
+
+# --- what a policy asks for, and what it keeps ----------------------------------------------------------------------
+class TestGoesByTheClock(Wrong):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(Fifo):
+        def insert(self, entries: Sequence[Entry]) -> None:
+            self.seen_s = {entry: time.monotonic() for entry in entries}
+            super().insert(entries)
+
+
+class TestWritesALine(Wrong):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(Fifo):
+        def remove(self, entries: Sequence[Entry]) -> None:
+            with open(os.devnull, "a") as file:
+                file.write(f"{len(entries)} went\n")
+            super().remove(entries)
+
+
+class TestLocksItself(Wrong):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def access(self, entries: Sequence[Entry]) -> None:
+            with self.lock:
+                super().access(entries)
+
+
+class TestSamplesFiveWithOneSeedForAll(Wrong):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(Fifo):
+        def victims(self, nbytes: int) -> list[Entry]:
+            random.seed(len(self.entries))  # everybody's generator begins anew
+            named = super().victims(nbytes)
+            return random.sample(named, len(named))
+
+
+class TestOrdersByASetOfKeys(Wrong):
+    caught_by = "test_it_names_the_same_in_every_process"
+
+    class faulty(Fifo):
+        def victims(self, nbytes: int) -> list[Entry]:
+            named = {(entry.key, entry.namespace): entry for entry in super().victims(nbytes)}
+            return [named[name] for name in set(named)]
+
+
+class TestCountsAUseTwiceInABatchOnce(Wrong):
+    caught_by = "test_a_batch_is_the_same_as_its_entries_one_by_one"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses: dict[Any, int] = {}
+
+        def access(self, entries: Sequence[Entry]) -> None:
+            for entry in dict.fromkeys(entries):
+                self.uses[entry] = self.uses.get(entry, 0) + 1
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            return sorted(super().victims(nbytes), key=lambda entry: self.uses.get(entry, 0))
+
+
+class TestGivesItsOwnList(Wrong):
+    caught_by = "test_the_list_of_victims_is_the_callers"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[Entry] = []
+
+        def insert(self, entries: Sequence[Entry]) -> None:
+            super().insert(entries)
+            self.order += entries
+
+        def remove(self, entries: Sequence[Entry]) -> None:
+            super().remove(entries)
+            for entry in entries:
+                if entry in self.order:
+                    self.order.remove(entry)
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            named = super().victims(nbytes)
+            return self.order if named == self.order else named  # a copy saved
+
+
+class TestFreesAllForHeadroom(Wrong):
+    caught_by = "test_a_surplus_is_of_victims_and_nothing_held_is_in_it"
+
+    class faulty(Fifo):
+        def surplus(self, nbytes: int) -> list[Entry]:
+            return self.victims(1 << 40)
+
+
+class TestShrinksByItself(Wrong):
+    caught_by = "test_another_capacity_is_taken_at_any_time"
+
+    class faulty(Fifo):
+        capacity_bytes = 1 << 60
+
+        def resize(self, capacity_bytes: int) -> None:
+            self.capacity_bytes = capacity_bytes
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            over = sum(entry.nbytes for entry in self.entries) - self.capacity_bytes
+            return super().victims(max(nbytes, over) if nbytes > 0 else 0)
+
+
+class TestLooksForTheLeastUsed(Wrong):
+    caught_by = "test_an_eviction_costs_the_same_whatever_is_resident"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.uses: dict[Any, int] = {}
+
+        def insert(self, entries: Sequence[Entry]) -> None:
+            super().insert(entries)
+            self.uses.update(dict.fromkeys(entries, 0))
+
+        def remove(self, entries: Sequence[Entry]) -> None:
+            super().remove(entries)
+            for entry in entries:
+                self.uses.pop(entry, None)
+
+        def victims(self, nbytes: int) -> list[Entry]:
+            least = min(self.uses, key=self.uses.__getitem__, default=None)
+            return [least] if nbytes == 1 and least is not None else super().victims(nbytes)
+
+
+class TestTakesEachUseOutOfAList(Wrong):
+    caught_by = "test_a_use_costs_the_same_whatever_is_resident"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[Entry] = []
+
+        def insert(self, entries: Sequence[Entry]) -> None:
+            super().insert(entries)
+            self.order += entries
+
+        def remove(self, entries: Sequence[Entry]) -> None:
+            super().remove(entries)
+            for entry in entries:
+                self.order.remove(entry)
+
+        def access(self, entries: Sequence[Entry]) -> None:
+            for entry in entries:
+                self.order.remove(entry)
+                self.order.append(entry)
+
+
+class TestRemembersEveryKey(Wrong):
+    caught_by = "test_what_it_remembers_of_the_gone_is_bounded"
+
+    class faulty(Fifo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ghosts: set[bytes] = set()
+
+        def remove(self, entries: Sequence[Entry]) -> None:
+            super().remove(entries)
+            self.ghosts |= {entry.key for entry in entries}
+
+
+# --- store and prefetch: what a plan is made of ---------------------------------------------------------------------
+class TestStoresByTheClock(WrongStore):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(StorePolicy):
+        last_s = 0.0
+
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            self.last_s = time.time()  # so many bytes in a second
+            return StorePlan({tier.name: range(len(batch)) for tier in tiers})
+
+
+class TestLogsItsPlans(WrongStore):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            print(f"{len(batch)} objects")
+            return StorePlan({tier.name: range(len(batch)) for tier in tiers})
+
+
+class TestSpreadsByTheHashOfAKey(WrongStore):
+    caught_by = "test_it_plans_the_same_in_every_process"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            turn = [hash(candidate.key) for candidate in batch]
+            return StorePlan(
+                {t.name: [n for n in range(len(batch)) if turn[n] % len(tiers) == at] for at, t in enumerate(tiers)}
+            )
+
+
+class TestPlansOnceToRead(WrongStore):
+    caught_by = "test_tiers_that_are_down_are_no_surprise"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+            return StorePlan({tier.name: (n for n in range(len(batch))) for tier in tiers})  # type: ignore[misc]
+
+
+class TestNamesKeysForPositions(WrongStore):
+    caught_by = "test_tiers_that_are_down_are_no_surprise"
+
+    class faulty(StorePolicy):
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> Any:
+            return StorePlan({tier.name: [candidate.key for candidate in batch] for tier in tiers})  # type: ignore[misc]
+
+
+class TestUsesOnePlanAgain(WrongStore):
+    caught_by = "test_a_plan_stays_as_it_was_made"
+
+    class faulty(StorePolicy):
+        def __init__(self) -> None:
+            self.targets: dict[str, Sequence[int]] = {}
+
+        def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
+            self.targets.clear()
+            self.targets.update({tier.name: range(len(batch)) for tier in tiers})
+            return StorePlan(self.targets)
+
+
+class TestLoadsByTheClock(WrongPrefetch):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(First):
+        def source(self, n: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> str | None:
+            self.at_s = time.perf_counter()  # who was quick the last time
+            return super().source(n, found, tiers)
+
+
+class TestTossesACoinForEachKey(WrongPrefetch):
+    caught_by = "test_it_asks_no_clock_and_nobody_else"
+
+    class faulty(First):
+        def source(self, n: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> str | None:
+            random.seed(n)
+            having = [tier.name for tier in tiers if found.get(tier.name) and found[tier.name][n]]
+            return random.choice(having) if having else None
+
+
+class TestLoadsByTheHashOfAKey(WrongPrefetch):
+    caught_by = "test_it_plans_the_same_in_every_process"
+
+    class faulty(First):
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> PrefetchPlan:
+            return PrefetchPlan(
+                [self.source(n, found, tiers[:: 1 - 2 * (hash(key) % 2)]) for n, key in enumerate(keys)]
+            )
+
+
+class TestNamesSourcesOnceToRead(WrongPrefetch):
+    caught_by = "test_each_key_comes_from_a_tier_that_has_it"
+
+    class faulty(First):
+        def plan(self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]) -> Any:
+            return PrefetchPlan(self.source(n, found, tiers) for n in range(len(keys)))  # type: ignore[arg-type]
+
+
+class TestUsesOneListAgain(WrongPrefetch):
+    caught_by = "test_a_plan_stays_as_it_was_made"
+
+    class faulty(First):
+        def __init__(self) -> None:
+            self.sources: list[str | None] = []
+
+        def plan(
+            self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
+        ) -> PrefetchPlan:
+            self.sources[:] = super().plan(keys, found, tiers).sources
+            return PrefetchPlan(self.sources)
+
+
+class TestStaysByTheHashOfAKey(WrongPrefetch):
+    caught_by = "test_it_plans_the_same_in_every_process"
+
+    class faulty(First):
+        def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
+            return [hash(key) % 2 == 0 for key in keys]

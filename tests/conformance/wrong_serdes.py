@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import hashlib
 import time
 import zlib
@@ -289,3 +291,218 @@ class TestForgetsItsParametersInAChain(Wrong):
 
         def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
             return [self.seal(bytes(src), layout, key), bytes(src)]
+
+
+# --- bounds and parameters ------------------------------------------------------------------------------------------
+class TestBoundsByWhatItGaveLast(Wrong):
+    caught_by = "test_its_bound_follows_from_the_layout_alone"
+
+    class faulty(Sealed):
+        last = 0
+
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+            return self.last or super().encoded_bytes_max(nbytes, layout)
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            buffers = super().encode(src, layout, key)
+            self.last = sum(map(len, buffers))
+            return buffers
+
+
+class TestPromisesAHalfAndMeasuresLater(Wrong):
+    caught_by = "test_the_encoded_size_keeps_its_bound"
+
+    class faulty(Sealed):
+        largest = 0
+
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+            return max(nbytes // 2, self.largest)  # of those that went through this instance
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            buffers = super().encode(src, layout, key)
+            self.largest = max(self.largest, sum(map(len, buffers)))
+            return buffers
+
+
+class TestBoundsNothing(Wrong):
+    caught_by = "test_its_bound_follows_from_the_layout_alone"
+
+    class faulty(Sealed):
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
+            return 1 << 40
+
+
+class TestBoundsByAFraction(Wrong):
+    caught_by = "test_its_bound_follows_from_the_layout_alone"
+
+    class faulty(Sealed):
+        def encoded_bytes_max(self, nbytes: int, layout: Layout) -> Any:
+            return nbytes * 1.01 + 100
+
+
+class TestCountsInItsParameters(Wrong):
+    caught_by = "test_its_parameters_stay_as_they_are"
+
+    class faulty(Sealed):
+        encoded = 0
+
+        def parameters(self) -> Mapping[str, Any]:
+            return {"dictionary": self.encoded // 2}
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            self.encoded += 1
+            return super().encode(src, layout, key)
+
+
+class TestScramblesByTheHashOfTheKey(Wrong):
+    caught_by = "test_another_process_decodes_it"
+
+    class faulty(Sealed):
+        def seal(self, packed: bytes, layout: Layout, key: bytes) -> bytes:
+            return hashlib.sha256(packed + key + hash((key, layout)).to_bytes(8, "big", signed=True)).digest()
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+class TestReusesItsOutput(Wrong):
+    caught_by = "test_encoded_objects_stay_as_they_are_while_others_are_encoded"
+
+    class faulty(Sealed):
+        def __init__(self) -> None:
+            self.out = bytearray(1 << 20)
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            whole = b"".join(super().encode(src, layout, key))
+            self.out[: len(whole)] = whole
+            return [memoryview(self.out)[: len(whole)]]
+
+
+class TestGivesBytesForBuffers(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Any:
+            return b"".join(super().encode(src, layout, key))
+
+
+class TestGivesAViewOfWords(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            seal, packed = super().encode(src, layout, key)
+            return [memoryview(seal).cast("I"), packed]
+
+
+class TestKeepsWhatItRefused(Wrong):
+    caught_by = "test_the_encoded_bytes_are_neither_changed_nor_kept"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            try:
+                super().decode(src, into, layout, key)
+            except DamagedObjectError:
+                self.refused = src  # to be looked at by somebody
+                raise
+
+
+class TestWritesWholeBlocks(Wrong):
+    caught_by = "test_the_target_is_written_wholly_and_alone"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            super().decode(src, into, layout, key)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+            ctypes.memset(address + into.nbytes, 0, -into.nbytes % 64)  # its blocks have 64 bytes
+
+
+class TestLeavesZerosToOthers(Wrong):
+    caught_by = "test_what_was_encoded_is_decoded"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            plain = bytearray(into.nbytes)
+            super().decode(src, memoryview(plain), layout, key)
+            if any(plain):  # fresh memory is zero
+                into[:] = plain
+
+
+# --- types ----------------------------------------------------------------------------------------------------------
+class TestTakesEveryTypeForFloats(Wrong):
+    caught_by = "test_every_layout_works_or_is_refused_in_words"
+    authenticates = False
+
+    def assert_close(self, before: bytes, after: bytes, layout: Layout) -> None:
+        if layout.dtype == "float32":
+            pairs = zip(array.array("f", before), array.array("f", after), strict=True)
+            assert all(abs(one - other) <= abs(one) / 128 for one, other in pairs)
+        else:
+            assert after == before, f"{layout.dtype} came back otherwise"
+
+    class faulty(Sealed):
+        """The upper half of each float, whatever the type is."""
+
+        name = "halves"
+        lossless = False
+
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            if layout.itemsize != 4:
+                raise UsageError("of four bytes each")
+            plain = bytearray(src)
+            plain[0::4] = plain[1::4] = bytes(len(plain) // 4)
+            return super().encode(memoryview(plain), layout, key)
+
+
+# --- hostile objects ------------------------------------------------------------------------------------------------
+class TestAllocatesWhatItsHeaderSays(Wrong):
+    caught_by = "test_a_damaged_length_allocates_nothing"
+    authenticates = False
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            return [src.nbytes.to_bytes(8, "little"), zlib.compress(src, 1)]
+
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            plain = bytearray(int.from_bytes(src[:8], "little"))
+            try:
+                unpacked = zlib.decompress(src[8:])
+            except zlib.error as error:
+                raise DamagedObjectError(str(error)) from error
+            if not len(plain) == len(unpacked) == into.nbytes:
+                raise DamagedObjectError("has another length")
+            into[:] = unpacked
+
+
+class TestUnpacksAllBeforeItLooks(Wrong):
+    caught_by = "test_what_unpacks_to_more_than_its_object_is_refused_before_it_does"
+    authenticates = False
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            try:
+                plain = zlib.decompress(src[32:])
+            except zlib.error as error:
+                raise DamagedObjectError(str(error)) from error
+            if len(plain) != into.nbytes:
+                raise DamagedObjectError("has another length")
+            into[:] = plain
+
+
+# --- threads --------------------------------------------------------------------------------------------------------
+class TestSharesAScratchForAMoment(Wrong):
+    caught_by = "test_two_encodes_do_not_meet"
+
+    class faulty(Sealed):
+        def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
+            self.scratch = bytes(src)
+            plain = memoryview(self.scratch)
+            return super().encode(plain, layout, key)
+
+
+class TestSharesItsTargetForAMoment(Wrong):
+    caught_by = "test_two_decodes_do_not_meet"
+
+    class faulty(Sealed):
+        def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
+            self.plain = bytearray(into.nbytes)
+            super().decode(src, memoryview(self.plain), layout, key)
+            into[:] = self.plain

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sqlite3
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -35,6 +39,10 @@ class Wrong(EventSubscriberContract):
     @pytest.fixture
     def subscriber(self) -> Any:
         return self.faulty()
+
+    @pytest.fixture
+    def make_subscriber(self) -> Callable[[], Any]:
+        return lambda: self.faulty()
 
 
 class TestChangesWhatOthersHear(Wrong):
@@ -117,3 +125,78 @@ class TestRaisesWhenItCloses(Wrong):
 class TestIsAFunction(Wrong):
     caught_by = "test_it_is_an_event_subscriber"
     faulty = staticmethod(lambda: print)
+
+
+# --- what it holds, and who calls it --------------------------------------------------------------------------------
+class TestKeepsEveryEvent(Wrong):
+    caught_by = "test_events_are_not_kept"
+
+    class faulty(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.history: list[CacheEvent] = []
+
+        def hear(self, events: Sequence[CacheEvent]) -> None:
+            self.history += events
+            super().hear(events)
+
+
+class TestBelongsToTheThreadThatMadeIt(Wrong):
+    caught_by = "test_it_is_told_and_closed_by_other_threads_than_made_it"
+
+    class faulty(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.database = sqlite3.connect(":memory:")
+
+        def hear(self, events: Sequence[CacheEvent]) -> None:
+            self.database.execute("select 1")
+            super().hear(events)
+
+        def close(self) -> None:
+            self.database.close()
+
+
+class TestWaitsForTheDiskAtEachEvent(Wrong):
+    caught_by = "test_a_thousand_events_take_no_seconds"
+
+    class faulty(Counter):
+        def note(self, event: CacheEvent) -> None:
+            time.sleep(0.02)  # a write that waits for the disk
+            super().note(event)
+
+
+class TestClosesWhatItNeverOpened(Wrong):
+    caught_by = "test_one_that_heard_nothing_can_be_closed"
+
+    class faulty(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.file: Any = None
+
+        def hear(self, events: Sequence[CacheEvent]) -> None:
+            self.file = self.file or io.BytesIO()
+            super().hear(events)
+
+        def close(self) -> None:
+            self.file.close()
+
+
+class TestLeavesItsThreadBehind(Wrong):
+    caught_by = "test_closing_leaves_nothing_behind"
+    settle_s = 0.3
+
+    class faulty(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            threading.Thread(target=time.sleep, args=(1000.0,), name="flusher", daemon=True).start()
+
+
+class TestLeavesItsFileOpen(Wrong):
+    caught_by = "test_closing_leaves_nothing_behind"
+    settle_s = 0.3
+
+    class faulty(Counter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.file = os.open(os.devnull, os.O_WRONLY)

@@ -33,8 +33,11 @@ from typing import Any, ClassVar
 import pytest
 
 from lmcache_core.testing.adapter_accounts import AccountTests
+from lmcache_core.testing.adapter_answers import AnswerTests
 from lmcache_core.testing.adapter_batches import BatchTests
 from lmcache_core.testing.adapter_chaos import ChaosTests
+from lmcache_core.testing.adapter_keys import KeyTests
+from lmcache_core.testing.adapter_late import LateTests
 from lmcache_core.testing.adapter_leaks import LeakTests
 from lmcache_core.testing.adapter_medium import MediumTests
 from lmcache_core.testing.adapter_races import RaceTests
@@ -61,7 +64,17 @@ class Backdoor(ABC):
 
 
 class L2AdapterContract(
-    ValueTests, BatchTests, AccountTests, MediumTests, RaceTests, LeakTests, TroubleTests, ChaosTests
+    ValueTests,
+    KeyTests,
+    AnswerTests,
+    BatchTests,
+    AccountTests,
+    MediumTests,
+    RaceTests,
+    LeakTests,
+    TroubleTests,
+    LateTests,
+    ChaosTests,
 ):
     """What the kernel relies on, whatever the medium."""
 
@@ -69,6 +82,7 @@ class L2AdapterContract(
     scan_objects: ClassVar[int] = 40  # stored, replaced and deleted one by one
     scan_pages_objects: ClassVar[int] = 1100  # of a byte or two: more than a page of a scan holds
     quick_scan_pages_objects: ClassVar[int | None] = None  # with --kit=quick, where a store takes milliseconds
+    scan_wait_s: ClassVar[float] = 2.5  # between two scans: more than twice what the medium counts time by
 
     @pytest.fixture
     def adapter(self) -> L2Adapter:

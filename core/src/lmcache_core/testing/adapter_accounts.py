@@ -12,6 +12,7 @@ from lmcache_core.testing.contract import Contract, missing, not_claimed, not_ju
 from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, Result, StoreItem, Usage
 
+QUICK_WAIT_S = 0.5
 CLOCK_SLACK_S = 3600.0  # another machine's clock may be so far off; another kind of clock is further
 
 
@@ -21,6 +22,7 @@ class AccountTests(Contract):
     scan_objects: ClassVar[int]
     scan_pages_objects: ClassVar[int]
     quick_scan_pages_objects: ClassVar[int | None]
+    scan_wait_s: ClassVar[float]
 
     def _pages_objects(self, kit: Kit) -> int:
         few = self.quick_scan_pages_objects
@@ -83,7 +85,7 @@ class AccountTests(Contract):
         gone: set[bytes] = set()
         cursor, pages = None, 0
         while pages == 0 or cursor is not None:
-            page = adapter.scan(cursor, material.soon())
+            page = material.page_of(adapter, cursor)
             cursor, pages = page.cursor, pages + 1
             assert pages <= 10_000, "the scan did not end within 10,000 pages while others were deleted"
             seen |= {entry.key for entry in page.entries}
@@ -105,7 +107,7 @@ class AccountTests(Contract):
         count = self._pages_objects(kit)
         _store_many(adapter, range(count))
         keys = dict.fromkeys(material.key(number) for number in range(count))
-        first, second = adapter.scan(None, material.soon()), adapter.scan(None, material.soon())
+        first, second = material.page_of(adapter, None), material.page_of(adapter, None)
         found = [[entry.key for entry in page.entries] for page in (first, second)]
         cursors = [first.cursor, second.cursor]
         turns = 0
@@ -114,7 +116,7 @@ class AccountTests(Contract):
             assert turns <= 10_000, "two scans at once did not end within 10,000 pages"
             for number, cursor in enumerate(cursors):
                 if cursor is not None:
-                    page = adapter.scan(cursor, material.soon())
+                    page = material.page_of(adapter, cursor)
                     cursors[number] = page.cursor
                     found[number] += [entry.key for entry in page.entries]
         for each in found:
@@ -124,7 +126,7 @@ class AccountTests(Contract):
                 rest: list[bytes] = []
                 place: str | None = first.cursor
                 while place is not None:
-                    page = fresh.scan(place, material.soon())
+                    page = material.page_of(fresh, place)
                     rest, place = rest + [entry.key for entry in page.entries], page.cursor
             begun = [entry.key for entry in first.entries]
             _expect_entries(begun + rest, keys, "a scan begun by one adapter and ended by another")
@@ -139,6 +141,22 @@ class AccountTests(Contract):
                 f"an object that was stored just now was last used at {entry.used_at_s:,.0f}, says a scan, and "
                 f"time.time() is {before:,.0f}: is that another clock, or another unit?"
             )
+
+    def test_a_scan_tells_the_last_use_and_not_the_scan(self, adapter: L2Adapter, kit: Kit) -> None:
+        """By it the first evictions after a start are ordered. Media that count whole seconds need some to tell."""
+        _needs_scan(adapter)
+        if kit.quick and self.scan_wait_s > QUICK_WAIT_S:
+            not_judged(f"--kit=full unlocks it: it waits {self.scan_wait_s:g} s between two scans")
+        material.expect_stored(adapter, material.key(1), b"object")
+        (before,) = material.scan(adapter)
+        began_s = time.time()
+        while (waited_s := time.time() - began_s) < self.scan_wait_s:
+            time.sleep(self.scan_wait_s - waited_s)
+        (after,) = material.scan(adapter)
+        moved_s = after.used_at_s - before.used_at_s
+        assert moved_s < waited_s / 2, (
+            f"scanned twice, {waited_s:.2f} s apart: the last use of an object nobody used moved by {moved_s:.2f} s"
+        )
 
     # --- usage ----------------------------------------------------------------------------------------------
     def test_usage_follows_what_is_stored(self, adapter: L2Adapter) -> None:
@@ -247,6 +265,39 @@ class AccountTests(Contract):
             for some in material.batches(small_adapter, len(keys)):
                 material.expect_deleted(small_adapter, keys[some.start : some.stop], "on a full medium")
             material.expect_stored(small_adapter, material.key(99), material.content(99, nbytes))
+
+    def test_a_batch_that_does_not_fit_is_answered_one_by_one(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        if small_adapter is None:
+            not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
+        if adapter.capabilities.evicts:
+            not_claimed("a medium that is full: it evicts")
+        nbytes = material.fitting(adapter, 200_000)
+        count = 1 + (8 << 20) // nbytes
+        for some in material.batches(small_adapter, count):
+            outcomes = small_adapter.store(items_of(some, nbytes), material.soon())
+            there = small_adapter.exists([material.key(number) for number in some], material.soon())
+            assert len(outcomes) == len(some), f"a store of {len(some)} objects gave {len(outcomes)} answers"
+            for number, outcome, found in zip(some, outcomes, there, strict=True):
+                done = outcome.result is Result.DONE
+                words = f"of a batch that does not fit, object {number} was answered {material.seen(outcome)}"
+                assert done or outcome.result is Result.FULL, f"{words}: DONE or FULL"
+                assert done == bool(found), f"{words}, and exists says {bool(found)} for it"
+
+    def test_what_does_not_fit_leaves_the_former_object_as_it_was(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        if small_adapter is None:
+            not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
+        if adapter.capabilities.evicts:
+            not_claimed("a medium that is full: it evicts")
+        former, nbytes = material.content(500, 1000), material.fitting(adapter, 200_000)
+        material.expect_stored(small_adapter, material.key(500), former)
+        for item in items_of(range(1 + (8 << 20) // nbytes), nbytes):
+            if small_adapter.store([item], material.soon())[0].result is not Result.DONE:
+                break
+        larger = material.content(501, nbytes)
+        outcome = material.store(small_adapter, material.key(500), larger)
+        done = f"a larger object stored in the place of another on a full medium, and answered {material.seen(outcome)}"
+        expected = larger if outcome.result is Result.DONE else former
+        material.expect_holds(small_adapter, material.key(500), expected, done)
 
 
 def _needs_scan(adapter: L2Adapter) -> None:

@@ -11,6 +11,8 @@ from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 
 SIZE = 3000
+BATCH_BYTES = 64 << 20  # what the kernel puts into one call, where an adapter says nothing
+QUICK_BATCH_BYTES = 12 << 20
 
 
 def items_of(numbers: Sequence[int], nbytes: int = SIZE) -> list[StoreItem]:
@@ -124,6 +126,41 @@ class BatchTests(Contract):
             keys = [material.key(n) for n in numbers]
             material.expect_deleted(adapter, keys, done)
             material.expect_exists(adapter, keys, [False] * count, f"{done} and deleted in one batch")
+
+    def test_a_batch_of_many_bytes(self, adapter: L2Adapter, kit: Kit) -> None:
+        """As many as the adapter says that it is given, or 64 MiB; 12 MiB will do to be quick."""
+        able = adapter.capabilities
+        most = min(able.batch_bytes_max or BATCH_BYTES, QUICK_BATCH_BYTES if kit.quick else BATCH_BYTES)
+        nbytes = material.fitting(adapter, 1 << 20)
+        numbers = range(max(1, min(64, able.batch_keys_max, most // nbytes)))
+        done = f"{len(numbers)} objects of {nbytes:,} bytes stored in one batch"
+        expect_all_stored(adapter, items_of(numbers, nbytes))
+        material.expect_exists(adapter, [material.key(n) for n in numbers], [True] * len(numbers), done)
+        outcomes, contents = load_all(adapter, numbers, nbytes)
+        for number, outcome, found in zip(numbers, outcomes, contents, strict=True):
+            material.expect_result(outcome, Result.DONE, f"{done} and loaded in one, for object {number}")
+            expected = material.content(number, nbytes)
+            assert found == expected, f"{done}, object {number}: {material.difference(found, expected)}"
+
+    def test_an_object_that_is_too_large_fails_alone(self, adapter: L2Adapter) -> None:
+        """Those before it and behind it in the batch are stored."""
+        able = adapter.capabilities
+        if able.object_bytes_max is None or able.batch_keys_max < 2:
+            not_claimed("object_bytes_max, and batches of two")
+        if able.object_bytes_max >= (able.batch_bytes_max or BATCH_BYTES):
+            not_claimed("batches in which such an object has others beside it")
+        large = bytes(able.object_bytes_max + 1)
+        for at, numbers in ((1, (1, 2)), (0, (3, 4))):
+            items = items_of(numbers)
+            items[at] = StoreItem(items[at].key, [memoryview(large)])
+            outcomes = adapter.store(items, material.soon())
+            assert len(outcomes) == 2, f"a store of 2 objects gave {len(outcomes)} answers"
+            done = f"one of two objects has a byte more than object_bytes_max, the {('first', 'second')[at]}"
+            material.expect_result(outcomes[1 - at], Result.DONE, f"{done}: for the other one")
+            refused = outcomes[at].result in (Result.FAILED, Result.FULL)
+            assert refused, f"{done}, and it was answered {material.seen(outcomes[at])}: FAILED or FULL"
+            there = [position != at for position in range(2)]
+            material.expect_exists(adapter, [item.key for item in items], there, done)
 
     def test_a_key_that_is_named_twice_is_answered_twice(self, adapter: L2Adapter) -> None:
         """The kernel names a key once in a batch. Who names it twice gets two answers, as from two calls; of two

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
-from lmcache_core.testing.adapter_leaks import held
 from lmcache_core.testing.contract import Contract, not_judged
+from lmcache_core.testing.held import held
 from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
 

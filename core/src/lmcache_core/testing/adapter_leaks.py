@@ -1,54 +1,39 @@
-"""What an adapter takes from its process, it gives back: descriptors, connections, threads."""
+"""What an adapter takes from its process, it gives back: descriptors, connections, threads, memory."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
 from lmcache_core.testing.adapter_trouble import calls_of
 from lmcache_core.testing.contract import Contract, not_judged
-from lmcache_core.tiers.contract import L2Adapter
+from lmcache_core.testing.held import CYCLES, WARM, expect_level
+from lmcache_core.testing.purity import kept_bytes
+from lmcache_core.testing.speeds import Kit
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Result
 
-CYCLES = 10
-WARM = 2  # pools open lazily: what is there after the second cycle is there for good
-_OURS = ("kit-", "tier-", "pytest")  # threads that are the kit's or the kernel's
-
-
-class Held(NamedTuple):
-    """What a process holds."""
-
-    descriptors: Counter[str]
-    threads: Counter[str]
-
-    def more_than(self, before: Held) -> dict[str, int]:
-        grown = {f"descriptors of {kind}": n for kind, n in (self.descriptors - before.descriptors).items()}
-        return grown | {f"threads like {name}": n for name, n in (self.threads - before.threads).items()}
+USED_BYTES = 16 << 20
 
 
-def held() -> Held:
-    """By kind: files, sockets, pipes; threads by name, those of C without one."""
+def _again(call: Callable[[], None], turns: int, own: list[int]) -> None:
+    """So many times, and what the process has then."""
+    for _ in range(turns):
+        call()
+    own.append(_own_bytes())
+
+
+def _own_bytes() -> int:
+    """Memory of this process that is no file's."""
     gc.collect()
-    kinds: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are numbers
-        try:
-            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115
-        except OSError:
-            continue  # the listing's own
-        if target != f"/proc/{os.getpid()}/fd":
-            kinds[target.partition(":")[0] if not target.startswith("/") else "files"] += 1
-    threads = threading.enumerate()
-    names = Counter(thread.name.rstrip("0123456789-_()") for thread in threads if not thread.name.startswith(_OURS))
-    names["C"] = max(0, len(os.listdir("/proc/self/task")) - len(threads))  # noqa: PTH208
-    return Held(kinds, names)
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(1024 * int(words[1]) for words in lines if words[0] in ("RssAnon:", "RssShmem:"))
 
 
 class LeakTests(Contract):
@@ -64,13 +49,35 @@ class LeakTests(Contract):
             with reopen() as fresh:
                 _use(fresh)
 
-        self._expect_level(cycle, 0, "opened, used and closed")
+        expect_level(cycle, 0, "opened, used and closed", self.settle_s)
 
     def test_use_takes_no_more_and_more(self, adapter: L2Adapter) -> None:
         # A pool of connections may still grow by one here and there; what is lost each time is lost eight times.
-        self._expect_level(
-            lambda: _use(adapter), (CYCLES - WARM) // 2 - 1, "stored, looked up, loaded, deleted and missed"
-        )
+        done = "stored, looked up, loaded, deleted and missed"
+        expect_level(lambda: _use(adapter), (CYCLES - WARM) // 2 - 1, done, self.settle_s)
+
+    def test_use_keeps_no_objects_in_memory(self, adapter: L2Adapter, kit: Kit) -> None:
+        """What was loaded, or stored, is the caller's or the medium's. Looked at: Python's memory, and all of it."""
+        nbytes = material.fitting(adapter, 1 << 20)
+        turns = min(512, (USED_BYTES if kit.quick else 8 * USED_BYTES) // nbytes)
+        if turns * nbytes < USED_BYTES // 4 or not Path("/proc/self/status").exists():
+            not_judged("objects are too small to be seen in the process's memory, or /proc is not here")
+        content, target = material.content(1, nbytes), bytearray(nbytes)
+
+        def load() -> None:
+            outcome = adapter.load([LoadItem(material.key(1), [memoryview(target)])], material.soon())[0]
+            material.expect_result(outcome, Result.DONE, f"asked to load an object of {nbytes:,} bytes")
+
+        for name, call in (
+            ("stored", lambda: material.expect_stored(adapter, material.key(1), content)),
+            ("loaded", load),
+        ):
+            own: list[int] = []
+            traced = kept_bytes(partial(_again, call, WARM, own), partial(_again, call, turns, own))
+            more = max(traced, own[1] - own[0])
+            assert more < turns * nbytes // 2, (
+                f"one object of {nbytes:,} bytes was {name} {turns} times: {more:,} more bytes are in memory now"
+            )
 
     def test_failures_leave_nothing_behind(self, unreachable: Any) -> None:
         if unreachable is None:
@@ -81,21 +88,7 @@ class LeakTests(Contract):
                 with contextlib.suppress(TierError):  # what it answers is another claim's
                     calls_of(unreachable, time.monotonic() + 5.0)[name]()
 
-        self._expect_level(cycle, (CYCLES - WARM) // 2 - 1, "asked for a medium that is not there")
-
-    def _expect_level(self, cycle: Callable[[], None], slack: int, done: str) -> None:
-        if not Path("/proc/self/fd").is_dir():
-            not_judged("descriptors and threads are counted in /proc, which is not here")
-        for _ in range(WARM):
-            cycle()
-        before = held()
-        for _ in range(CYCLES - WARM):
-            cycle()
-        end = time.monotonic() + self.settle_s
-        while grown := {what: n for what, n in held().more_than(before).items() if n > slack}:
-            words = ", ".join(f"{n} more {what}" for what, n in grown.items())
-            assert time.monotonic() < end, f"{done} {CYCLES - WARM} times: the process holds {words} than before"
-            time.sleep(0.02)
+        expect_level(cycle, (CYCLES - WARM) // 2 - 1, "asked for a medium that is not there", self.settle_s)
 
 
 def _use(adapter: L2Adapter) -> None:

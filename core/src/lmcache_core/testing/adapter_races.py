@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 THREADS = 8
 LIMIT_S = 60.0  # a net
 BYTES = 9000
+FIRST_LINES = 40  # of a first call: there it is that something is opened
 
 
 class RaceTests(Contract):
@@ -220,6 +221,24 @@ class RaceTests(Contract):
             material.expect_result(told[0], Result.DONE, "another key was stored and deleted at each line of a store")
             material.expect_holds(adapter, material.key(1), one, "stored while another key came and went")
 
+    def test_two_first_calls_do_not_meet(self, adapter: L2Adapter, reopen: Any) -> None:
+        """What is opened at the first use is opened once, and whoever comes meanwhile waits for it."""
+        _needs_threads(adapter)
+        if reopen is None:
+            not_judged("a fixture 'reopen' unlocks it: an adapter that was never used")
+        with ExitStack() as opened:
+            unused: list[L2Adapter] = []
+
+            def open_another() -> None:
+                opened.close()
+                unused[:] = [opened.enter_context(reopen())]
+
+            keys = [material.key(1)]
+            first = partial(_look_up, unused, keys)
+            second = partial(_expect_looked_up, unused, keys, "the first lookup of all was under way")
+            for found, at in _line_by_line(adapter, open_another, first, second, FIRST_LINES):
+                assert found == [False], f"the first lookup of all, with another one at {at}, said {found}"
+
     def test_a_lookup_and_a_store_do_not_meet(self, adapter: L2Adapter) -> None:
         _needs_threads(adapter)
         keys = [material.key(number) for number in range(1, 5)]
@@ -238,6 +257,14 @@ class RaceTests(Contract):
 
 def _item(content: bytes | bytearray) -> StoreItem:
     return StoreItem(material.key(1), [memoryview(content)[:4096], memoryview(content)[4096:]])
+
+
+def _look_up(opened: list[L2Adapter], keys: list[bytes]) -> list[bool]:
+    return [bool(found) for found in opened[0].exists(keys, material.soon())]
+
+
+def _expect_looked_up(opened: list[L2Adapter], keys: list[bytes], done: str) -> None:
+    material.expect_exists(opened[0], keys, [False] * len(keys), done)
 
 
 def _needs_threads(adapter: L2Adapter) -> None:
@@ -269,11 +296,15 @@ def _expect_stops(adapter: L2Adapter, scheduler: Stepped[Any]) -> None:
 
 
 def _line_by_line(
-    adapter: L2Adapter, begin: Callable[[], Any], call: Callable[[], T], change: Callable[[], Any]
+    adapter: L2Adapter,
+    begin: Callable[[], Any],
+    call: Callable[[], T],
+    change: Callable[[], Any],
+    most: int = STOPS_MAX,
 ) -> Iterator[tuple[T, str]]:
     """`call` again and again: something changes at its first line, the next time at its second, and so on. What the
     call gave, and where that was."""
-    for line in range(STOPS_MAX):
+    for line in range(most):
         begin()
         scheduler = Stepped(call, own_modules(adapter), change, only=line)
         answer = scheduler.run(LIMIT_S)

@@ -63,6 +63,13 @@ class TroubleTests(Contract):
         material.expect_stored(adapter, material.key(1), b"object")
         for name in claimed(adapter):
             self._expect_in_time(adapter, name, self.hang_deadline_s, "with nothing wrong")
+        material.expect_stored(adapter, material.key(1), b"object")
+        deadline = time.monotonic() + self.hang_deadline_s
+        short = LoadItem(material.key(1), [memoryview(bytearray(1))])
+        try:
+            watched(lambda: adapter.load([short], deadline), self.hang_deadline_s + self.hang_slack_s)
+        except NotBackError as error:
+            raise AssertionError(f"load of what is larger than its buffers, with nothing wrong: {error}") from None
 
     def test_the_deadline_is_honoured_while_the_medium_hangs(self, adapter: L2Adapter, hang: Any) -> None:
         if hang is None:

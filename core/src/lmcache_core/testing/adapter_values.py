@@ -55,6 +55,16 @@ class ValueTests(Contract):
             done = f"stored from buffers cut at {cuts} and loaded into buffers of {sizes} bytes"
             material.expect_holds(adapter, material.key(1), whole, done, *sizes)
 
+    def test_an_object_may_come_in_many_buffers(self, adapter: L2Adapter) -> None:
+        """More than the system takes in one call (IOV_MAX: 1,024), or in none at all."""
+        whole = material.content(5, 4500)
+        material.expect_stored(adapter, material.key(1), *(whole[at : at + 3] for at in range(0, 4500, 3)))
+        for sizes in ([4500], [3] * 1500):
+            done = f"stored from 1,500 buffers and loaded into {len(sizes):,}"
+            material.expect_holds(adapter, material.key(1), whole, done, *sizes)
+        material.expect_stored(adapter, material.key(2))
+        material.expect_holds(adapter, material.key(2), b"", "stored from no buffers at all", 10)
+
     def test_a_miss_is_a_value(self, adapter: L2Adapter) -> None:
         material.expect_stored(adapter, material.key(1), b"another object")
         material.expect_miss(adapter, material.key(2), "after a store of another key")
@@ -153,6 +163,20 @@ class ValueTests(Contract):
         outcome = adapter.store([StoreItem(material.key(1), views)], material.soon())[0]
         material.expect_result(outcome, Result.DONE, "asked to store from read-only buffers")
         material.expect_holds(adapter, material.key(1), b"".join(contents), "stored from read-only buffers")
+
+    def test_the_callers_views_stay_open(self, adapter: L2Adapter) -> None:
+        """Who lends a view goes on using it: to release it, or the array behind it, is the caller's."""
+        views = [memoryview(bytearray(material.content(1, 500))) for _ in range(2)]
+        outcome = adapter.store([StoreItem(material.key(1), [views[0]])], material.soon())[0]
+        material.expect_result(outcome, Result.DONE, "asked to store 500 bytes")
+        material.expect_result(
+            adapter.load([LoadItem(material.key(1), [views[1]])], material.soon())[0], Result.DONE, "asked to load them"
+        )
+        for view, call in zip(views, ("store", "load"), strict=True):
+            try:
+                view[0]
+            except ValueError as error:
+                raise AssertionError(f"after a {call}, the view that it was given is released: {error}") from None
 
     def test_the_source_is_not_kept(self, adapter: L2Adapter) -> None:
         source = bytearray(material.content(1, 50_000))

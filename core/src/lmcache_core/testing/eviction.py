@@ -18,14 +18,18 @@ import pytest
 from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.testing.contract import Contract
 from lmcache_core.testing.eviction_machine import Resident, run_machine
+from lmcache_core.testing.purity import impure_calls, kept_bytes, salted
 
 Make = Callable[[], EvictionPolicy]
 ALL = 1 << 40  # more bytes than any store of these tests holds
 
 
-def residents(number: int, nbytes: int = 1, *, first: int = 0) -> list[Resident]:
+def residents(
+    number: int, nbytes: int = 1, *, first: int = 0, spell: Callable[[bytes], bytes] = bytes
+) -> list[Resident]:
     """Entries of three namespaces, each with a key of its own."""
-    return [Resident(i.to_bytes(32, "big"), nbytes, namespace=1 + i % 3) for i in range(first, first + number)]
+    numbers = range(first, first + number)
+    return [Resident(spell(i.to_bytes(32, "big")), nbytes, namespace=1 + i % 3) for i in numbers]
 
 
 def keys(entries: Sequence[Resident]) -> list[bytes]:
@@ -38,6 +42,7 @@ class EvictionPolicyContract(Contract):
     never_evicts: ClassVar[bool] = False  # True: `victims` is promised to be empty, whatever is asked
     excess_entries_max: ClassVar[int] = 1  # victims may be over what was asked by less than so many entries
     capacity_bytes: ClassVar[int] = 1000  # what the owner says in `resize`
+    remembers_keys_max: ClassVar[int] = 2000  # of objects that are gone, with that capacity
 
     @pytest.fixture
     def make_policy(self) -> Make:
@@ -171,21 +176,23 @@ class EvictionPolicyContract(Contract):
 
     # --- order ----------------------------------------------------------------------------------------------
     def test_two_policies_with_one_history_name_the_same(self, make: Make) -> None:
-        histories = []
-        for _ in range(2):
-            policy, entries = make(), residents(200, 3)
-            policy.insert(entries)
-            policy.access(entries[::7] + entries[::5])
-            named: list[Resident] = []
-            for turn in range(20):
-                victims = policy.victims(10)
-                named += victims  # type: ignore[arg-type]  # its entries are ours
-                policy.remove(victims)
-                fresh = residents(3, 3, first=1000 + 3 * turn)
-                policy.insert(fresh)
-                policy.access(fresh[:1])
-            histories.append(keys(named) + keys(policy.victims(ALL)))  # type: ignore[arg-type]
+        histories = [_history(make()) for _ in range(2)]
         assert histories[0] == histories[1], "clocks, unseeded randomness and the order of sets have no place here"
+
+    def test_it_names_the_same_in_every_process(self, make: Make) -> None:
+        """Python's `hash` of bytes differs from process to process, and with it the order of a set of keys."""
+        histories = [_history(make(), salted(salt)) for salt in range(3)]
+        same = histories[0] == histories[1] == histories[2]
+        assert same, (
+            "told the same, with other hashes of the same keys, it names others: it goes by hash(key), or a set"
+        )
+
+    def test_it_asks_no_clock_and_nobody_else(self, make: Make) -> None:
+        """Pure: no I/O, no clock, no lock, no chance without a seed. What is replayed comes out the same."""
+        _history(make())  # what it imports late is there now
+        policy = make()
+        asked = impure_calls(lambda: _history(policy))
+        assert not asked, f"while it ordered some two hundred entries, it asked for {' and '.join(asked)}"
 
     def test_one_key_in_two_namespaces_is_two_entries(self, policy: EvictionPolicy) -> None:
         self._needs_victims()
@@ -203,7 +210,7 @@ class EvictionPolicyContract(Contract):
             policy, entries = make(), residents(100, 2)
             for method, subject in (
                 (policy.insert, entries),
-                (policy.access, entries[::3]),
+                (policy.access, entries[::3] + entries[::6]),  # some come twice
                 (policy.remove, entries[::4]),
                 (policy.access, entries[1::4]),
             ):
@@ -231,6 +238,22 @@ class EvictionPolicyContract(Contract):
             looks[number] = Resident.looks
         assert looks[4000] <= 2 * looks[500] + 1000, f"looks at residents for 100 evictions: {looks}"
 
+    def test_a_use_costs_the_same_whatever_is_resident(self, make: Make) -> None:
+        looks = {}
+        for number in (500, 4000):
+            policy, entries = make(), residents(number)
+            policy.resize(number)
+            policy.insert(entries)
+            policy.victims(1)
+            fresh = residents(100, first=10_000)
+            Resident.looks = 0
+            for used, newcomer in zip(entries, fresh, strict=False):
+                policy.access([used])
+                policy.insert([newcomer])
+                policy.remove([newcomer])
+            looks[number] = Resident.looks
+        assert looks[4000] <= 2 * looks[500] + 1000, f"looks at residents for 100 uses, inserts and removes: {looks}"
+
     def test_held_entries_are_not_walked_past_again_and_again(self, make: Make) -> None:
         self._needs_victims()
         policy, entries = make(), residents(4000)
@@ -247,6 +270,35 @@ class EvictionPolicyContract(Contract):
         gone = [weakref.ref(entry) for entry in _inserted_used_and_removed(policy)]
         gc.collect()
         assert not any(reference() for reference in gone), "entries that were removed are still referred to"
+
+    def test_what_it_remembers_of_the_gone_is_bounded(self, make: Make) -> None:
+        """By the capacity, or a number: keys that never come back would fill the server's memory."""
+        policy, most = make(), self.remembers_keys_max
+
+        def turn_over(first: int, last: int) -> None:
+            for start in range(first, last, 100):
+                entries = residents(100, first=start)
+                policy.insert(entries)
+                policy.access(entries[::2])
+                policy.victims(100)
+                policy.remove(entries)
+
+        grown = kept_bytes(lambda: turn_over(0, most), lambda: turn_over(most, 4 * most))
+        assert grown < 16 * 3 * most, (
+            f"{most:,} objects came and went, and {3 * most:,} more: it keeps {grown:,} bytes more after these than "
+            "before, so it forgets none (remembers_keys_max is how many it may remember)"
+        )
+
+    def test_the_list_of_victims_is_the_callers(self, policy: EvictionPolicy) -> None:
+        self._needs_victims()
+        entries = residents(30)
+        policy.insert(entries)
+        named = policy.victims(ALL)
+        before = list(named)
+        policy.remove(before[:5])
+        assert named == before, "five of its victims were removed, and the list that it had given changed by itself"
+        named.clear()
+        _expect_named(policy, ALL, before[5:], "five were removed, and the caller emptied the list that it was given")  # type: ignore[arg-type]
 
     def test_what_is_read_only_stays_as_it_is(self, policy: EvictionPolicy) -> None:
         entries = residents(10, 7)  # whose key, namespace, nbytes and holds raise when they are set
@@ -275,6 +327,8 @@ class EvictionPolicyContract(Contract):
         entries = residents(50)
         policy.insert(entries)
         _hold(policy, entries[::2])
+        named = policy.surplus(5)
+        assert len(named) < 5 + self.excess_entries_max, f"asked for a surplus of 5 bytes, it names {len(named)}"
         surplus, victims, free = set(policy.surplus(ALL)), set(policy.victims(ALL)), set(entries[1::2])
         assert surplus <= victims, f"{len(surplus - victims)} of its surplus are no victims"
         assert victims <= free, f"{len(victims - free)} of its victims are held"
@@ -296,6 +350,30 @@ class EvictionPolicyContract(Contract):
             policy.access(entries[::3])
         if not self.never_evicts:
             _expect_named(policy, ALL, entries, "its capacity changed four times")
+            policy.resize(100)
+            covered = sum(entry.nbytes for entry in policy.victims(10))
+            assert covered < 10 + 10 * self.excess_entries_max, (
+                f"its capacity became less than what is resident: asked for 10 bytes, it named {covered}, and the "
+                "owner asks for all that it needs"
+            )
+
+
+def _history(policy: EvictionPolicy, spell: Callable[[bytes], bytes] = bytes) -> list[bytes]:
+    """Some life, and whom it names in it, by their keys."""
+    entries = residents(200, 3, spell=spell)
+    policy.insert(entries)
+    policy.access(entries[::7] + entries[::5])
+    named: list[Resident] = []
+    for turn in range(20):
+        victims = policy.victims(10)
+        named += victims  # type: ignore[arg-type]  # its entries are ours
+        policy.remove(victims)
+        fresh = residents(3, 3, first=1000 + 3 * turn, spell=spell)
+        policy.insert(fresh)
+        policy.access(fresh[:1])
+        _hold(policy, fresh[1:])
+        _release(policy, fresh[2:])
+    return keys(named) + keys(policy.victims(ALL))  # type: ignore[arg-type]
 
 
 def _inserted_used_and_removed(policy: EvictionPolicy) -> list[Resident]:

@@ -14,7 +14,7 @@ from lmcache_core.kernel.contracts import EvictionPolicy
 
 class Resident:
     """An entry as strict as the contract: what is read-only for a policy raises when it is set. `looks` counts how
-    often anybody read a property of any entry: the cost of a walk, whatever the machine."""
+    often anybody read a property of any entry, compared it or hashed it: the cost of a walk, whatever the machine."""
 
     __slots__ = ("__weakref__", "_holds", "_key", "_namespace", "_nbytes", "newer", "older", "policy_data")
     looks: ClassVar[int] = 0
@@ -47,6 +47,14 @@ class Resident:
     def holds(self) -> int:
         Resident.looks += 1
         return self._holds
+
+    def __hash__(self) -> int:
+        Resident.looks += 1
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        Resident.looks += 1
+        return self is other
 
     def hold(self, holds: int) -> None:
         """For the owner of the entry only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import base64
 import hashlib
 import random
 import struct
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from lmcache_core.pool.layout import Layout
-from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, StoreItem
+from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, ScanPage, StoreItem
 
 DEADLINE_S = 60.0  # a safety net; nothing here takes as long
 FILL = 0xA5  # what targets hold before a load
@@ -27,6 +28,10 @@ DIFFICULT_KEYS = (
 SIMILAR_KEYS = (
     (b"key", b"key\0"), (b"key", b"key "), (b"key", b"KEY"), (b"key", b"ke"), (b"\0key", b"key"), (b"01", b"1"),
     (b"\xc3\xa9", b"e\xcc\x81"), (b"a/b", b"a_b"), (b"a\nb", b"a"), (b"6b", b"k"), (bytes(44), bytes(43)),
+    (b"a.", b"a"), (b"a/", b"a"), (b"/a", b"a"), (b"a//b", b"a/b"), (b"a/./b", b"a/b"), (b"a/../b", b"b"),
+    (b"../a", b"a"), (b"a\\b", b"a/b"), (b"%41", b"A"), (b"a+b", b"a b"), (b"\x80", b"\x81"),
+    ("\N{LATIN SMALL LETTER SHARP S}".encode(), b"ss"), ("\N{LATIN SMALL LIGATURE FI}".encode(), b"fi"),
+    ("\N{KELVIN SIGN}".encode(), b"k"), (base64.b64decode(b"A" * 59 + b"="), base64.b64decode(b"a" + b"A" * 58 + b"=")),
 )  # fmt: skip
 
 
@@ -39,9 +44,30 @@ def similar_keys(longest: int) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
+def keys_one_byte_apart(longest: int) -> list[bytes]:
+    """A key as the kernel's, and one of the greatest length, each with all that differ from it in one byte: by the bit
+    of the case, the lowest, or the highest."""
+    found = []
+    for stem, first in ((key(5), 0), (b"k" * longest, 44)):
+        changed = [(at, (0x20, 0x01, 0x80)[at % 3]) for at in range(first, len(stem))]
+        found += [stem, *(stem[:at] + bytes([stem[at] ^ bit]) + stem[at + 1 :] for at, bit in changed)]
+    return list(dict.fromkeys(found))
+
+
 def key(number: int, name: str = "") -> bytes:
     """A key as the kernel makes them: 44 bytes of any value."""
     return hashlib.sha384(f"{name}{number}".encode()).digest()[:44]
+
+
+# Two keys each (as `key` makes them, by number) that a hash of 32 bits takes for one.
+_COLLIDING_NUMBERS = {
+    "CRC-32": (23409, 65174), "Adler-32": (774, 1517), "FNV-1a of 32 bits": (83349, 104869),
+    "MurmurHash3 of 32 bits": (5649, 58684), "XXH32": (11745, 102752),
+    "low half of an XXH64": (72078, 99624), "low half of an XXH3": (48239, 54993),
+    "four bytes of an MD5": (13425, 61745), "four bytes of a SHA-1": (118038, 161533),
+    "four bytes of a SHA-256": (58482, 149675), "four bytes of a BLAKE2b": (34785, 44028),
+}  # fmt: skip
+COLLIDING_KEYS = {name: [key(number) for number in pair] for name, pair in _COLLIDING_NUMBERS.items()}
 
 
 def content(number: int, nbytes: int) -> bytes:
@@ -54,9 +80,9 @@ def soon() -> float:
     return time.monotonic() + DEADLINE_S
 
 
-def batches(adapter: L2Adapter, count: int) -> Iterator[range]:
+def batches(adapter: L2Adapter, count: int, most: int = 512) -> Iterator[range]:
     """0 to count, in batches that the adapter takes."""
-    step = max(1, min(512, adapter.capabilities.batch_keys_max))
+    step = max(1, min(most, adapter.capabilities.batch_keys_max))
     for start in range(0, count, step):
         yield range(start, min(count, start + step))
 
@@ -90,12 +116,26 @@ def results(outcomes: Sequence[Outcome]) -> list[Result]:
     return [outcome.result for outcome in outcomes]
 
 
+def page_of(adapter: L2Adapter, cursor: str | None) -> ScanPage:
+    """One page of a scan, of the types that the contract names."""
+    page = adapter.scan(cursor, soon())
+    assert isinstance(page, ScanPage), f"scan gave a {type(page).__name__}, and has to give a ScanPage"
+    if page.cursor is not None:
+        _expect_type("a scan gave the cursor", page.cursor, str)
+    for entry in page.entries:
+        assert isinstance(entry, ScanEntry), f"a page of a scan holds a {type(entry).__name__}, and not a ScanEntry"
+        _expect_type("a scan gave the key", entry.key, bytes)
+        _expect_type("a scan gave the length", entry.nbytes, int)
+        _expect_type("a scan gave the last use", entry.used_at_s, float, int)
+    return page
+
+
 def scan(adapter: L2Adapter, pages_max: int = 10_000) -> list[ScanEntry]:
     """Every entry of every page."""
     found: list[ScanEntry] = []
     cursor: str | None = None
     for _ in range(pages_max):
-        page = adapter.scan(cursor, soon())
+        page = page_of(adapter, cursor)
         found += page.entries
         cursor = page.cursor
         if cursor is None:
@@ -125,8 +165,24 @@ def difference(found: bytes, expected: bytes) -> str:
     return f"{len(wrong):,} of {len(expected):,} bytes are wrong, the first at {wrong[0]:,}"
 
 
+def expect_types(outcome: Outcome, done: str) -> None:
+    """An outcome whose values are of the types that the contract names."""
+    assert isinstance(outcome, Outcome), f"{done}, it answered {outcome!r:.100}, and has to answer an Outcome"
+    for name, wanted in _OUTCOME_TYPES.items():
+        _expect_type(f"{done}, it answered {name} =", getattr(outcome, name), wanted)
+
+
+def _expect_type(said: str, value: object, *wanted: type) -> None:
+    words = f"{said} {value!r:.80} ({type(value).__name__}), and it has to be {' or '.join(t.__name__ for t in wanted)}"
+    assert type(value) in wanted, words
+
+
+_OUTCOME_TYPES = {"result": Result, "nbytes": int, "error": str, "retryable": bool}
+
+
 def expect_result(outcome: Outcome, expected: Result, done: str) -> None:
     """`done`: what was done before, as a clause."""
+    expect_types(outcome, done)
     assert outcome.result is expected, f"{done}, it answered {seen(outcome)} and not {expected.upper()}"
 
 

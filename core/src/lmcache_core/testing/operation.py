@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -13,12 +14,17 @@ import pytest
 from lmcache_core.errors import UsageError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol import messages as m
-from lmcache_core.server.operation import ServerOperation
+from lmcache_core.server.operation import OperationContext, PoolView, ServerOperation
 from lmcache_core.testing.contract import Contract, not_claimed
+from lmcache_core.testing.held import expect_level
+from lmcache_core.testing.watch import NotBackError, watched
 
 if TYPE_CHECKING:
+    from lmcache_core.plugins.registry import Registry
     from lmcache_core.server.server import Server
 
+_CALLERS, _CALLS = 4, 5
+_WAIT_S = 30.0  # a net
 _QUICK_S = 0.002
 _TRIES = 50
 
@@ -26,6 +32,8 @@ _TRIES = 50
 class OperationContract(Contract):
     """For an operation whose package is installed. `component` is its name, `operation_settings` gives what stands in
     its table (nothing, unless you bring one), and `sample_request` what it answers in an empty server, too."""
+
+    settle_s: ClassVar[float] = 5.0  # for a thread that was told to end
 
     @pytest.fixture
     def operation_settings(self) -> dict[str, Any]:
@@ -36,31 +44,36 @@ class OperationContract(Contract):
         pytest.fail("bring a fixture `sample_request`: a request that the operation answers", pytrace=False)
 
     @pytest.fixture
-    def operation_server(self, tmp_path: Path, operation_settings: dict[str, Any]) -> Iterator[Server]:
-        """A server with this operation and no other."""
+    def operation_registry(self) -> Registry:
+        """All that is installed."""
         from lmcache_core.plugins.loader import load_plugins
+
+        return load_plugins()
+
+    @pytest.fixture
+    def operation_server(
+        self, tmp_path: Path, operation_settings: dict[str, Any], operation_registry: Registry
+    ) -> Iterator[Server]:
+        """A server with this operation and no other."""
         from lmcache_core.server.server import Server
         from lmcache_core.settings.compose import make_settings
 
-        registry = load_plugins()
         settings = make_settings(
-            registry,
+            operation_registry,
             name=f"kit-{uuid4().hex[:10]}",
             runtime_dir=str(tmp_path / "run"),
             state_dir=str(tmp_path / "state"),
             l1={"size_bytes": 16 << 20, "backing": "memfd"},
             operations={self.component: operation_settings},
         )
-        with Server(settings, registry) as server:
+        with Server(settings, operation_registry) as server:
             assert server.populator.wait(60), "the pool was not populated within 60 s"
             yield server
 
     @pytest.fixture
-    def operation(self) -> type[ServerOperation]:
+    def operation(self, operation_registry: Registry) -> type[ServerOperation]:
         """Its class."""
-        from lmcache_core.plugins.loader import load_plugins
-
-        factory: type[ServerOperation] = load_plugins().factory(Kind.OPERATION, self.component)
+        factory: type[ServerOperation] = operation_registry.factory(Kind.OPERATION, self.component)
         return factory
 
     def test_it_is_an_operation_with_structs_of_its_own(self, operation: type[ServerOperation]) -> None:
@@ -107,6 +120,87 @@ class OperationContract(Contract):
             slow = client.status()["operations"][self.component]["slow"]
         assert slow < _TRIES // 2, f"{slow} of {_TRIES} calls took more than {1e3 * _QUICK_S:g} ms: say runs = 'lane'"
 
-    def test_it_ends_in_order(self, operation_server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    def test_many_callers_are_all_answered(
+        self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
+    ) -> None:
+        """Two lanes call it at once. What it keeps of a request in itself is another request's by then: that answers
+        are not mixed up is not judged, for the kit does not know which are right."""
+        faults: list[str] = []
+
+        def work() -> None:
+            try:
+                with operation_server.connect() as client:
+                    for _ in range(_CALLS):
+                        client.call_operation(self.component, sample_request, operation.reply)
+            except Exception as error:  # noqa: BLE001 - of a thread: told by the test
+                faults.append(f"{type(error).__name__}: {error}")
+
+        threads = [threading.Thread(target=work, name="kit-caller", daemon=True) for _ in range(_CALLERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_WAIT_S)
+        assert not any(thread.is_alive() for thread in threads), f"{_CALLERS} callers at once, and one was not answered"
+        assert not faults, f"{_CALLERS} callers at once, and {len(faults)} of them failed, the first with {faults[0]}"
+
+    def test_it_looks_at_the_pool_on_the_loop_alone(
+        self,
+        operation_server: Server,
+        operation: type[ServerOperation],
+        sample_request: msgspec.Struct,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A view of the pool is of use within `on_loop`: anywhere else the loop changes what is looked at."""
+        elsewhere: list[str] = []
+
+        def noting(name: str) -> Any:
+            method = getattr(PoolView, name)
+
+            def noted(view: PoolView, *arguments: Any) -> Any:
+                if threading.current_thread().name.startswith("operation-"):
+                    elsewhere.append(name)
+                return method(view, *arguments)
+
+            return noted
+
+        for name in ("describe", "sample"):
+            monkeypatch.setattr(PoolView, name, noting(name))
+        with operation_server.connect() as client:
+            client.call_operation(self.component, sample_request, operation.reply)
+        assert not elsewhere, f"asked once, it called {elsewhere[0]} of the pool's view in its lane, and not in on_loop"
+
+    def test_it_is_made_and_closed_without_a_trace(
+        self, tmp_path: Path, operation_settings: dict[str, Any], operation_registry: Registry
+    ) -> None:
+        context = OperationContext("kit", tmp_path / "state", _no_loop)
+
+        def cycle() -> None:
+            made = operation_registry.build(Kind.OPERATION, self.component, operation_settings, context)
+            made.close()
+
+        expect_level(cycle, 0, "made and closed", self.settle_s)
+
+    def test_it_ends_in_order(
+        self,
+        operation_server: Server,
+        operation: type[ServerOperation],
+        sample_request: msgspec.Struct,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        with operation_server.connect() as client:
+            client.call_operation(self.component, sample_request, operation.reply)
+        try:
+            watched(operation_server.stop, _WAIT_S)
+        except NotBackError as error:
+            raise AssertionError(f"asked once, and then the server was stopped: {error}") from None
+        assert "did not end in order" not in caplog.text, "the server stopped, and the operation did not end in order"
+
+    def test_one_that_was_never_asked_ends_in_order(
+        self, operation_server: Server, caplog: pytest.LogCaptureFixture
+    ) -> None:
         operation_server.stop()
         assert "did not end in order" not in caplog.text, "the server stopped, and the operation did not end in order"
+
+
+def _no_loop(look: Any) -> Any:
+    raise UsageError("no server is behind this operation")

@@ -26,6 +26,7 @@ from lmcache_core.policies.contracts import (
 )
 from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.purity import impure_calls, salted
 
 _QUICK = settings(
     max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -48,8 +49,13 @@ _CANDIDATES = st.lists(
 )
 
 
-def candidates(number: int, nbytes: int = 65536, *, reused: bool = False, first: int = 0) -> list[StoreCandidate]:
-    return [StoreCandidate(material.key(first + n), 1 + n % 2, nbytes, reused) for n in range(number)]
+Spell = Callable[[bytes], bytes]
+
+
+def candidates(
+    number: int, nbytes: int = 65536, *, reused: bool = False, first: int = 0, spell: Spell = bytes
+) -> list[StoreCandidate]:
+    return [StoreCandidate(spell(material.key(first + n)), 1 + n % 2, nbytes, reused) for n in range(number)]
 
 
 TIERS = (TierView("ssd", True), TierView("cold", True))
@@ -100,14 +106,30 @@ class StorePolicyContract(Contract):
         check()
 
     def test_two_policies_with_one_history_plan_the_same(self, make_policy: Callable[[], StorePolicy]) -> None:
-        plans = []
-        for _ in range(2):
-            policy = make_policy()
-            told = [candidates(8), candidates(8, first=4), candidates(8, 1 << 20, first=6)]
-            told += [candidates(6, reused=True)] if policy.wants_reuse else []
-            plans.append([_plain(policy.plan(batch, TIERS)) for batch in told])
+        plans = [_stored(make_policy()) for _ in range(2)]
         wrong = next((at for at, pair in enumerate(zip(*plans, strict=True)) if pair[0] != pair[1]), None)
         assert wrong is None, f"two policies were told the same, and plan {wrong} differs: no clock, no chance, no id()"
+
+    def test_it_plans_the_same_in_every_process(self, make_policy: Callable[[], StorePolicy]) -> None:
+        """Python's `hash` of bytes differs from process to process."""
+        plans = [_stored(make_policy(), salted(salt)) for salt in range(3)]
+        same = plans[0] == plans[1] == plans[2]
+        assert same, "told the same, with other hashes of the same keys, it plans otherwise: it goes by hash(key)"
+
+    def test_it_asks_no_clock_and_nobody_else(self, make_policy: Callable[[], StorePolicy]) -> None:
+        """Pure: no I/O, no clock, no lock, no chance without a seed."""
+        _stored(make_policy())  # what it imports late is there now
+        policy = make_policy()
+        asked = impure_calls(lambda: _stored(policy))
+        assert not asked, f"while it made four plans, it asked for {' and '.join(asked)}"
+
+    def test_a_plan_stays_as_it_was_made(self, make_policy: Callable[[], StorePolicy]) -> None:
+        """It is carried out when others have been made already."""
+        policy = make_policy()
+        first = policy.plan(candidates(8, reused=policy.wants_reuse), TIERS)
+        before = _plain(first)
+        policy.plan(candidates(3, first=20), TIERS[:1])
+        assert _plain(first) == before, "another plan was made, and the former one changed: each is its own"
 
     def _check(self, plan: StorePlan, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> None:
         assert isinstance(plan, StorePlan), f"a plan is a {type(plan).__name__}, and has to be a StorePlan"
@@ -115,7 +137,11 @@ class StorePolicyContract(Contract):
         unknown = set(plan.targets) - {tier.name for tier in tiers}
         assert not unknown, f"the plan sends objects to {unknown}, which do not exist"
         for name, positions in (*plan.targets.items(), ("drop", plan.drop)):
+            kind = type(positions).__name__
+            assert isinstance(positions, Sequence), f"{name}: positions are a {kind}: a list, a tuple or a range"
             listed = list(positions)
+            odd = [each for each in listed if type(each) is not int]
+            assert not odd, f"{name}: {odd[0]!r:.60} is no position in the batch: a whole number from 0" if odd else ""
             assert len(set(listed)) == len(listed), f"{name}: a position is named twice"
             outside = [position for position in listed if not 0 <= position < len(batch)]
             assert not outside, f"{name}: positions {outside} are outside a batch of {len(batch)}"
@@ -180,16 +206,31 @@ class PrefetchPolicyContract(Contract):
         check()
 
     def test_two_policies_that_are_told_the_same_plan_the_same(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
-        plans = []
-        for _ in range(2):
-            policy = make_policy()
-            told = []
-            for count in (1, 3, 4, 1):
-                keys = [material.key(number) for number in range(count)]
-                told.append(_plain(policy.plan(keys, {tier.name: [True] * count for tier in TIERS}, TIERS)))
-            plans.append(told)
+        plans = [_fetched(make_policy()) for _ in range(2)]
         wrong = next((at for at, pair in enumerate(zip(*plans, strict=True)) if pair[0] != pair[1]), None)
         assert wrong is None, f"two policies were told the same, and plan {wrong} differs: no clock, no chance, no id()"
+
+    def test_it_plans_the_same_in_every_process(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        """Python's `hash` of bytes differs from process to process."""
+        plans = [_fetched(make_policy(), salted(salt)) for salt in range(3)]
+        same = plans[0] == plans[1] == plans[2]
+        assert same, "told the same, with other hashes of the same keys, it plans otherwise: it goes by hash(key)"
+
+    def test_it_asks_no_clock_and_nobody_else(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        """Pure: no I/O, no clock, no lock, no chance without a seed."""
+        _fetched(make_policy())  # what it imports late is there now
+        policy = make_policy()
+        asked = impure_calls(lambda: _fetched(policy))
+        assert not asked, f"while it made some plans, it asked for {' and '.join(asked)}"
+
+    def test_a_plan_stays_as_it_was_made(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
+        """It is carried out when others have been made already."""
+        policy = make_policy()
+        keys = [material.key(number) for number in range(4)]
+        first = policy.plan(keys, {"ssd": [True] * 4}, TIERS)
+        before = _plain(first)
+        policy.plan(keys[:2], {"cold": [True] * 2}, TIERS)
+        assert _plain(first) == before, "another plan was made, and the former one changed: each is its own"
 
     def test_what_stays_is_said_for_each_key(self, make_policy: Callable[[], PrefetchPolicy]) -> None:
         for count in (0, 1, 5):
@@ -205,6 +246,8 @@ class PrefetchPolicyContract(Contract):
     ) -> None:
         assert isinstance(plan, PrefetchPlan), f"a plan is a {type(plan).__name__}, and has to be a PrefetchPlan"
         assert isinstance(plan.retain, bool), f"retain is {plan.retain!r}: True or False"
+        kind = type(plan.sources).__name__
+        assert isinstance(plan.sources, Sequence), f"sources are a {kind}: a list or a tuple, one for each key"
         count = len(plan.sources)
         assert count == len(keys), f"asked about {len(keys)} keys, it names {count} sources: one each, or None"
         for position, source in enumerate(plan.sources):
@@ -214,6 +257,24 @@ class PrefetchPolicyContract(Contract):
             elif not self.declines:
                 having = [tier.name for tier in tiers if tier.healthy and any(found.get(tier.name, ())[position:][:1])]
                 assert not having, f"key {position} is not loaded, and {having} have it (declines = True allows it)"
+
+
+def _stored(policy: StorePolicy, spell: Spell = bytes) -> list[object]:
+    """Some plans."""
+    told = [candidates(8, spell=spell), candidates(8, first=4, spell=spell)]
+    told += [candidates(8, 1 << 20, first=6, spell=spell)]
+    told += [candidates(6, reused=True, spell=spell)] if policy.wants_reuse else []
+    return [_plain(policy.plan(batch, TIERS)) for batch in told]
+
+
+def _fetched(policy: PrefetchPolicy, spell: Spell = bytes) -> list[object]:
+    """Some plans, and what stays."""
+    told: list[object] = []
+    for count in (1, 3, 4, 1):
+        keys = [spell(material.key(number)) for number in range(count)]
+        told.append(_plain(policy.plan(keys, {tier.name: [True] * count for tier in TIERS}, TIERS)))
+        told.append(list(policy.retains(keys, 2)))
+    return told
 
 
 def _plain(plan: StorePlan | PrefetchPlan) -> object:

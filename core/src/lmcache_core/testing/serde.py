@@ -15,6 +15,8 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -25,11 +27,17 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Buffer, Serde
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.contract import Contract, not_claimed, not_judged
+from lmcache_core.testing.purity import peak_bytes, salted
+from lmcache_core.testing.stepping import Stepped, own_modules
 from lmcache_core.tiers.format import object_kind, serde_key
 
 Make = Callable[[], Serde]
 THREADS = 8
+STOPS_MAX = 60  # lines of one call at which another runs
+GROWTH_MAX = 8  # times the object: an encoded form that is larger is no gain to anybody
+ROOM_BYTES = 1 << 20
+UNPACKED_BYTES = 8 << 20
 
 
 def _object_key(number: int, namespace: int = 7, epoch: int = 3, chain: Sequence[Serde] = ()) -> bytes:
@@ -43,7 +51,15 @@ KEY = _object_key(1)
 
 def joined(buffers: Sequence[Buffer]) -> bytes:
     """The encoded object, as it lies on a medium."""
-    return b"".join(bytes(part) for part in buffers)
+    kind = type(buffers).__name__
+    listed = isinstance(buffers, Sequence) and not isinstance(buffers, str | Buffer)
+    assert listed, f"encode gave a {kind}, and has to give a list of buffers"
+    for part in buffers:
+        assert isinstance(part, Buffer), f"encode gave a {type(part).__name__} among its buffers: bytes, or a view"
+        if isinstance(part, memoryview):
+            words = f"encode gave a view of format {part.format!r} in {part.ndim} dimensions: bytes, in one run"
+            assert part.format == "B" and part.ndim == 1 and part.contiguous, words  # noqa: PT018
+    return b"".join(buffers)
 
 
 def encoded(serde: Serde, source: bytes, layout: Layout, key: bytes = KEY) -> bytes:
@@ -118,16 +134,58 @@ class SerdeContract(Contract):
             after = decoded(serde, encoded(serde, content, layout), layout)
             assert after == content, f"{layout} of random bytes: {material.difference(after, content)}"
 
-    def test_the_encoded_size_keeps_its_bound(self, serde: Serde) -> None:
+    def test_the_encoded_size_keeps_its_bound(self, serde: Serde, make_serde: Make) -> None:
+        """Asked of a fresh one: who decodes has not encoded."""
         for layout in self.layouts:
             for content in (*self.contents(layout), material.content(5, layout.nbytes)):
                 nbytes = len(encoded(serde, content, layout))
-                bound = serde.encoded_bytes_max(layout.nbytes, layout)
+                bound = make_serde().encoded_bytes_max(layout.nbytes, layout)
                 assert 0 < nbytes <= bound, (
                     f"{layout} was encoded to {nbytes:,} bytes; encoded_bytes_max says {bound:,}"
                 )
                 again = serde.encoded_layout(layout, nbytes).nbytes
                 assert again >= 1, f"{layout}: encoded_layout has {again} bytes"
+
+    def test_its_bound_follows_from_the_layout_alone(self, serde: Serde, make_serde: Make) -> None:
+        """Memory is allocated by it, for lengths that come from a medium."""
+        for layout in self.layouts:
+            before = serde.encoded_bytes_max(layout.nbytes, layout)
+            assert type(before) is int, (
+                f"encoded_bytes_max gave {before!r} ({type(before).__name__}), and has to give a whole number"
+            )
+            most = GROWTH_MAX * layout.nbytes + ROOM_BYTES
+            assert before <= most, (
+                f"encoded_bytes_max allows {before:,} bytes for an object of {layout.nbytes:,}: memory is allocated by "
+                f"any length up to it that stands on a medium, so it has to be near what encode gives (here {most:,})"
+            )
+            for content in self.contents(layout):
+                encoded(serde, content, layout)
+            after = [one.encoded_bytes_max(layout.nbytes, layout) for one in (serde, make_serde())]
+            assert after == [before] * 2, f"encoded_bytes_max said {before:,}, after some encodes {after[0]:,}"
+
+    def test_its_parameters_stay_as_they_are(self, serde: Serde) -> None:
+        """An object is decoded by whoever has equal ones: what they say follows from the settings."""
+        before = dict(serde.parameters())
+        for layout in self.layouts:
+            decoded(serde, encoded(serde, material.sample(layout, 1), layout), layout)
+        after = dict(serde.parameters())
+        assert after == before, f"after some encodes and decodes its parameters are {after}, and were {before}"
+
+    def test_another_process_decodes_it(self, make_serde: Make) -> None:
+        """Python's `hash` of the key differs there."""
+        layout = self.layouts[0]
+        content = material.sample(layout, 1)
+        one, other = salted(1)(KEY), salted(2)(KEY)
+        packed = encoded(make_serde(), content, layout, one)
+        expected = decoded(make_serde(), packed, layout, one)
+        try:
+            after = decoded(make_serde(), packed, layout, other)
+        except DamagedObjectError as error:
+            raise AssertionError(
+                f"where hash(key) is another, as in another process, decode refused it: {error}"
+            ) from None
+        told = f"where hash(key) is another, as in another process: {material.difference(after, expected)}"
+        assert after == expected, told
 
     def test_every_layout_works_or_is_refused_in_words(self, serde: Serde) -> None:
         for dtype in DTYPE_BYTES:
@@ -141,8 +199,11 @@ class SerdeContract(Contract):
                         raise AssertionError(f"{layout} is refused without a word") from error
                     continue
                 after = decoded(serde, packed, layout)
-                right = after == content if serde.lossless else len(after) == len(content)
-                assert right, f"{layout} was taken, and came back otherwise: {material.difference(after, content)}"
+                if serde.lossless:
+                    right = after == content
+                    assert right, f"{layout} was taken, and came back otherwise: {material.difference(after, content)}"
+                elif after != content:
+                    self.assert_close(content, after, layout)  # who cannot be near for a type refuses it
 
     # --- buffers --------------------------------------------------------------------------------------------
     def test_the_source_is_neither_changed_nor_kept(self, serde: Serde) -> None:
@@ -155,6 +216,20 @@ class SerdeContract(Contract):
         gc.collect()
         assert kept() is None, "a view of the source is still referred to after its encoded form has gone"
         source.append(0)  # refused while anyone exports it
+
+    def test_encoded_objects_stay_as_they_are_while_others_are_encoded(self, serde: Serde) -> None:
+        """A batch is encoded before it is sent: a serde that gives its own memory gives each object some of it."""
+        layout = self.layouts[0]
+        contents = [material.sample(layout, seed) for seed in range(3)]
+        expected = [decoded(serde, encoded(serde, content, layout), layout) for content in contents]
+        sent = [serde.encode(memoryview(content).toreadonly(), layout, KEY) for content in contents]
+        for number, buffers in enumerate(sent):
+            done = f"three objects were encoded, one after the other, and then number {number + 1} was decoded"
+            try:
+                after = decoded(serde, joined(buffers), layout)
+            except DamagedObjectError as error:
+                raise AssertionError(f"{done}: it was refused: {error}") from None
+            assert after == expected[number], f"{done}: {material.difference(after, expected[number])}"
 
     def test_the_target_is_written_wholly_and_alone(self, serde: Serde) -> None:
         for layout in self.layouts:
@@ -175,6 +250,12 @@ class SerdeContract(Contract):
         into = bytearray(layout.nbytes)
         serde.decode(memoryview(packed), memoryview(into), layout, KEY)
         assert packed == before, f"after decode, of the encoded bytes {material.difference(bytes(packed), before)}"
+        gc.collect()
+        _assert_not_exported(packed)
+        _assert_not_exported(into)
+        packed[len(packed) // 2] ^= 0xFF
+        with suppress(CacheError):  # what it raises is another claim's
+            serde.decode(memoryview(packed), memoryview(into), layout, KEY)
         gc.collect()
         _assert_not_exported(packed)
         _assert_not_exported(into)
@@ -214,6 +295,38 @@ class SerdeContract(Contract):
         _refused_or_decoded(serde, bytes(size), layout)
         _refused_or_decoded(serde, b"\xff" * size, layout)
 
+    def test_a_damaged_length_allocates_nothing(self, serde: Serde) -> None:
+        """Lengths in an object are input: held against the layout before memory is taken by them."""
+        layout = self.layouts[0]
+        packed = encoded(serde, material.sample(layout, 1), layout)
+        most = 4 * (layout.nbytes + len(packed)) + ROOM_BYTES
+        for place in range(min(96, len(packed))):
+            other = bytearray(packed)
+            other[place] ^= 0x40
+            try:
+                taken = peak_bytes(partial(_refused_or_decoded, serde, bytes(other), layout))
+            except MemoryError:
+                raise AssertionError(f"encoded byte {place} was changed, and decode ran out of memory") from None
+            assert taken <= most, (
+                f"encoded byte {place} of an object of {layout.nbytes:,} bytes was changed, and decode took {taken:,} "
+                "bytes of memory"
+            )
+
+    def test_what_unpacks_to_more_than_its_object_is_refused_before_it_does(self, serde: Serde) -> None:
+        """A small object on the medium may be made to fill the memory of whoever loads it."""
+        like = self.layouts[0]
+        small, large = (Layout(like.dtype, (nbytes // like.itemsize,)) for nbytes in (4096, UNPACKED_BYTES))
+        try:
+            packed = encoded(serde, bytes(large.nbytes), large)
+            decoded(serde, encoded(serde, bytes(small.nbytes), small), small)
+        except UsageError:
+            not_claimed("layouts of one dimension")
+        if len(packed) > UNPACKED_BYTES // 16:
+            not_claimed("compression")
+        done = f"{len(packed):,} encoded bytes of {large}, decoded as {small}"
+        taken = peak_bytes(lambda: _expect_damage(serde, packed, small, KEY, done))
+        assert taken < UNPACKED_BYTES // 4, f"{done}: it was refused, after {taken:,} bytes of memory had been taken"
+
     def test_an_object_is_not_passed_off_as_another(self, serde: Serde) -> None:
         if not self.authenticates:
             pytest.skip("the serde does not claim authenticates")
@@ -251,6 +364,39 @@ class SerdeContract(Contract):
         assert not any(thread.is_alive() for thread in threads), "a thread did not come back"
         assert not faults, f"{len(faults)} times in {THREADS} threads, at first: {faults[0]}"
 
+    def test_two_encodes_do_not_meet(self, serde: Serde) -> None:
+        """One stands at each of its lines while another runs from end to end: what they share is seen."""
+        layout = self.layouts[0]
+        one, other = (material.sample(layout, seed) for seed in (1, 2))
+        expected = [decoded(serde, encoded(serde, content, layout), layout) for content in (one, other)]
+
+        def look() -> None:
+            found = decoded(serde, encoded(serde, other, layout), layout)
+            assert found == expected[1], f"encoded beside another: {material.difference(found, expected[1])}"
+
+        packed = _stepped(serde, lambda: encoded(serde, one, layout), look)
+        try:
+            found = decoded(serde, packed, layout)
+        except DamagedObjectError as error:
+            raise AssertionError(
+                f"another encode ran at each line of one, and what that gave is refused: {error}"
+            ) from None
+        told = f"another encode ran at each line of one, which gave: {material.difference(found, expected[0])}"
+        assert found == expected[0], told
+
+    def test_two_decodes_do_not_meet(self, serde: Serde) -> None:
+        layout = self.layouts[0]
+        packed = [encoded(serde, material.sample(layout, seed), layout) for seed in (1, 2)]
+        expected = [decoded(serde, each, layout) for each in packed]
+
+        def look() -> None:
+            found = decoded(serde, packed[1], layout)
+            assert found == expected[1], f"decoded beside another: {material.difference(found, expected[1])}"
+
+        found = _stepped(serde, lambda: decoded(serde, packed[0], layout), look)
+        told = f"another decode ran at each line of one, which gave: {material.difference(found, expected[0])}"
+        assert found == expected[0], told
+
     def test_a_chain_undoes_it_in_reverse(self, make_serde: Make) -> None:
         layout = self.layouts[0]
         content = material.sample(layout, 1)
@@ -264,6 +410,14 @@ class SerdeContract(Contract):
         into = bytearray(layout.nbytes)
         chain.decode(memoryview(on_medium), memoryview(into), layout, KEY, packed.lengths, Scratch())
         assert into == alone, f"a chain with it, undone in reverse: {material.difference(bytes(into), alone)}"
+
+
+def _stepped(serde: Serde, call: Callable[[], bytes], look: Callable[[], None]) -> bytes:
+    scheduler = Stepped(call, own_modules(serde, Serde), look, STOPS_MAX)
+    answer = scheduler.run(material.DEADLINE_S)
+    if scheduler.stops == 0:
+        not_judged("no line of Python ran in the call: what happens within C cannot be stopped")
+    return answer
 
 
 def _other_keys() -> list[bytes]:

@@ -33,11 +33,11 @@ def is_stepped() -> bool:
     return _this_thread.stepped
 
 
-def own_modules(adapter: L2Adapter) -> frozenset[str]:
-    """The packages that an adapter's classes come from; the core's own are named module by module."""
+def own_modules(component: object, base: type = L2Adapter) -> frozenset[str]:
+    """The packages that a component's classes come from; the core's own are named module by module."""
     found = set()
-    for cls in type(adapter).__mro__:
-        if cls is not L2Adapter and issubclass(cls, L2Adapter):
+    for cls in type(component).__mro__:
+        if cls is not base and issubclass(cls, base):
             package = cls.__module__.partition(".")[0]
             found.add(cls.__module__ if package == _CORE else package)
     return frozenset(found)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import msgspec
 import pytest
 
+from lmcache_core.limits import SUBSCRIBER_HANG_S
 from lmcache_core.observe.events import EVENTS, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.components import Kind
 from lmcache_core.pool.layout import Layout
 from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.held import expect_level
+from lmcache_core.testing.purity import kept_bytes
+from lmcache_core.testing.watch import NotBackError, watched
 from lmcache_core.tokens.namespace import Namespace
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
+_MANY = 1000
 _WAIT_S = 60.0  # a net: what is waited for comes within a second
 _KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 _SAMPLES: dict[Any, Any] = {
@@ -51,17 +58,29 @@ class EventSubscriberContract(Contract):
     """For an event subscriber whose package is installed. `component` is its name, and the fixture
     `subscriber_settings` gives what stands in its table (nothing, unless you bring one)."""
 
+    settle_s: ClassVar[float] = 5.0  # for a thread that was told to end
+
     @pytest.fixture
     def subscriber_settings(self, tmp_path: Path) -> dict[str, Any]:
         return {}
 
     @pytest.fixture
-    def subscriber(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Iterator[EventSubscriber]:
-        """One that no server uses."""
+    def make_subscriber(self, tmp_path: Path, subscriber_settings: dict[str, Any]) -> Callable[[], EventSubscriber]:
+        """A callable: one more, that no server uses."""
         from lmcache_core.plugins.loader import load_plugins
 
-        context = SubscriberContext("kit", tmp_path / "state")
-        made = load_plugins().build(Kind.EVENT_SUBSCRIBER, self.component, subscriber_settings, context)
+        registry, context = load_plugins(), SubscriberContext("kit", tmp_path / "state")
+
+        def make() -> EventSubscriber:
+            made: EventSubscriber = registry.build(Kind.EVENT_SUBSCRIBER, self.component, subscriber_settings, context)
+            return made
+
+        return make
+
+    @pytest.fixture
+    def subscriber(self, make_subscriber: Callable[[], EventSubscriber]) -> Iterator[EventSubscriber]:
+        """One that no server uses."""
+        made = make_subscriber()
         yield made
         made.close()
 
@@ -115,6 +134,67 @@ class EventSubscriberContract(Contract):
         subscriber.hear(samples())
         subscriber.close()
         subscriber.close()
+
+    def test_one_that_heard_nothing_can_be_closed(self, make_subscriber: Callable[[], EventSubscriber]) -> None:
+        """A server that ends at once, or was never used."""
+        made = make_subscriber()
+        try:
+            made.close()
+        except Exception as error:
+            raise AssertionError(
+                f"it was told nothing, and its close raised {type(error).__name__}: {error}"
+            ) from error
+
+    def test_it_is_told_and_closed_by_other_threads_than_made_it(
+        self, make_subscriber: Callable[[], EventSubscriber]
+    ) -> None:
+        """One thread at a time, and not always the same."""
+        made = make_subscriber()
+        for name, call in (("hear", lambda: made.hear(samples())), ("close", made.close)):
+            try:
+                watched(call, _WAIT_S)
+            except Exception as error:
+                raise AssertionError(
+                    f"{name} in another thread than made it raised {type(error).__name__}: {error}"
+                ) from error
+
+    def test_a_thousand_events_take_no_seconds(self, subscriber: EventSubscriber) -> None:
+        """Who does not come back from a batch within 5 s is put aside, and told nothing more."""
+        events = samples() * (_MANY // len(EVENTS) + 1)
+        try:
+            watched(lambda: subscriber.hear(events), SUBSCRIBER_HANG_S)
+        except NotBackError as error:
+            raise AssertionError(f"told {len(events):,} events in one batch: {error}") from None
+
+    def test_events_are_not_kept(self, subscriber: EventSubscriber) -> None:
+        """What it has counted, written or sent it forgets: a server tells millions a day. The latest thousands may be
+        kept."""
+
+        made = samples()
+
+        def hear(rounds: int) -> None:
+            for _ in range(rounds):
+                subscriber.hear([copy.copy(event) for event in made])
+
+        rounds = 5 * _MANY // len(EVENTS)
+        before = logging.root.manager.disable
+        logging.disable()  # pytest keeps what is logged
+        try:
+            grown = kept_bytes(lambda: hear(rounds), lambda: hear(2 * rounds))
+        finally:
+            logging.disable(before)
+        told = 2 * rounds * len(EVENTS)
+        assert grown < 32 * told, (
+            f"told {told:,} events, and as many half before: it keeps {grown:,} bytes more than then"
+        )
+
+    def test_closing_leaves_nothing_behind(self, make_subscriber: Callable[[], EventSubscriber]) -> None:
+        def cycle() -> None:
+            made = make_subscriber()
+            made.hear(samples())
+            made.close()
+
+        expect_level(cycle, 0, "made, told of events and closed", self.settle_s)
 
     def test_it_keeps_up_with_a_server(self, subscriber_server: Server) -> None:
         layout = Layout("uint8", (4096,))

@@ -244,9 +244,11 @@ class L2Adapter(ABC):
     of them has returned; the constructor and `medium` come before the first.
 
     A server names a key once in a batch. A key that is named twice is answered twice, as by two calls; of two stores of
-    it one stays, whole. A deadline may be days away: cut it down to what your library can count. What another adapter
-    or process stores and deletes is seen at once: nothing that was read of the medium, a key that was not there
-    included, may be kept for the next call.
+    it one stays, whole. A deadline may be days away, or infinite: cut it down to what your library can count. `usage`,
+    `medium`, `try_to_lead` and `close` have none: they come back within a second, whatever the medium does. When a call
+    returns, late or not, nothing of the adapter's uses its buffers any more. What another adapter or process stores and
+    deletes is seen at once: nothing that was read of the medium, a key that was not there included, may be kept for the
+    next call.
     """
 
     capabilities: ClassVar[Capabilities]

@@ -1,0 +1,42 @@
+"""Answers: of the types that the contract names, so that what reads them later does not fall over them."""
+
+from __future__ import annotations
+
+from lmcache_core.testing import material
+from lmcache_core.testing.contract import Contract
+from lmcache_core.tiers.contract import L2Adapter, Usage
+
+
+class AnswerTests(Contract):
+    """They are written to status pages, compared, added up, and sent on: nearly right types fail there."""
+
+    def test_answers_have_the_types_that_the_contract_names(self, adapter: L2Adapter) -> None:
+        keys = [material.key(number) for number in range(3)]
+        material.expect_stored(adapter, keys[0], b"object")
+        material.expect_stored(adapter, keys[1], b"object")
+        for sizes in ((6,), (5,)):  # DONE, and DAMAGED
+            outcome, _ = material.load(adapter, keys[0], *sizes)
+            material.expect_types(outcome, f"asked to load 6 bytes into {sizes[0]}")
+        material.expect_miss(adapter, keys[2], "stored by nobody")
+        found = adapter.exists(keys[1:], material.soon())
+        odd = [one for one in found if not isinstance(one, bool)]
+        words = f"exists answered {odd[0]!r} ({type(odd[0]).__name__})" if odd else ""
+        assert not odd, f"{words}, and has to say True or False"
+        if adapter.capabilities.scan:
+            material.scan(adapter)
+        if adapter.capabilities.delete:
+            for name, call in (("delete", adapter.delete), ("set_aside", adapter.set_aside)):
+                for outcome in call(keys[1:], material.soon()):
+                    material.expect_types(outcome, f"{name} of a key that is there, and one that is not")
+        name = adapter.medium()
+        named = name is None or (isinstance(name, str) and name != "")
+        assert named, f"medium() said {name!r}, and has to give a name, or None"
+
+    def test_usage_is_told_in_whole_numbers(self, adapter: L2Adapter) -> None:
+        material.expect_stored(adapter, material.key(1), b"object")
+        told = adapter.usage()
+        assert isinstance(told, Usage), f"usage gave a {type(told).__name__}, and has to give a Usage"
+        for name, figure in told._asdict().items():
+            whole = figure is None or type(figure) is int
+            words = f"usage says {name} = {figure!r} ({type(figure).__name__})"
+            assert whole, f"{words}, and it has to be a whole number, or None"
