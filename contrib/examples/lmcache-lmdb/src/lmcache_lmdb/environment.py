@@ -46,7 +46,8 @@ class Environment:
     @contextmanager
     def write(self, deadline: float) -> Iterator[Any]:
         """A transaction, committed at the end. Raises `LateError` where others write until the deadline."""
-        if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        left_s = max(0.0, deadline - time.monotonic())
+        if not self._writing.acquire(timeout=min(left_s, threading.TIMEOUT_MAX)):
             raise LateError("another thread is writing")
         try:
             while True:
