@@ -86,4 +86,5 @@ def _attended(queries: Floats, keys: Floats, values: Floats) -> Floats:
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-    return (scores @ values).reshape(heads, tokens, HEAD_DIM).transpose(1, 0, 2).reshape(tokens, heads * HEAD_DIM)
+    weighed: Floats = (scores @ values).reshape(heads, tokens, HEAD_DIM).astype(np.float32, copy=False)
+    return weighed.transpose(1, 0, 2).reshape(tokens, heads * HEAD_DIM)

@@ -36,7 +36,7 @@ def generate(job: Job) -> dict[str, Any]:
         began_s = time.perf_counter()
         kv = model.room(len(job.prompt) + job.answer_tokens)
         reused = _load(client, keys, namespace, kv, job) * job.chunk_tokens
-        found = {"tokens_reused": reused, "loaded_bytes": reused * job.shape.token_bytes}
+        found: dict[str, Any] = {"tokens_reused": reused, "loaded_bytes": reused * job.shape.token_bytes}
         found["load_s"] = time.perf_counter() - began_s
         found |= _answered(model, job, kv, reused, began_s)
         began_s = time.perf_counter()
