@@ -42,7 +42,7 @@ class EvictionPolicyContract(Contract):
     never_evicts: ClassVar[bool] = False  # True: `victims` is promised to be empty, whatever is asked
     excess_entries_max: ClassVar[int] = 1  # victims may be over what was asked by less than so many entries
     capacity_bytes: ClassVar[int] = 1000  # what the owner says in `resize`
-    remembers_keys_max: ClassVar[int] = 2000  # of objects that are gone, with that capacity
+    remembers_keys_max: ClassVar[int] = 5000  # of objects that are gone, with that capacity
 
     @pytest.fixture
     def make_policy(self) -> Make:
