@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +16,7 @@ import pytest
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.stored import StoredKey
-from lmcache_core.errors import DisconnectedError, LimitError, UsageError
+from lmcache_core.errors import DisconnectedError, LimitError, UnknownNamespaceError, UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, STORED_WAITS_PER_SESSION_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
@@ -245,6 +247,144 @@ def test_a_server_that_is_killed_meanwhile_ends_the_wait(node: Any) -> None:
     assert isinstance(told[0], DisconnectedError)
 
 
+# --- trouble meanwhile ----------------------------------------------------------------------------------------------
+def test_a_server_that_is_stopped_meanwhile_ends_the_wait_and_is_asked_again_once_it_goes_on(node: Any) -> None:
+    server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store hang", "--l2.cold.deadline_s", "600")
+    client, asker = node.client(), node.client()
+    key = node.key("k")
+    assert client.store([key], [node.payload(1)], namespace=node.namespace).stored == 1
+    thread, told = in_thread(lambda: client.wait_stored([key], namespace=node.namespace, timeout_s=0.5))
+    until(lambda: asker.status()["stored_waits"] == 1 or told, "a call that waits")
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        thread.join(60)
+        assert told, "it waits for a server that is stopped"
+        if isinstance(told[0], list):  # it was answered before the server was stopped
+            assert told[0][0].waiting
+        else:
+            assert isinstance(told[0], DisconnectedError)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+    def asked() -> Any:
+        try:
+            return client.wait_stored([key], namespace=node.namespace, timeout_s=0.0)
+        except DisconnectedError:
+            return None
+
+    (again,) = until(asked, "the server that goes on")
+    assert (again.stored, again.waiting) == (False, ("cold",))
+
+
+@pytest.mark.parametrize("fault", ["store hang", "delete hang"])
+def test_what_is_overwritten_meanwhile_is_stored_once_the_tier_has_what_came_last(
+    make: Callable[..., At], fault: str
+) -> None:
+    """The tier has the former object of the key, and is to delete it and to store the new one."""
+    at = make(l2={"cold": NEVER_LATE})
+    wanted = keys(*range(8))
+    at.store(wanted, byte=1)
+    assert all(each.stored for each in at.wait(wanted))
+    identified = at.client.lookup(wanted, namespace=NS, identify=True)
+    at.faults(fault)
+    assert at.client.drop(wanted, namespace=NS, incarnations=identified.incarnations) == len(wanted)
+    at.store(wanted, byte=2)
+    for told in at.wait(wanted, 0.05):
+        assert (told.stored, told.waiting) == (False, ("cold",)), told.why
+    at.faults()
+    assert all(each.stored for each in at.wait(wanted))
+    at.client.clear(NS)
+    buffers = [bytearray(NBYTES) for _ in wanted]
+    assert at.client.lookup(wanted, namespace=NS, wait_s=60).hits == len(wanted)
+    assert at.client.retrieve(wanted, buffers, namespace=NS).hits == len(wanted)
+    assert {bytes(each) for each in buffers} == {bytes([2]) * NBYTES}
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.0, 1e-9, float("inf"), True])
+def test_a_time_out_of_any_length_ends_when_nothing_is_on_its_way(make: Callable[..., At], timeout_s: float) -> None:
+    at = make(l2={"cold": NEVER_LATE})
+    at.store(keys("k"))
+    until(lambda: at.wait(keys("k"), 0.0)[0].stored, "the tier")
+    assert at.wait(keys("k"), timeout_s)[0].stored
+
+
+def test_threads_that_wait_for_the_same_keys_are_each_told(make: Callable[..., At]) -> None:
+    at = make(l2={"cold": NEVER_LATE})
+    at.faults("store hang")
+    at.store(keys("k"))
+    waiting = [in_thread(lambda: at.wait(keys("k"), 3600)) for _ in range(4)]
+    until(lambda: at.client.status()["stored_waits"] == 4, "four calls that wait")
+    at.faults()
+    for thread, told in waiting:
+        thread.join(60)
+        assert told[0][0].stored
+
+
+def test_one_that_is_interrupted_leaves_the_client_as_it_was(make: Callable[..., At]) -> None:
+    at = make(l2={"cold": NEVER_LATE})
+    at.faults("store hang")
+    at.store(keys("k"))
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until(lambda: other.status()["stored_waits"] == 1, "a call that waits")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    other = at.another()
+    thread, told = in_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        at.wait(keys("k"), 3600)
+    thread.join(60)
+    assert told == [None]
+    assert at.wait(keys("k"), 0.0)[0].waiting == ("cold",)
+    at.faults()
+    assert at.wait(keys("k"))[0].stored
+
+
+def test_a_forked_child_waits_over_a_connection_of_its_own(node: Any) -> None:
+    node.serve("--l2.cold.type", "mock", "--l2.cold.deadline_s", "600")
+    client = node.client()
+    key = node.key("k")
+    assert client.store([key], [node.payload(1)], namespace=node.namespace).stored == 1
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            (told,) = client.wait_stored([key], namespace=node.namespace, timeout_s=60)
+            status = 0 if told.stored else 2
+        except UsageError:
+            status = 0  # it says that a child has to connect
+        finally:
+            os._exit(status)
+    assert client.wait_stored([key], namespace=node.namespace, timeout_s=60)[0].stored
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_asked_again_after_its_namespace_was_forgotten_it_waits_no_longer_than_it_was_to(
+    make: Callable[..., At], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's answer to the first request is that it knows no such namespace, when all of its time is over."""
+    at = make(l2={"cold": NEVER_LATE})
+    at.faults("store hang")
+    at.store(keys("k"))
+    asked: list[float] = []
+    waits = at.server.stored_waits
+
+    def forgets(session: Any, request: m.WaitStored) -> Any:
+        asked.append(request.wait_s)
+        if len(asked) > 1:
+            return waits.wait(session, request)
+        time.sleep(0.3)
+        raise UnknownNamespaceError("this session has named many others since")
+
+    at.server.dispatch._handlers[m.WaitStored] = forgets
+    (told,) = at.wait(keys("k"), 0.3)
+    assert told.waiting == ("cold",)
+    assert asked[0] > 0.0
+    assert asked[1] == 0.0, "the second request waits for as long as the first one did"
+
+
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +418,7 @@ def test_a_session_that_ends_leaves_no_wait_behind(make: Callable[..., At]) -> N
     until(lambda: at.client.status()["stored_waits"] == 0, "the end of its wait")
 
 
-@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
-def test_a_time_out_that_is_none_is_refused(make: Callable[..., At], timeout_s: float) -> None:
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), float("-inf"), "5", None])
+def test_a_time_out_that_is_none_is_refused(make: Callable[..., At], timeout_s: Any) -> None:
     with pytest.raises(UsageError, match="timeout_s"):
         make().wait(keys("k"), timeout_s)

@@ -36,8 +36,8 @@ class StoredKey:
 
 def wait_stored(links: Links, keys: Sequence[bytes], namespace: Namespace, timeout_s: float) -> list[StoredKey]:
     """Ask a frame at a time; each answer comes when nothing of it is on its way, or when its time is up."""
-    if not timeout_s >= 0:
-        raise UsageError(f"timeout_s is {timeout_s}: give seconds, 0 or more")
+    if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+        raise UsageError(f"timeout_s is {timeout_s!r}: give seconds, 0 or more")
     end = time.monotonic() + timeout_s
     told: list[StoredKey] = []
     for first in range(0, len(keys), EXPLAIN_KEYS_MAX):
@@ -50,9 +50,13 @@ def wait_stored(links: Links, keys: Sequence[bytes], namespace: Namespace, timeo
 
 
 def _ask(links: Links, keys: Sequence[bytes], namespace: Namespace, end: float) -> list[StoredKey]:
-    blob, wait_s = join_keys(keys), min(STORED_WAIT_S_MAX, max(0.0, end - time.monotonic()))
+    blob = join_keys(keys)
+
+    def wait_s() -> float:  # less, where it is asked once more: of a server that had forgotten who we are
+        return min(STORED_WAIT_S_MAX, max(0.0, end - time.monotonic()))
+
     reply = links.asked(
-        lambda link: link.ask(namespace, lambda rid: m.WaitStored(rid, namespace.id, blob, wait_s), wait_s),
+        lambda link: link.ask(namespace, lambda rid: m.WaitStored(rid, namespace.id, blob, wait_s()), wait_s()),
         patient=True,
     )
     return [_stored_key(each) for each in explained(expect(reply, m.Explained), keys)]
