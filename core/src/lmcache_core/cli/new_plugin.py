@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -46,16 +48,20 @@ def write_package(registry: Registry, name: str, kind: str, parent: Path) -> Pat
     template = TEMPLATES[kind]
     words = _names(registry, name, template)
     folder = parent / words["distribution"]
+    if os.path.lexists(folder):
+        raise SettingsError(f"{folder} is there already: remove it, choose another name, or --directory")
     try:
-        folder.mkdir(parents=True)
-        for path, text in _files(kind):
-            target = folder / path.replace(_MODULE, f"src/{words['module']}/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(_filled(text, words), encoding="utf-8")
-    except FileExistsError as error:
-        raise SettingsError(f"{folder} is there already: remove it, choose another name, or --directory") from error
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as beside:
+            whole = Path(beside) / folder.name
+            whole.mkdir()  # with the rights that a folder of the caller's has
+            for path, text in _files(kind):
+                target = whole / path.replace(_MODULE, f"src/{words['module']}/")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(_filled(text, words), encoding="utf-8")
+            whole.rename(folder)  # all of it or nothing: a half is in the way of the next try
     except OSError as error:
-        raise SettingsError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
+        raise SettingsError(f"{folder} cannot be written: {error.strerror}") from error
     return folder
 
 
@@ -70,6 +76,9 @@ def _names(registry: Registry, name: str, template: _Template) -> dict[str, str]
             raise PluginError(
                 f"{template.kind} {name!r} is {owner}'s: two of one name are both refused; choose another"
             )
+    for record in registry.plugins:
+        if record.name == name:
+            raise PluginError(f"plugin {record} has that name: two of one name are both refused; choose another")
     words = {
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ def _new(arguments: argparse.Namespace) -> int:
     if arguments.name is None or arguments.kind is None:
         raise PluginError(f"say what to write: lmcache-core plugins new NAME --kind {'|'.join(TEMPLATES)}")
     folder = write_package(arguments.registry, arguments.name, arguments.kind, arguments.directory)
-    print(f"{folder}: its README says how to go on; first: cd {folder} && pip install -e '.[testing]' && pytest")
+    go_there = f"cd {shlex.quote(str(folder))}"
+    print(f"{folder}: its README says how to go on; first: {go_there} && pip install -e '.[testing]' && pytest")
     return 0
 
 
