@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +87,174 @@ def test_a_proxy_is_put_before_a_port_an_address_or_a_url(value: str, host: str,
 def test_an_address_without_a_port_is_refused() -> None:
     with pytest.raises(UsageError, match="names no host and port"):
         Described(load_plugins(), "tier", {}, {"where": "box"}, "where").address()
+
+
+# --- adapters that take more with them than their own test ----------------------------------------------------------
+UNWELL = """
+import ctypes, os, time
+from pathlib import Path
+from pydantic import BaseModel, ConfigDict, Field
+from lmcache_core import ComponentSpec, Kind, hookimpl
+from lmcache_core.testing import MemoryAdapter
+
+class UnwellSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    place: str = Field("place", description="the medium's name")
+    way: str = Field("dies", description="dies, waits, or well")
+
+MEDIA = {}
+
+class UnwellAdapter(MemoryAdapter):
+    def __init__(self, settings, context):
+        super().__init__(settings, context)
+        self.objects = MEDIA.setdefault(settings.place, {})
+        self._way = settings.way
+
+    def store(self, items, deadline):
+        if any(item.nbytes == 0 and len(item.buffers) == 2 for item in items):
+            if self._way == "dies":
+                ctypes.string_at(0)
+            if self._way == "waits":
+                Path(os.environ["UNWELL_SAYS"]).write_text(str(os.getpid()))
+            while self._way == "waits":
+                time.sleep(0.01)
+        return super().store(items, deadline)
+
+    def scan(self, cursor, deadline):
+        while self._way == "scans for ever":
+            time.sleep(0.01)
+        return super().scan(cursor, deadline)
+
+@hookimpl
+def lmcache_components():
+    return [ComponentSpec(Kind.L2_ADAPTER, "unwell", "unwell:UnwellAdapter", settings="unwell:UnwellSettings")]
+"""
+
+
+@pytest.fixture
+def unwell(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a plugin is installed that kills its interpreter, or hangs, in a store of no bytes."""
+    site = tmp_path / "site"
+    about = site / "unwell-0.1.dist-info"
+    about.mkdir(parents=True)
+    (site / "unwell.py").write_text(UNWELL)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: unwell\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[lmcache_core]\nunwell = unwell\n")
+    (tmp_path / "tmp").mkdir()
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "UNWELL_SAYS": str(tmp_path / "says")}
+
+
+COMMAND = [sys.executable, "-m", "lmcache_core.cli.main", "plugins", "certify"]
+FRESH = ["unwell", "--set=place={fresh}", "--kit=quick"]
+
+
+def test_an_adapter_that_kills_its_interpreter_fails_that_claim_and_the_others_are_tested(
+    tmp_path: Path, unwell: dict[str, str]
+) -> None:
+    command = [*COMMAND, *FRESH, "--card=card.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=unwell, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    card = json.loads((tmp_path / "card.json").read_text())
+    verdicts = {claim["claim"]: (claim["verdict"], claim["why"]) for claim in card["claims"]}
+    assert verdicts["an empty object is an object"][0] == "FAILED"
+    assert "the interpreter ended in the middle of it (SIGSEGV)" in verdicts["an empty object is an object"][1]
+    assert verdicts["deletes are idempotent"] == ("held", "")
+    assert verdicts["use after close raises a tier error"] == ("held", "")
+    assert card["color"] == "red"
+    assert "FAILED        an empty object is an object: the interpreter ended" in done.stdout
+    assert not list((tmp_path / "tmp").glob("*certify*"))
+
+
+def _wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def under_way(tmp_path: Path, unwell: dict[str, str]) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A certification that hangs in a store, and the process that hangs."""
+    command = [*COMMAND, *FRESH, "--set=way=waits", "--card=card.json"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=unwell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    says = tmp_path / "says"
+    _wait_for(lambda: says.exists() and says.read_text(), process)
+    with process:
+        yield process, int(says.read_text())
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_is_interrupted_leaves_no_process_no_file_and_no_card(
+    tmp_path: Path, under_way: tuple[subprocess.Popen[str], int], number: int
+) -> None:
+    process, hangs = under_way
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert not Path(f"/proc/{hangs}").exists()
+    assert not (tmp_path / "card.json").exists(), "a card of what was tested until then would be taken for a whole one"
+    assert not list((tmp_path / "tmp").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"site", "tmp", "says"}
+
+
+def test_one_that_is_killed_takes_the_kit_with_it(tmp_path: Path, under_way: tuple[subprocess.Popen[str], int]) -> None:
+    process, hangs = under_way
+    process.kill()
+    process.wait(60)
+    end = time.monotonic() + 60
+    while Path(f"/proc/{hangs}").exists():
+        assert time.monotonic() < end, "the kit goes on, and nobody waits for it"
+        time.sleep(0.01)
+
+
+def test_a_medium_whose_scan_does_not_come_back_is_left_in_bounded_time(tmp_path: Path, unwell: dict[str, str]) -> None:
+    script = "from lmcache_core.cli import certify, main; certify.EMPTY_S = 0.5; raise SystemExit(main.main())"
+    arguments = ["plugins", "certify", "unwell", "--set=way=scans for ever", "--kit=quick"]
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=unwell, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "nobody can say whether tier 'unwell' is empty" in done.stderr
+    assert "scan (unwell.py" in done.stderr
+
+
+# --- where it runs --------------------------------------------------------------------------------------------------
+def test_a_card_that_cannot_be_written_is_said_before_anything_is_tested(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for card, words in ((tmp_path, "that is a folder"), (tmp_path / "file/card.json", "cannot be written to")):
+        done = certify(tmp_path, "fs", "--set", f"path={tmp_path}/{{fresh}}", "--kit=quick", f"--card={card}")
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert done.stdout == ""
+
+
+def test_it_leaves_nothing_where_it_was_called_and_asks_nobody_for_options(
+    tmp_path: Path, unwell: dict[str, str]
+) -> None:
+    """Options and a configuration of pytest's that are meant for other tests change nothing."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (here / "conftest.py").write_text("raise SystemExit('not meant')\n")
+    env = {**unwell, "PYTEST_ADDOPTS": "--no-such-option-either"}
+    done = subprocess.run(
+        [*COMMAND, *FRESH, "--set=way=well", "--json"],
+        cwd=here,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # without a terminal
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in here.iterdir()} == {"pytest.ini", "conftest.py"}
+    assert not list((tmp_path / "tmp").iterdir())
+    card = json.loads(done.stdout)
+    assert set(card) == {"schemaVersion", "label", "message", "color", "speed", "claims"}
+    assert set(card["claims"][0]) == {"subject", "claim", "verdict", "why"}
+    assert (card["label"], card["color"]) == ("lmcache-core kit (quick)", "brightgreen")

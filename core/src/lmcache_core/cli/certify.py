@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,8 +15,11 @@ from lmcache_core.errors import PluginError, SettingsError, UsageError
 
 if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
+    from lmcache_core.testing.card import Card
+    from lmcache_core.testing.certified import Described
 
 DEFAULT_CONFIG = "lmcache.toml"
+EMPTY_S = 90.0  # a scan has 60 s for each page; an adapter that keeps no deadline is asked no longer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -48,57 +49,89 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the card; 0 where every claim that was judged holds, 1 otherwise. Raises PluginError, SettingsError and
     UsageError for what cannot be certified."""
     try:
+        import hypothesis
         import pytest
-
-        from lmcache_core.testing.card import CardWriter
     except ImportError as error:
         raise PluginError(
             f"the kit needs pytest and hypothesis: pip install 'lmcache-core[testing]' ({error})"
         ) from None
+    del hypothesis, pytest
     if arguments.name is None:
         raise PluginError("say what to certify: lmcache-core plugins certify NAME (a tier, or a type of tiers)")
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        written = arguments.card if arguments.card is not None else Path(folder) / "card.json"
-        if arguments.json:
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if arguments.tests is not None:
-            # An interpreter of its own: the tests' configuration is theirs, and may ask for one that is fresh.
-            command = [sys.executable, "-m", "pytest", *_options(arguments), f"--kit-card={written}", arguments.tests]
-            status = subprocess.run(command, check=False, stdout=sys.stdout).returncode
-        else:
-            writer = CardWriter(written, arguments.kit, every=True, subject=arguments.name)
-            plugins = [writer, _described(arguments)]
-            status = int(pytest.main([*_options(arguments), *_certified(folder)], plugins=plugins))
-        card = json.loads(written.read_text()) if written.exists() else {}
-    if not card.get("claims"):
+    if arguments.card is not None:
+        _expect_writable(arguments.card)
+    with tempfile.TemporaryDirectory(prefix="lmcache-certify-") as folder:
+        card, status = _certified(arguments, Path(folder))
+    if not card.lines:
         raise PluginError(f"no claim was tested (pytest ended with {status}): does {arguments.tests or 'it'} have any?")
+    out = sys.stderr if arguments.json else sys.stdout
+    print(f"score card, speed {card.speed}", file=out)
+    print("\n".join(card.table(every=arguments.tests is None)), file=out)
+    if arguments.card is not None:
+        card.write(arguments.card)
+        print(f"written to {arguments.card}", file=out)
     if arguments.json:
-        print(json.dumps(card, indent=2))
+        print(json.dumps(card.as_json(), indent=2))
     return 1 if status else 0
 
 
-def _options(arguments: argparse.Namespace) -> list[str]:
-    shown = ["-q", "--no-header", "-rN", "--disable-warnings", f"--tb={'short' if arguments.tracebacks else 'no'}"]
-    return [*shown, f"--kit={arguments.kit}", f"--kit-seconds={arguments.kit_seconds}", "-p", "no:cacheprovider"]
+def _certified(arguments: argparse.Namespace, folder: Path) -> tuple[Card, int]:
+    """What the kit has shown, and pytest's exit status."""
+    from lmcache_core.testing.card import Card
+    from lmcache_core.testing.kit_process import run_kit
+
+    options = ["-q", "--no-header", "-rN", "--disable-warnings", f"--tb={_traceback_style(arguments)}"]
+    options += [f"--kit={arguments.kit}", f"--kit-seconds={arguments.kit_seconds}", "-p", "no:cacheprovider"]
+    if arguments.tests is not None:
+        options.append(arguments.tests)
+    else:
+        options += _tier_options(arguments, folder)
+    lines, status = run_kit(options, folder, sys.stderr if arguments.json else sys.stdout)
+    card = Card(arguments.kit)
+    for line in lines:
+        card.add(line if arguments.tests is not None else line._replace(subject=arguments.name))
+    return card, status
 
 
-def _certified(folder: str) -> list[str]:
+def _traceback_style(arguments: argparse.Namespace) -> str:
+    return "short" if arguments.tracebacks else "no"
+
+
+def _tier_options(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """For the kit's own test class, with no configuration of who calls this."""
     from lmcache_core.testing import certified
 
-    alone = ["-c", os.devnull, f"--rootdir={folder}", "--import-mode=importlib"]  # no configuration of who calls this
-    return [str(certified.__file__), *alone]
+    about = folder / "tier.json"
+    about.write_text(_described(arguments).written(), encoding="utf-8")
+    alone = ["-c", os.devnull, f"--rootdir={folder}", f"--basetemp={folder / 'tmp'}", "--import-mode=importlib"]
+    return [f"--kit-tier={about}", str(certified.__file__), *alone]
 
 
-def _described(arguments: argparse.Namespace) -> Any:
-    from lmcache_core.testing.certified import CertifyPlugin, described_tier
+def _described(arguments: argparse.Namespace) -> Described:
+    from lmcache_core.testing.certified import described_tier
+    from lmcache_core.testing.watch import NotBackError, watched
     from lmcache_core.tiers.parallel import adapter_context
 
     registry: Registry = arguments.registry
     described = described_tier(registry, arguments.name, _table(arguments), _texts(arguments), arguments.through)
     if arguments.through is not None:
         described.address()
-    described.expect_empty(adapter_context("certify", 1))
-    return CertifyPlugin(described)
+    try:
+        watched(lambda: described.expect_empty(adapter_context("certify", 1)), EMPTY_S)
+    except NotBackError as error:
+        raise UsageError(
+            f"nobody can say whether tier {arguments.name!r} is empty: of its adapter's scan, {error}"
+        ) from None
+    return described
+
+
+def _expect_writable(path: Path) -> None:
+    """Before minutes of tests, and not after them."""
+    if path.is_dir():
+        raise UsageError(f"--card {path}: that is a folder: name a file")
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not os.access(there, os.W_OK) or not (there == path or there.is_dir()):
+        raise UsageError(f"--card {path}: {there} cannot be written to: name a file where you may write")
 
 
 def _table(arguments: argparse.Namespace) -> Mapping[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from lmcache_core.files import replace_file
 from lmcache_core.testing.contract import NOT_CLAIMED, NOT_JUDGED, Contract, claim_of
 
 HELD, FAILED, KNOWN = "held", "FAILED", "known to fail"
@@ -67,13 +67,15 @@ class Card:
 
     def write(self, path: Path) -> None:
         """The badge, and beside it every claim."""
-        claims = [line._asdict() for line in self.lines]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**self.badge(), "speed": self.speed, "claims": claims}, indent=2) + "\n")
+        replace_file(path, (json.dumps(self.as_json(), indent=2) + "\n").encode())
 
-    def table(self, rows_of: Iterable[str] = (FAILED, KNOWN, JUDGED_NOT)) -> list[str]:
-        """Lines to print: for each subject its figures, and the claims that do not simply hold."""
-        shown = set(rows_of)
+    def as_json(self) -> dict[str, Any]:
+        """The badge, and beside it every claim."""
+        return {**self.badge(), "speed": self.speed, "claims": [line._asdict() for line in self.lines]}
+
+    def table(self, *, every: bool = False) -> list[str]:
+        """Lines to print: for each subject its figures, and the claims that do not simply hold, or every one."""
+        shown = set(_ORDER if every else (FAILED, KNOWN, JUDGED_NOT))
         told = []
         for subject in self.subjects:
             counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts(subject).items())
@@ -87,48 +89,50 @@ class Card:
 class CardWriter:
     """A pytest plugin: notes each contract test, prints the card at the end, and writes it to a file."""
 
-    def __init__(self, path: str | Path | None, speed: str, *, every: bool = False, subject: str = "") -> None:
+    def __init__(self, path: str | Path, speed: str) -> None:
         self.card = Card(speed)
-        self._subject = subject
-        self._path = None if path is None else Path(path)
-        self._every = every
+        self._path = Path(path)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         report = yield
-        cls = getattr(item, "cls", None)
-        if cls is not None and issubclass(cls, Contract) and (report.when == "call" or report.outcome != "passed"):
-            line = self._line(cls, item, report)
-            if line is not None:
-                self.card.add(line)
+        line = line_of(item, report)
+        if line is not None:
+            self.card.add(line)
         return report
-
-    def _line(self, cls: type[Contract], item: Any, report: Any) -> Line | None:
-        subject = f"{cls.component} ({cls.__name__})" if cls.component else cls.__name__
-        subject = self._subject if cls.by_settings else subject
-        claim = claim_of(item.name)
-        if report.outcome == "passed":
-            return Line(subject, claim, HELD)
-        if report.outcome == "skipped" and hasattr(report, "wasxfail"):
-            return Line(subject, claim, KNOWN, report.wasxfail.removeprefix("reason: "))
-        if report.outcome == "skipped":
-            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            why = why.removeprefix("Skipped: ")
-            if why.startswith(NOT_CLAIMED):
-                return Line(subject, claim, CLAIMED_NOT, why.removeprefix(NOT_CLAIMED))
-            return Line(subject, claim, JUDGED_NOT, why.removeprefix(NOT_JUDGED))
-        crash = getattr(report.longrepr, "reprcrash", None)
-        words = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines()
-        said = (words or ["?"])[0].removeprefix("AssertionError: ").removeprefix(f"{claim}: ")
-        return Line(subject, claim, FAILED, said if report.when == "call" else f"{report.when} of its fixtures: {said}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if not self.card.lines:
             return
         terminalreporter.section(f"score card, speed {self.card.speed}")
-        rows = _ORDER if self._every else (FAILED, KNOWN, JUDGED_NOT)
-        for line in self.card.table(rows):
+        for line in self.card.table():
             terminalreporter.write_line(line)
-        if self._path is not None:
-            self.card.write(self._path)
-            terminalreporter.write_line(f"written to {self._path}")
+        self.card.write(self._path)
+        terminalreporter.write_line(f"written to {self._path}")
+
+
+def subject_of(cls: type[Contract]) -> str:
+    """What a test class is about."""
+    return f"{cls.component} ({cls.__name__})" if cls.component else cls.__name__
+
+
+def line_of(item: Any, report: Any) -> Line | None:
+    """What a report of pytest's says of a claim; None: nothing, or it is of no contract test."""
+    cls = getattr(item, "cls", None)
+    if cls is None or not issubclass(cls, Contract) or (report.when != "call" and report.outcome == "passed"):
+        return None
+    subject, claim = subject_of(cls), claim_of(item.name)
+    if report.outcome == "passed":
+        return Line(subject, claim, HELD)
+    if report.outcome == "skipped" and hasattr(report, "wasxfail"):
+        return Line(subject, claim, KNOWN, report.wasxfail.removeprefix("reason: "))
+    if report.outcome == "skipped":
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        why = why.removeprefix("Skipped: ")
+        if why.startswith(NOT_CLAIMED):
+            return Line(subject, claim, CLAIMED_NOT, why.removeprefix(NOT_CLAIMED))
+        return Line(subject, claim, JUDGED_NOT, why.removeprefix(NOT_JUDGED))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    words = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines()
+    said = (words or ["?"])[0].removeprefix("AssertionError: ").removeprefix(f"{claim}: ")
+    return Line(subject, claim, FAILED, said if report.when == "call" else f"{report.when} of its fixtures: {said}")

@@ -3,6 +3,7 @@ Imports nothing but pytest until a contract is under test."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kit-seconds", type=float, default=60.0, help="of soak and of chaos (default: %(default)s)")
     group.addoption("--kit-seed", type=int, default=0, help="of soak and of chaos (default: %(default)s)")
     group.addoption("--kit-card", metavar="FILE", help="print the score card, and write it to a file as JSON")
+    # Of `plugins certify`, for the process that it starts.
+    group.addoption("--kit-journal", metavar="FILE", help=argparse.SUPPRESS)
+    group.addoption("--kit-tier", metavar="FILE", help=argparse.SUPPRESS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from lmcache_core.testing.card import CardWriter
 
         config.pluginmanager.register(CardWriter(config.getoption("--kit-card"), config.getoption("--kit")))
+    if config.getoption("--kit-journal", None):
+        from lmcache_core.testing.journal import JournalWriter
+
+        config.pluginmanager.register(JournalWriter(config.getoption("--kit-journal")))
 
 
 def _contract(item: Any) -> Any:

@@ -1,0 +1,133 @@
+"""What a run of the kit has come to, line by line in a file: who started it reads that, however the run has ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from lmcache_core.testing.card import Line, line_of, subject_of
+from lmcache_core.testing.contract import Contract, claim_of
+
+_PARENT_DIED = 1  # PR_SET_PDEATHSIG
+
+
+class Begun(NamedTuple):
+    """A test of the contract that was begun."""
+
+    test: str
+    subject: str
+    claim: str
+
+
+class Journal:
+    """Appended to by one process at a time. `tests`: those of a former process that are not to be run again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def begin(self, begun: Begun) -> None:
+        """From here on, until `add` or `end`, that test is what the process dies of."""
+        self._write({"begun": begun})
+
+    def add(self, line: Line) -> None:
+        """What a test has shown."""
+        self._write({"line": line})
+
+    def end(self, test: str) -> None:
+        """The test is over."""
+        self._write({"ended": test})
+
+    def expect(self, tests: list[Begun]) -> None:
+        """What a run is going to do."""
+        self._write({"expected": tests})
+
+    def close(self, status: int) -> None:
+        """The run has ended by itself, with pytest's exit status."""
+        self._write({"over": status})
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def read(self) -> Story:
+        """All of it. A last line that was cut is left out."""
+        story = Story([], [], None, [], None)
+        if not self._path.exists():
+            return story
+        for text in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                ((kind, told),) = json.loads(text).items()
+            except ValueError:
+                continue
+            if kind == "begun":
+                begun = Begun(*told)
+                story = story._replace(under_way=begun, tests=[*story.tests, begun.test], over=None)
+            elif kind == "line":
+                story = story._replace(lines=[*story.lines, Line(*told)])
+            elif kind == "ended":
+                story = story._replace(under_way=None)
+            elif kind == "expected":
+                story = story._replace(expected=[Begun(*each) for each in told])
+            else:
+                story = story._replace(over=told)
+        return story
+
+
+class Story(NamedTuple):
+    """`lines`: what was shown. `tests`: those that were begun. `under_way`: the one that the process is, or died, in.
+    `expected`: what the last process was going to run. `over`: pytest's exit status, where it has ended by itself."""
+
+    lines: list[Line]
+    tests: list[str]
+    under_way: Begun | None
+    expected: list[Begun]
+    over: int | None
+
+
+class JournalWriter:
+    """A pytest plugin: keeps the journal, leaves out what a former process has begun, and ends the run, with all of its
+    fixtures, when the process that started it dies."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._journal = Journal(Path(path))
+        ctypes.CDLL(None).prctl(_PARENT_DIED, int(signal.SIGINT))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        done = set(self._journal.read().tests)
+        items[:] = [item for item in items if item.nodeid not in done]
+        self._journal.expect([_begun(item) for item in items if _is_claim(item)])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Any:
+        self._journal.begin(_begun(item))
+        told = yield
+        self._journal.end(item.nodeid)
+        return told
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
+        report = yield
+        line = line_of(item, report)
+        if line is not None:
+            self._journal.add(line)
+        return report
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._journal.close(int(exitstatus))
+
+
+def _is_claim(item: Any) -> bool:
+    cls = getattr(item, "cls", None)
+    return cls is not None and issubclass(cls, Contract)
+
+
+def _begun(item: Any) -> Begun:
+    if _is_claim(item):
+        return Begun(item.nodeid, subject_of(item.cls), claim_of(item.name))
+    return Begun(item.nodeid, "", item.name)

@@ -1,0 +1,90 @@
+"""The kit in a process of its own: an adapter may take its interpreter with it, and hang past every interrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from lmcache_core.testing.card import FAILED, JUDGED_NOT, Line
+from lmcache_core.testing.journal import Journal
+
+CRASHES_MAX = 3  # interpreters that may end in the middle before the other claims are not tested any more
+STOP_S = 20.0  # for the fixtures to put away what they have made
+_INTERRUPTED = 2  # pytest's
+_NOT_OURS = ("PYTEST_ADDOPTS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD")  # of who calls this
+
+
+def run_kit(options: Sequence[str], folder: Path, out: IO[str]) -> tuple[list[Line], int]:
+    """Run pytest with these options. What it has shown of each claim, and its exit status (of several: the worst).
+
+    Where the interpreter ends in the middle, the claim that it was at has failed, and another one goes on behind it.
+    Raises KeyboardInterrupt when this process is interrupted or terminated; then nothing of the kit is left behind.
+    """
+    journal = Journal(folder / "journal")
+    command = [sys.executable, "-m", "pytest", *options, f"--kit-journal={folder / 'journal'}"]
+    died: list[Line] = []
+    worst = 0
+    while True:
+        ended = _run(command, folder, out)
+        story = journal.read()
+        if story.over is not None or not story.tests:
+            if story.over == _INTERRUPTED or ended < 0:
+                died.append(Line("", "the run of the kit", FAILED, f"it was interrupted ({_words(ended)})"))
+            return [*story.lines, *died], worst or ended
+        worst = 1
+        if story.under_way is not None:
+            _, subject, claim = story.under_way
+            died.append(Line(subject, claim, FAILED, f"the interpreter ended in the middle of it ({_words(ended)})"))
+        if len(died) >= CRASHES_MAX or story.under_way is None:
+            why = f"not run, because the interpreter ended {len(died)} times"
+            left = [each for each in story.expected if each.test not in set(story.tests)]
+            return [*story.lines, *died, *(Line(each.subject, each.claim, JUDGED_NOT, why) for each in left)], worst
+
+
+def _words(ended: int) -> str:
+    return signal.Signals(-ended).name if ended < 0 else f"exit status {ended}"
+
+
+def _run(command: Sequence[str], folder: Path, out: IO[str]) -> int:
+    """The exit status. It is in a group of its own: an interrupt from the terminal is passed on to it once."""
+    ours = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+    env = {**ours, "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")}
+    with _terminated_is_interrupted():
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, env=env, process_group=0)
+        try:
+            return process.wait()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # whatever it has left
+            process.wait()
+
+
+@contextmanager
+def _terminated_is_interrupted() -> Iterator[None]:
+    """In the main thread; no other can be told."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
