@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,6 +20,7 @@ from lmcache_core.testing import (
     LatencyAdapter,
     MemoryAdapter,
     RecordingAdapter,
+    material,
 )
 from lmcache_core.tiers.contract import AdapterContext, Capabilities, L2Adapter, Outcome, Result, StoreItem
 from lmcache_fs.adapter import FsAdapter
@@ -56,9 +59,23 @@ def _away(folder: Path) -> Iterator[None]:
         folder.with_name("away").rename(folder)
 
 
+@pytest.fixture
+def small_medium(tmp_path: Path) -> Iterator[Path | None]:
+    """A file system of 2 MiB. None: none can be mounted here."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)  # lazily: an adapter may still have it open
+
+
 class TestFs(L2AdapterContract):
     component = "fs"
     io_mode = "buffered"
+    notices_wipe = True
 
     def _settings(self, path: Path) -> FsSettings:
         return FsSettings(path=path, io_mode=self.io_mode)
@@ -70,6 +87,43 @@ class TestFs(L2AdapterContract):
     @pytest.fixture
     def lock(self, tmp_path: Path) -> AbstractContextManager[None]:
         return _away(tmp_path / "disk/tier/tmp")
+
+    @pytest.fixture
+    def litter(self, tmp_path: Path) -> Callable[[bytes], None]:
+        """Files and folders of no object, and a folder where one would be."""
+
+        def litter(key: bytes) -> None:
+            paths = Paths(tmp_path / "disk/tier")
+            beside = Path(next(iter((tmp_path / "disk/tier/objects").iterdir())))
+            Path(paths.object(key)).mkdir(parents=True)
+            (Path(paths.object(key)) / "within").write_text("a folder is no object")
+            (Path(paths.objects) / "notes.txt").write_text("a file between the shards")
+            (beside / "notes.txt").write_text("not hexadecimal")
+            (beside / "0").write_text("an odd number of digits")
+            (beside / key.hex()).write_bytes(bytes(100))  # in another shard than the key's own
+            (beside / material.key(1).hex().upper()).write_text("in capitals")
+
+        return litter
+
+    @pytest.fixture(params=[".", "objects", "tmp and objects"])
+    def wipe(self, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], None]:
+        def wipe() -> None:
+            for each in request.param.split(" and "):
+                shutil.rmtree(tmp_path / "disk/tier" / each)
+
+        return wipe
+
+    @pytest.fixture
+    def leftovers(self, tmp_path: Path) -> Callable[[], list[Path]]:
+        return lambda: list((tmp_path / "disk/tier/tmp").iterdir())
+
+    @pytest.fixture
+    def small_adapter(self, small_medium: Path | None, adapter_context: AdapterContext) -> Iterator[FsAdapter | None]:
+        if small_medium is None:
+            yield None
+            return
+        with FsAdapter(self._settings(small_medium / "tier"), adapter_context) as adapter:
+            yield adapter
 
     @pytest.fixture
     def adapter(self, tmp_path: Path, adapter_context: AdapterContext) -> Iterator[FsAdapter]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -39,7 +41,7 @@ class Shelf(MemoryAdapter):
     """Correct: a dictionary that all adapters of a test share. `state` is its trouble: "hangs", "locked", "gone"."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True)
-    shared_objects: ClassVar[dict[Any, Any]]
+    shared_objects: ClassVar[MutableMapping[Any, Any]]
     state: ClassVar[dict[str, bool]]
 
     def __init__(self, settings: Any = None, context: AdapterContext | None = None, **more: Any) -> None:
@@ -1358,3 +1360,174 @@ class TestClosesThePoolOfAll(Wrong):
             if self.state.get("closed"):
                 raise TierError("the pool of connections is closed", retryable=False)
             super()._ask(deadline)
+
+
+# --- what is on the medium beside objects ---------------------------------------------------------------------------
+class Folder(MutableMapping[bytes, Any]):
+    """Correct: a shelf's objects as files, written beside their names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.made = False
+
+    def _file(self, key: bytes) -> Path:
+        return self.path / key.hex()
+
+    def _write(self, key: bytes, content: Any) -> None:
+        self.path.mkdir(exist_ok=True)
+        beside = self.path / f"{os.getpid()}-{threading.get_ident()}.tmp"
+        beside.write_bytes(content)
+        beside.rename(self._file(key))
+
+    def __setitem__(self, key: bytes, entry: tuple[Any, float]) -> None:
+        if key not in self or self[key][0] != entry[0]:  # a use changes nothing
+            self._write(key, entry[0])
+
+    def __getitem__(self, key: bytes) -> tuple[bytes, float]:
+        try:
+            return self._file(key).read_bytes(), self._file(key).stat().st_mtime
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            raise KeyError(key) from None
+
+    def __delitem__(self, key: bytes) -> None:
+        self._file(key).unlink(missing_ok=True)
+
+    def _names(self) -> list[str]:
+        return [each.name for each in self.path.glob("*") if each.is_file()]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter([bytes.fromhex(name) for name in self._names() if set(name) <= set("0123456789abcdef")])
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._file(key).is_file()
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class WrongFolder(Wrong):
+    """Over files, with what others do to them."""
+
+    folder: ClassVar[type[Folder]] = Folder
+
+    @pytest.fixture
+    def files(self, tmp_path: Path) -> Folder:
+        return self.folder(tmp_path / "shelf")
+
+    @pytest.fixture
+    def made(self, files: Folder, adapter_context: AdapterContext) -> Callable[[], Shelf]:
+        cls = type("Made", (self.faulty,), {"shared_objects": files, "state": {}})
+        cls.__module__ = self.faulty.__module__
+        return lambda: cls(None, adapter_context)
+
+    @pytest.fixture
+    def litter(self, files: Folder) -> Callable[[bytes], None]:
+        def litter(key: bytes) -> None:
+            (files.path / key.hex()).mkdir()
+            (files.path / "notes").write_text("somebody's")
+            (files.path / "CAFE").write_text("hexadecimal, and not as we spell it")
+
+        return litter
+
+    @pytest.fixture
+    def wipe(self, files: Folder) -> Callable[[], None]:
+        return lambda: shutil.rmtree(files.path)
+
+    @pytest.fixture
+    def leftovers(self, files: Folder) -> Callable[[], list[Path]]:
+        def leftovers() -> list[Path]:
+            for each in files.path.glob("*.tmp"):  # the next adapter's own sweep; here nothing else lives
+                if not Path(f"/proc/{each.name.partition('-')[0]}").exists():
+                    each.unlink()
+            return [each for each in files.path.iterdir() if set(each.name) - set("0123456789abcdef")]
+
+        return leftovers
+
+
+class TestListsWhatItCanRead(WrongFolder):
+    caught_by = "test_what_is_no_object_is_none_of_ours"
+
+    class folder(Folder):
+        def __iter__(self) -> Iterator[bytes]:
+            for name in self._names():
+                with contextlib.suppress(ValueError):
+                    yield bytes.fromhex(name)  # takes capitals, too
+
+
+class TestStumblesOverWhatIsNoFile(WrongFolder):
+    caught_by = "test_what_is_no_object_is_none_of_ours"
+
+    class folder(Folder):
+        def __getitem__(self, key: bytes) -> tuple[bytes, float]:
+            if not self._file(key).exists():
+                raise KeyError(key)
+            return self._file(key).read_bytes(), self._file(key).stat().st_mtime
+
+
+class TestMakesItsFolderOnce(WrongFolder):
+    caught_by = "test_a_medium_that_somebody_empties_is_used_on"
+
+    class folder(Folder):
+        def _write(self, key: bytes, content: Any) -> None:
+            if not self.made:
+                self.path.mkdir(exist_ok=True)
+                self.made = True
+            self._file(key).write_bytes(content)
+
+
+class TestSaysNothingOfAMediumThatWasEmptied(WrongFolder):
+    caught_by = "test_a_medium_that_somebody_empties_is_used_on"
+    notices_wipe = True
+
+
+class TestLeavesItsTemporaryFiles(WrongFolder):
+    caught_by = "test_a_closed_adapter_leaves_objects_and_nothing_else"
+
+    class folder(Folder):
+        def _write(self, key: bytes, content: Any) -> None:
+            super()._write(key, content)
+            (self.path / f"{os.getpid()}.log").write_bytes(content)
+
+
+class TestWritesItsFileInPlace(WrongFolder):
+    caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
+
+    class folder(Folder):
+        def _write(self, key: bytes, content: Any) -> None:
+            self.path.mkdir(exist_ok=True)
+            with self._file(key).open("wb", buffering=0) as file:
+                file.write(content[:4096])
+                file.write(content[4096:])
+
+
+class TestDeletesBeforeItStores(WrongFolder):
+    caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
+
+    class folder(Folder):
+        def _write(self, key: bytes, content: Any) -> None:
+            del self[key]
+            super()._write(key, content)
+
+
+class TestLeavesItsLockBehindWhenItDies(WrongFolder):
+    caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
+
+    class faulty(Shelf):
+        def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+            lock = self.shared_objects.path.with_name("lock")  # type: ignore[attr-defined]
+            try:
+                lock.touch(exist_ok=False)
+            except FileExistsError:
+                return [Outcome(Result.FAILED, error="somebody else stores", retryable=True)] * len(items)
+            try:
+                return super().store(items, deadline)
+            finally:
+                lock.unlink()
+
+
+class TestLeadsOnceItIsClosed(Wrong):
+    caught_by = "test_a_closed_adapter_does_not_lead"
+
+    class faulty(Shelf):
+        def try_to_lead(self) -> bool:
+            return bool(self.state.setdefault("leader", id(self)) == id(self))  # type: ignore[arg-type]

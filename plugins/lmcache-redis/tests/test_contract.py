@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,31 +16,31 @@ from lmcache_core.tiers.contract import AdapterContext
 from lmcache_redis.adapter import RedisAdapter
 from lmcache_redis.settings import RedisSettings
 
-PREFIX = "lmcache:"
-
 
 class Door(Backdoor):
     """redis-py, on keys as the documentation names them."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, prefix: str) -> None:
         self._client = client
+        self._prefix = prefix
 
     def read(self, key: bytes) -> bytes | None:
-        found = self._client.get(PREFIX + key.hex())
+        found = self._client.get(self._prefix + key.hex())
         assert found is None or isinstance(found, bytes)
         return found
 
     def write(self, key: bytes, content: bytes) -> None:
-        self._client.set(PREFIX + key.hex(), content)
+        self._client.set(self._prefix + key.hex(), content)
 
     def remove(self, key: bytes) -> None:
-        assert self._client.delete(PREFIX + key.hex()) == 1
+        assert self._client.delete(self._prefix + key.hex()) == 1
 
 
 class RedisContract(L2AdapterContract):
     """What both transports have in common."""
 
     component = "redis"
+    prefix: ClassVar[str] = "lmcache:"
 
     settings: ClassVar[dict[str, Any]]
 
@@ -92,7 +93,30 @@ class RedisContract(L2AdapterContract):
 
     @pytest.fixture
     def backdoor(self, door: redis.Redis) -> Door:
-        return Door(door)
+        return Door(door, self.prefix)
+
+    @pytest.fixture
+    def litter(self, door: redis.Redis) -> Callable[[bytes], None]:
+        """Names that are spelled otherwise than ours, and a value of another kind in the place of an object."""
+
+        def litter(key: bytes) -> None:
+            for name in ("notes", "", "CAFE", "ca fe", "caf", "\u00e9\u00e9", "ca\ufeff"):
+                door.set(self.prefix + name, b"somebody's")
+            for name in ("elsewhere", self.prefix.upper() + "cafe", self.prefix.replace("*", "any") + "cafe"):
+                if not name.startswith(self.prefix):
+                    door.set(name, b"without the prefix")
+            door.rpush(self.prefix + key.hex(), b"a list")
+
+        return litter
+
+    @pytest.fixture
+    def wipe(self, door: redis.Redis) -> Callable[[], None]:
+        return lambda: door.flushall()
+
+    @pytest.fixture
+    def leftovers(self, door: redis.Redis) -> Callable[[], list[bytes]]:
+        ours = re.compile(re.escape(self.prefix).encode() + rb"(?:[0-9a-f]{2})+")
+        return lambda: [name for name in door.scan_iter() if not ours.fullmatch(name)]
 
     @pytest.fixture
     def expire(self, door: redis.Redis) -> Callable[[], None]:
@@ -136,7 +160,10 @@ class TestPlain(RedisContract):
 
 
 class TestUnixSocket(RedisContract):
-    settings: ClassVar[dict[str, Any]] = {"transport": "direct", "protocol": 2}
+    """And with a prefix of characters that have a meaning to SCAN."""
+
+    prefix = "a*[b]?^\\:"
+    settings: ClassVar[dict[str, Any]] = {"transport": "direct", "protocol": 2, "key_prefix": prefix}
 
     @pytest.fixture
     def made(self, server: Any) -> Callable[..., RedisAdapter]:

@@ -88,6 +88,45 @@ class S3Contract(L2AdapterContract):
         return BucketDoor(bucket)
 
     @pytest.fixture
+    def litter(self, bucket: Any) -> Callable[[bytes], None]:
+        """Names that are spelled otherwise than ours, and one of ours under another prefix."""
+
+        def litter(key: bytes) -> None:
+            ours = Names("lmcache").of(key)
+            for name in (
+                "lmcache/notes",
+                "lmcache/",
+                ours.upper(),
+                f"lmcache/{key.hex().upper()}",
+                ours + ".tmp",
+                ours + "0",
+                f"other/{ours}",
+                "cafe",
+            ):
+                bucket.boto.put_object(Bucket=bucket.name, Key=name, Body=b"somebody's")
+
+        return litter
+
+    @pytest.fixture
+    def wipe(self, bucket: Any) -> Callable[[], None]:
+        def wipe() -> None:
+            for name in bucket.names():
+                bucket.boto.delete_object(Bucket=bucket.name, Key=name)
+
+        return wipe
+
+    @pytest.fixture
+    def leftovers(self, bucket: Any) -> Callable[[], list[Any]]:
+        """Uploads that nobody ended, and names that are no objects."""
+
+        def leftovers() -> list[Any]:
+            uploads = bucket.boto.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
+            names = Names("lmcache")
+            return [*uploads, *(name for name in bucket.names() if names.key(name) is None)]
+
+        return leftovers
+
+    @pytest.fixture
     def unreachable(self, bucket: Any, closed_port: int) -> Iterator[L2Adapter]:
         settings = bucket.settings(transport=self.transport, endpoint_url=f"http://127.0.0.1:{closed_port}")
         with S3Adapter(settings, parallel_context("down", 2)) as adapter:

@@ -18,6 +18,10 @@ The medium must be empty at the start of each test, and the test's own. More fix
     stall          context manager: within it answers begin and do not end
     outage         context manager: within it the medium is not there; afterwards it is, with what it held
     lock           context manager: within it the medium takes no store
+    litter         callable: puts things on the medium that are no objects, one of them, where that is possible, in the
+                   place of the key that it is given
+    wipe           callable: empties the medium, past the adapter
+    leftovers      callable: what lies on the medium beside objects, and is to be gone once nobody uses it
 
 `StallingProxy` gives `hang`, `stall` and `outage` to any medium behind TCP. `durable` and `shared` ask for `reopen`,
 `durable` also for `backdoor`; `evicts` asks for `small_adapter`, `ttl` for `expire`: a claim without its fixture is a
@@ -41,6 +45,7 @@ from lmcache_core.testing.adapter_late import LateTests
 from lmcache_core.testing.adapter_leaks import LeakTests
 from lmcache_core.testing.adapter_medium import MediumTests
 from lmcache_core.testing.adapter_races import RaceTests
+from lmcache_core.testing.adapter_remains import RemainsTests
 from lmcache_core.testing.adapter_trouble import TroubleTests
 from lmcache_core.testing.adapter_values import ValueTests
 from lmcache_core.tiers.contract import L2Adapter
@@ -70,6 +75,7 @@ class L2AdapterContract(
     BatchTests,
     AccountTests,
     MediumTests,
+    RemainsTests,
     RaceTests,
     LeakTests,
     TroubleTests,
@@ -103,6 +109,18 @@ class L2AdapterContract(
 
     @pytest.fixture
     def lock(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def litter(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def wipe(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def leftovers(self) -> Any:
         return None
 
     @pytest.fixture

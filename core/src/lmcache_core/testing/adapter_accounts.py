@@ -218,6 +218,7 @@ class AccountTests(Contract):
     def test_what_is_free_grows_less(self, adapter: L2Adapter, small_adapter: Any) -> None:
         """`bytes_free` is what the kernel keeps headroom by."""
         target = adapter if small_adapter is None else small_adapter
+        material.expect_stored(target, material.key(99), b"what makes the medium, where that is done by a first store")
         before = _usage(target)
         if before.bytes_free is None:
             not_claimed("usage does not tell bytes_free")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.errors import TierError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.testing import material
@@ -128,6 +129,21 @@ class MediumTests(Contract):
             assert adapter.try_to_lead() is True, "who led was told no when it asked again"
             adapter.close()
             assert other.try_to_lead() is True, "who led is closed, and another that asked was told no"
+
+    def test_a_closed_adapter_does_not_lead(self, adapter: L2Adapter, reopen: Any) -> None:
+        """Where there is an election: else nobody living might keep headroom."""
+        if not adapter.capabilities.shared:
+            not_claimed("shared")
+        with self._opened(adapter, reopen) as other:
+            adapter.try_to_lead()
+            if other.try_to_lead():
+                not_claimed("an election: two adapters are told that they lead")
+            adapter.close()
+            try:
+                told = adapter.try_to_lead()
+            except TierError:
+                return
+            raise AssertionError(f"try_to_lead after close answered {told}, and raises TierError")
 
     def test_what_expired_is_a_miss(self, adapter: L2Adapter, expire: Any) -> None:
         if expire is None:
