@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from vllm_engines import Engine, Server, prompt, save_adapter, save_model, until
+from vllm_engines import Engine, Server, prompt, save_adapter, until
 
 BLOCK = 128
 
@@ -113,41 +113,3 @@ def test_what_is_stored_is_told_under_the_engines_own_hashes(
     assert {(each.lora_id, each.lora_name) for each in told} == {(None, None), (1, "tuned")}
     assert token_ids == []  # the server would pass them on; the engine does not say them
     engine.end()
-
-
-@pytest.mark.slow
-def test_groups_and_what_was_found_after_a_restart_are_told(
-    start: Callable[..., Engine], server: Server, sockets: Path, tmp_path: Path
-) -> None:
-    changes = {"sliding_window": 256, "query_pre_attn_scalar": 64, "num_hidden_layers": 6, "config": "Gemma3Text"}
-    model = save_model(tmp_path / "gemma3", "Gemma3", **changes)
-    engine = start(model, server.settings(report_token_ids=True), **own_events(sockets, "g"))
-    before = {each.block_hash for each in heard_now(sockets)}
-    tokens = prompt(3, 900)
-    engine.generate(tokens)
-    engine.saved()
-    own, told, token_ids = both(sockets, "g", len(before) + 14)
-    told = {each for each in told if each.block_hash not in before}
-    assert told <= own
-    assert {each.group for each in told} == {0, 1}
-    assert set(token_ids) <= set(tokens)
-    assert token_ids
-    server.signal(9)
-    server.end()
-    server.start()
-    engine.forget()
-    until(lambda: served(engine, tokens))
-    full = {each for each in told if each.group == 0}  # of the others the window in front of the boundary is loaded
-    until(lambda: heard_now(sockets) >= full)
-    engine.end()
-
-
-def served(engine: Engine, tokens: list[int]) -> bool:
-    engine.forget()
-    return bool(engine.generate(tokens)[0]["cached"])
-
-
-def heard_now(sockets: Path) -> set[Told]:
-    router = Router(f"ipc://{sockets}/sr")
-    router.hear()
-    return router.stored.get("CPU", set())
