@@ -28,9 +28,9 @@ class AnswerTests(Contract):
             for name, call in (("delete", adapter.delete), ("set_aside", adapter.set_aside)):
                 for outcome in call(keys[1:], material.soon()):
                     material.expect_types(outcome, f"{name} of a key that is there, and one that is not")
-        name = adapter.medium()
-        named = name is None or (isinstance(name, str) and name != "")
-        assert named, f"medium() said {name!r}, and has to give a name, or None"
+        medium = adapter.medium()
+        named = medium is None or (isinstance(medium, str) and medium != "")
+        assert named, f"medium() said {medium!r}, and has to give a name, or None"
 
     def test_usage_is_told_in_whole_numbers(self, adapter: L2Adapter) -> None:
         material.expect_stored(adapter, material.key(1), b"object")

@@ -49,7 +49,7 @@ def _expect_apart(adapter: L2Adapter, keys: Sequence[bytes], which: str) -> None
             material.expect_deleted(adapter, left[some.start : some.stop], f"{which}, at the end")
 
 
-def _another(found: bytes, key: bytes) -> str:
+def _another(found: bytes | bytearray, key: bytes) -> str:
     """Whose object that is, in words."""
     if len(found) != len(key):
         return "bytes that belong to none of them"
