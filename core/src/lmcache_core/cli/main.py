@@ -43,7 +43,7 @@ ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
 BENCHES_ELSEWHERE = dict.fromkeys(
     [
         *("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy"),
-        *("serde", "hash", "lookup", "restart", "engine", "hooks", "all"),
+        *("serde", "hash", "lookup", "restart", "engine", "observe", "hooks", "all"),
     ],
     "lmcache-bench",
 )

@@ -1,0 +1,170 @@
+"""`lmcache-core bench observe`: what it costs others that a server tells all that it does.
+
+Two servers take turns: one tells nobody anything, the other one has everything on: metrics scraped each second, events
+into a file of JSON lines, KV events, a recording, and spans of every request sent to a collector, which is a process of
+its own and throws them away. The floor of each figure is the first server's, in the same run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from statistics import quantiles
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lmcache_bench.rounds import Rounds
+from lmcache_bench.workers import WorkerProcess, ending_cleanly, orders
+from lmcache_core.client.results import Status
+from lmcache_core.errors import PoolError
+from lmcache_core.limits import KEY_BYTES, PAGE_BYTES
+from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.processes import ServerProcess
+from lmcache_core.tokens.namespace import Namespace as Names
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from lmcache_core.cli.bench.harness import Bench
+    from lmcache_core.client.client import Client
+
+NAMESPACE = Names("bench", Layout("uint8", (PAGE_BYTES,)))
+POOL_BYTES = 128 << 20
+STORE_KEYS = 512
+STORE_P99_RATIO_MAX = 1.15
+SCRAPE_S = 1.0
+
+
+class Effort(NamedTuple):
+    """How long to measure."""
+
+    rounds: int
+    noops: int  # in a round
+    stores: int
+
+
+FULL = Effort(rounds=20, noops=2000, stores=60)
+QUICK = Effort(rounds=4, noops=500, stores=20)
+
+
+class ObservedServer(ServerProcess):
+    """With everything on."""
+
+    def __init__(self, size_bytes: int, collector_url: str) -> None:
+        super().__init__(size_bytes)
+        self._collector_url = collector_url
+
+    def _command(self) -> list[str]:
+        return [
+            *super()._command(),
+            *("--subscribers.jsonl.path", str(self.directory / "events.jsonl")),
+            *("--subscribers.kv_events.endpoint", f"ipc://{self.directory / 'kv'}"),
+            *("--subscribers.kv_events.replay_endpoint", f"ipc://{self.directory / 'kv-replay'}"),
+            *("--record.dir", str(self.directory / "record")),
+            *("--otel.endpoint", self._collector_url),
+        ]
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """This bench has none of its own."""
+
+
+def run(options: Namespace, bench: Bench) -> None:
+    """Round trips and stores at both servers, in turns."""
+    import lmcache_core.observe.exposition  # noqa: F401  # what scrapes needs it: say so before the work
+
+    effort = QUICK if bench.quick else FULL
+    bench.steps(effort.rounds + 1)
+    times: dict[tuple[str, str], list[float]] = {}
+    with ending_cleanly(), ExitStack() as stack:
+        collector = stack.enter_context(WorkerProcess(_collect))
+        plain = stack.enter_context(ServerProcess(POOL_BYTES))
+        observed = stack.enter_context(ObservedServer(POOL_BYTES, collector.ready))
+        clients = {
+            "off": stack.enter_context(plain.client(use_index=False)),
+            "on": stack.enter_context(observed.client(use_index=False)),
+        }
+        stack.enter_context(WorkerProcess(_scrape, observed.name, observed.runtime_dir))
+        measures: dict[str, Callable[[Client], list[float]]] = {
+            "noop": lambda client: _times_us(client.noop, effort.noops),
+            "store": lambda client: _times_us(lambda: _store(client), effort.stores),
+        }
+        for number, counts in enumerate(Rounds(quick=bench.quick).of(effort.rounds)):
+            bench.step("in turns")
+            for what, measure in measures.items():
+                for which in ("off", "on") if number % 2 else ("on", "off"):
+                    found = measure(clients[which])
+                    if counts:
+                        times.setdefault((what, which), []).extend(found)
+        told = clients["on"].status()
+    if not told["tracing"]["exported"] or not told["recording"]["operations"] or not told["events"]["emitted"]:
+        raise PoolError(f"the server has told nothing of what it did, so nothing was measured: {told['tracing']}")
+    for what, target in (("noop", None), ("store", STORE_P99_RATIO_MAX)):
+        name = what if what == "noop" else f"store of {STORE_KEYS} keys"
+        bench.record(
+            f"{name} p99, all on", _p99(times[what, "on"]), "us", floor=_p99(times[what, "off"]), target=target
+        )
+    told_of = {"events": told["events"]["dropped"], "spans": told["tracing"]["dropped"]}
+    for what, dropped in (told_of | {"operations": told["recording"]["dropped"]}).items():
+        bench.record(f"{what} dropped", dropped, "n")
+
+
+def _p99(times_us: list[float]) -> float:
+    return quantiles(times_us, n=100)[98]
+
+
+def _times_us(call: Callable[[], object], count: int) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter_ns()
+        call()
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    return found
+
+
+def _store(client: Client) -> None:
+    blob = os.urandom(STORE_KEYS * KEY_BYTES)
+    keys = [blob[at : at + KEY_BYTES] for at in range(0, len(blob), KEY_BYTES)]
+    lease = client.prepare_store(keys, namespace=NAMESPACE)
+    lease.commit(checksums=False)
+    if lease.statuses.count(Status.STORED) != STORE_KEYS:
+        raise PoolError(f"{lease.statuses.count(Status.STORED)} of {STORE_KEYS} keys were stored: measured nothing")
+
+
+class _Taking(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        del format, args
+
+
+def _collect(connection: Connection) -> None:
+    """A worker process: a collector that takes everything. Says its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Taking) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection.send(f"http://127.0.0.1:{server.server_port}")
+        for _ in orders(connection):
+            pass
+        server.shutdown()
+
+
+def _scrape(connection: Connection, name: str, runtime_dir: Any) -> None:
+    """A worker process: makes the text of metrics once a second, as a scraper's helper does."""
+    from lmcache_core.client.client import Client
+    from lmcache_core.observe.exposition import text_of
+
+    with Client.connect(name, runtime_dir=runtime_dir, maps_pool=False) as client:
+        text_of(client.status())
+        connection.send("ready")
+        while not connection.poll(SCRAPE_S):
+            text_of(client.status())
