@@ -93,7 +93,7 @@ def sockets(tmp_path: Path) -> Path:
 
 @contextmanager
 def served(images: Images, sockets: Path, *options: object) -> Iterator[None]:
-    """A server in a container; ends as a container is stopped, by SIGTERM."""
+    """A server in a container. It is killed with the buildah that runs it: no signal is passed on into a chroot."""
     container = images("from", "--pull-never", "lmcache-core").strip()
     words = images.inside(container, "lmcache-core", *options, sockets=sockets)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
