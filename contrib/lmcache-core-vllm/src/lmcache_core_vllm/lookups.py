@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lmcache_core.client.boundaries import KeyGroup, Need
@@ -130,7 +130,7 @@ class Lookup:
         self._groups = question.groups
         self._step_tokens = boundary_step(question.groups)
         self._keys = question.keys
-        self._trace = {"traceparent": question.traceparent} if question.traceparent else {}
+        self._traceparent = question.traceparent
         self._boundary = question.bounds.limit
         self._asked = [self._ask(group) for group in question.groups]
         self._settled = False
@@ -139,7 +139,7 @@ class Lookup:
         """A group of all ranks, for what it needs up to the boundary."""
         count = (self._boundary - self.bounds.start) // group.block_tokens
         return [
-            _Asked(self._client, keys[:count], namespace, group, self._wait_s, self._trace)
+            _Asked(self._client, keys[:count], namespace, group, self._wait_s, self._traceparent)
             for namespace, keys in self._keys[group.number]
         ]
 
@@ -231,7 +231,7 @@ class _Asked:
         namespace: Namespace,
         group: Group,
         wait_s: float,
-        trace: Mapping[str, str],
+        traceparent: str,
     ) -> None:
         window = min(len(keys), _need(group).window)
         self.before = max(0, len(keys) - BATCH_KEYS_MAX) if window else 0  # keys that are not asked for
@@ -243,7 +243,7 @@ class _Asked:
                 window=window,
                 wait_s=wait_s,
                 hold=True,
-                **trace,
+                traceparent=traceparent,
             )
             for first in range(self.before, len(keys), BATCH_KEYS_MAX)
         ]
