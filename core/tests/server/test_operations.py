@@ -23,6 +23,7 @@ from lmcache_core.server.operation import OperationContext, PoolView, ServerOper
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Section
+from lmcache_core.testing import OperationContract
 from lmcache_core.tokens.namespace import Namespace
 
 SPACE = Namespace("operations", Layout("uint8", (4096,)))
@@ -68,6 +69,8 @@ class Look(ServerOperation):
             leave.wait(60)
         if request.what == "raise":
             raise RuntimeError("a bug")
+        if request.what == "another":
+            return Ask(1, b"")  # type: ignore[return-value]
         if request.what == "refuse":
             raise UsageError("ask for something else")
         return self.context.on_loop(lambda view: self.look(view, request))
@@ -86,6 +89,16 @@ class SlowLook(Look):
     runs: ClassVar[Literal["loop", "lane"]] = "lane"
 
 
+class Counting(Look):
+    """Remembers what others have asked, in other servers, too."""
+
+    asked: ClassVar[list[str]] = []
+
+    def handle(self, request: Any) -> Told:
+        self.asked.append(request.what)
+        return super().handle(request)
+
+
 class Plugin:
     @hookimpl
     def lmcache_components(self) -> list[ComponentSpec]:
@@ -93,6 +106,7 @@ class Plugin:
         return [
             ComponentSpec(Kind.OPERATION, "look", f"{here}:Look", f"{here}:LookSettings", "looks"),
             ComponentSpec(Kind.OPERATION, "slow_look", f"{here}:SlowLook", f"{here}:LookSettings", "looks slowly"),
+            ComponentSpec(Kind.OPERATION, "counting", f"{here}:Counting", f"{here}:LookSettings", "remembers"),
         ]
 
 
@@ -180,3 +194,26 @@ def test_settings_of_an_operation_are_checked_like_all_others(registry: Registry
         make_settings(registry, operations={"look": {"sizes": 3}}, state_dir=str(tmp_path))
     with pytest.raises(CacheError, match="nothing_such"):
         make_settings(registry, operations={"nothing_such": {}}, state_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["look", "slow_look"])
+def test_an_answer_that_is_no_reply_of_its_is_a_fault(client: Client, name: str, caplog: Any) -> None:
+    with pytest.raises(CacheError, match="failed; the server's log says how"):
+        client.call_operation(name, Ask(SPACE.id, KEY, "another"), Told)
+    assert "it answered with a Ask, and Told is its reply" in caplog.text
+    assert client.status()["operations"][name]["failed"] == 1
+
+
+def test_the_contract_catches_what_an_operation_keeps_beyond_its_server(registry: Registry, tmp_path: Path) -> None:
+    settings = make_settings(
+        registry, name=f"op-{uuid4().hex[:8]}", runtime_dir=str(tmp_path / "run"), state_dir=str(tmp_path / "state"),
+        l1={"size_bytes": 8 << 20, "backing": "memfd"}, operations={"look": {}, "counting": {}},
+    )  # fmt: skip
+    with Server(settings, registry) as server:
+        for component, operation in (("look", Look), ("counting", Counting)):
+            contract = type("Contract", (OperationContract,), {"component": component})()
+            if operation is Look:
+                contract.test_it_keeps_nothing_beyond_its_server(server, operation, Ask(SPACE.id, KEY))
+            else:
+                with pytest.raises(AssertionError, match=r"it has changed Counting\.asked of its class"):
+                    contract.test_it_keeps_nothing_beyond_its_server(server, operation, Ask(SPACE.id, KEY))

@@ -115,7 +115,12 @@ class Operations:
 
     def _answer(self, request: m.CallOperation, operation: ServerOperation, asked: Any) -> m.Message:
         try:
-            body = msgspec.msgpack.encode(operation.handle(asked))
+            reply = operation.handle(asked)
+            if not isinstance(reply, operation.reply):
+                raise TypeError(
+                    f"it answered with a {type(reply).__name__}, and {operation.reply.__name__} is its reply"
+                )
+            body = msgspec.msgpack.encode(reply)
             if len(body) > _REPLY_BYTES_MAX:
                 raise LimitError(f"the answer of {request.operation} has {len(body):,} bytes: ask for less at once")
             return m.OperationReply(request.rid, body)

@@ -29,6 +29,16 @@ _QUICK_S = 0.002
 _TRIES = 50
 
 
+def _kept(operation: type[ServerOperation]) -> dict[str, str]:
+    """What its classes hold, as text: of methods and the like nothing that changes."""
+    return {
+        f"{each.__name__}.{name}": repr(value)
+        for each in operation.__mro__
+        for name, value in vars(each).items()
+        if not name.startswith(("__", "_abc")) and not callable(value)
+    }
+
+
 class OperationContract(Contract):
     """For an operation whose package is installed. `component` is its name, `operation_settings` gives what stands in
     its table (nothing, unless you bring one), and `sample_request` what it answers in an empty server, too."""
@@ -93,6 +103,16 @@ class OperationContract(Contract):
             figures = client.status()["operations"][self.component]
         told = f"asked once, it has {figures['calls']} calls in the status, {figures['failed']} of them failed"
         assert (figures["calls"], figures["failed"]) == (1, 0), told
+
+    def test_it_keeps_nothing_beyond_its_server(
+        self, operation_server: Server, operation: type[ServerOperation], sample_request: msgspec.Struct
+    ) -> None:
+        before = _kept(operation)
+        with operation_server.connect() as client:
+            client.call_operation(self.component, sample_request, operation.reply)
+        changed = ", ".join(sorted(name for name, value in _kept(operation).items() if before.get(name) != value))
+        said = f"asked once, it has changed {changed} of its class, which the next server in this process has, too"
+        assert not changed, f"{said}: keep it in the instance"
 
     def test_what_is_no_request_is_refused_with_words(self, operation_server: Server) -> None:
         with operation_server.connect() as client:
