@@ -6,6 +6,7 @@ what is tested on a machine that does other things at the same time; pytest-time
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from lmcache_core.kernel import Kernel
 from lmcache_core.limits import CALL_OBJECTS_MAX
+
+# Who was started in the background by a shell ignores interrupts, and so does all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")

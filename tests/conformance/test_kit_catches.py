@@ -105,7 +105,7 @@ def test_the_kit_catches(caught: dict[tuple[str, str], set[str]], name: str) -> 
 CORRECT = """
 from wrong_policies import Fifo, Wrong as WrongPolicy
 from wrong_serdes import Sealed, Wrong as WrongSerde
-from wrong_shared_adapters import Shelf, Wrong as WrongShelf, WrongFolder
+from wrong_shared_adapters import Files, Shelf, Wrong as WrongShelf, WrongFolder
 from wrong_policies import First, WrongPrefetch
 from wrong_operations import Wrong as WrongOperation
 
@@ -125,7 +125,7 @@ class TestLook(WrongOperation):
     pass
 
 class TestFolder(WrongFolder):
-    faulty = Shelf
+    faulty = Files
 """
 
 

@@ -1405,9 +1405,29 @@ class Folder(MutableMapping[bytes, Any]):
         return len(list(iter(self)))
 
 
+class Files(Shelf):
+    """Correct: what a folder refuses is a failure, and what went while it was read is a miss."""
+
+    def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
+        try:
+            return super().store(items, deadline)
+        except OSError as error:
+            return [Outcome(Result.FAILED, error=str(error))] * len(items)
+
+    def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+        outcomes: list[Outcome] = []
+        for item in items:
+            try:
+                outcomes += super().load([item], deadline)
+            except KeyError:
+                outcomes.append(Outcome(Result.MISS))
+        return outcomes
+
+
 class WrongFolder(Wrong):
     """Over files, with what others do to them."""
 
+    faulty = Files
     folder: ClassVar[type[Folder]] = Folder
 
     @pytest.fixture
@@ -1512,7 +1532,7 @@ class TestDeletesBeforeItStores(WrongFolder):
 class TestLeavesItsLockBehindWhenItDies(WrongFolder):
     caught_by = "test_a_store_that_is_killed_at_any_line_leaves_the_old_object_or_the_new_one"
 
-    class faulty(Shelf):
+    class faulty(Files):
         def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
             lock = self.shared_objects.path.with_name("lock")  # type: ignore[attr-defined]
             try:
