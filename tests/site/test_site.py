@@ -75,6 +75,7 @@ def test_the_front_page_has_the_two_commands(page: Page, address: str) -> None:
 
 def test_search_finds_quarantine(page: Page, address: str) -> None:
     page.goto(address)
+    page.wait_for_load_state("networkidle")  # before its script is there nobody hears a key
     page.keyboard.press("/")
     page.keyboard.type("quarantine")
     found = page.locator("a[href*='glossary'], a[href*='leases']", has_text="uarantine").first
