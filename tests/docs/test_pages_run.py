@@ -40,7 +40,7 @@ def commands(block: str) -> list[list[str]]:
 
 def test_an_operators_first_commands_run_in_the_order_of_the_page(tmp_path: Path) -> None:
     first = commands(fenced("guide/operating.md", "sh")[0])
-    assert [words[0] for words in first] == ["init", "check", "serve", "status", "status"]
+    assert [words[0] for words in first] == ["init", "check", "serve", "status", "status", "top"]
     command_line(*first[0], cwd=tmp_path)
     small = ["--l1.size_bytes", "16MiB", "--l1.backing", "memfd", "--runtime_dir", str(tmp_path / "run")]
     small += ["--state_dir", str(tmp_path / "state"), "--l2.disk.path", str(tmp_path / "disk")]
@@ -57,6 +57,8 @@ def test_an_operators_first_commands_run_in_the_order_of_the_page(tmp_path: Path
         assert "ready" in server.stdout.readline()
         said = command_line(*first[3], "--json", "--runtime-dir", str(tmp_path / "run"), cwd=tmp_path)
         assert [tier["name"] for tier in json.loads(said.stdout)["tiers"]["tiers"]] == ["disk"]
+        said = command_line(*first[5], "--runtime-dir", str(tmp_path / "run"), cwd=tmp_path)  # into a pipe: one frame
+        assert said.stdout.startswith("lmcache-core default, serving")
     finally:
         server.terminate()
         server.communicate()

@@ -62,7 +62,7 @@ async def _until(
         raise
 
 
-class _Answer(Generic[T]):
+class _Untaken(Generic[T]):
     """What a call in the executor gave, until it is taken. Promises that nobody takes are freed with the client's next
     call, and leases let go of: a task may be closed or collected without its event loop at any time, and inside of any
     lock."""
@@ -108,7 +108,7 @@ async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
     """In the loop's executor. A task that is cancelled meanwhile ends when the call has, until when it may write into
     the caller's memory, and when what it gave has been given back."""
     loop = asyncio.get_running_loop()
-    running = loop.run_in_executor(None, lambda: _Answer(client, call()))
+    running = loop.run_in_executor(None, lambda: _Untaken(client, call()))
     try:
         return (await asyncio.shield(running)).take()
     except asyncio.CancelledError:
