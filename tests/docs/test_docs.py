@@ -42,7 +42,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_what_helps_against_a_miss_is_what_the_code_says() -> None:
     said = {reason.word: reason.helps for reason in counted_reasons().values()}
-    page = (ROOT / "docs/guide/why-did-it-miss.md").read_text()
+    page = (ROOT / "docs/operating/why-did-it-miss.md").read_text()
     rows = re.findall(r"^\| (`.*?) \| .*? \|(?: (.*?))? \|$", page, re.MULTILINE)
     told = {
         word: re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", helps)
@@ -91,7 +91,7 @@ def test_the_use_from_python_runs(node: Any) -> None:
 
 def test_the_example_of_pages_runs(node: Any) -> None:
     node.serve()
-    code = fenced((ROOT / "docs/guide/pages.md").read_text(), "python")[0]
+    code = fenced((ROOT / "docs/engines/pages.md").read_text(), "python")[0]
     code = code.replace(".connect()", f".connect({node.name!r}, runtime_dir={str(node.run)!r})")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def commands(block: str) -> list[list[str]]:
 
 
 def test_an_operators_first_commands_run_in_the_order_of_the_page(tmp_path: Path) -> None:
-    first = commands(fenced("guide/operating.md", "sh")[0])
+    first = commands(fenced("operating/server.md", "sh")[0])
     assert [words[0] for words in first] == ["init", "check", "serve", "status", "status", "top"]
     command_line(*first[0], cwd=tmp_path)
     small = ["--l1.size_bytes", "16MiB", "--l1.backing", "memfd", "--runtime_dir", str(tmp_path / "run")]
@@ -66,12 +66,12 @@ def test_an_operators_first_commands_run_in_the_order_of_the_page(tmp_path: Path
 
 
 def test_the_settings_on_the_operators_page_are_settings(tmp_path: Path) -> None:
-    (tmp_path / "lmcache.toml").write_text(fenced("guide/operating.md", "toml")[0])
+    (tmp_path / "lmcache.toml").write_text(fenced("operating/server.md", "toml")[0])
     found = json.loads(command_line("config", "--json", cwd=tmp_path).stdout)
     assert found["l2.disk.capacity_bytes"]["origin"] == "file"
 
 
-@pytest.mark.parametrize("page", ["README.md", "core/README.md", "docs/guide/vllm.md", "docs/guide/transformers.md"])
+@pytest.mark.parametrize("page", ["README.md", "core/README.md", "docs/engines/vllm.md", "docs/engines/transformers.md"])
 def test_the_servers_that_a_first_page_starts_take_those_flags(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     serves = [words for block in blocks for words in commands(block) if words[0] == "serve"]
@@ -83,7 +83,7 @@ def test_the_servers_that_a_first_page_starts_take_those_flags(page: str, tmp_pa
 
 def test_what_the_page_of_vllm_configures_is_what_its_engines_are_tested_with() -> None:
     """Those run in `nox -s vllm`: a prompt, a restart, the prompt again."""
-    pages = ["guide/vllm.md", "../contrib/lmcache-core-vllm/README.md"]
+    pages = ["engines/vllm.md", "../contrib/lmcache-core-vllm/README.md"]
     said = [
         json.loads(re.findall(r"--kv-transfer-config '(.*?)'", fenced(page, "sh")[0], re.DOTALL)[0]) for page in pages
     ]
@@ -101,7 +101,7 @@ def test_the_page_of_transformers_leads_to_a_first_hit(node: Any, tmp_path: Path
     model = tmp_path / "model"
     save_a_small_model(model, transformers)
     node.serve("--l1.backing", "memfd", size="64MiB")
-    code = fenced("guide/transformers.md", "python")[0].replace('"Qwen/Qwen3-0.6B"', repr(str(model)))
+    code = fenced("engines/transformers.md", "python")[0].replace('"Qwen/Qwen3-0.6B"', repr(str(model)))
     code = code.replace(".connect()", f".connect({node.name!r}, runtime_dir={str(node.run)!r})")
     code = f"document = 'In the beginning was the prefix. ' * 40\n{code}\nassert first.tokens_reused == (0,), first\n"
     done = subprocess.run(

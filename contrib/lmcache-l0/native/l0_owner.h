@@ -33,7 +33,7 @@
 #else
 /* Without open-file-description locks the lock belongs to the process: as good a proof of death between processes, but
  * two handles of one process do not see each other's, and closing any descriptor of the file drops the lock of all.
- * There, keep one handle of a table in a process (docs/guide/l0.md says so). */
+ * There, keep one handle of a table in a process (docs/l0/table.md says so). */
 #define L0_OWN_LOCKS 0
 #define L0_SETLK F_SETLK
 #define L0_GETLK F_GETLK

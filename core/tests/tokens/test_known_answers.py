@@ -60,7 +60,7 @@ def test_a_chunk_key_hashes_its_predecessor_and_little_endian_words() -> None:
 
 
 def test_the_guide_prints_the_same_answers() -> None:
-    guide = Path(__file__).parents[3] / "docs" / "guide" / "keys.md"
+    guide = Path(__file__).parents[3] / "docs" / "engines" / "keys.md"
     if not guide.exists():
         pytest.skip("the guide is not part of this copy")
     text = guide.read_text()

@@ -105,7 +105,7 @@ def _engines(status: Mapping[str, Any]) -> Finding:
 def _namespaces(rows: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
     """Of each that was asked for: whether what engines look up is what engines have stored."""
     asked = {name: row for name, row in rows.items() if row["lookup_keys"]}
-    compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/guide/vllm.md"
+    compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/engines/vllm.md"
     for name, row in list(asked.items())[:NAMESPACES_SHOWN]:
         said = f"{row['lookup_hits']:,} of {row['lookup_keys']:,} blocks that the index did not answer for were found"
         yield Finding(True, f"namespace {name}", said, "" if row["lookup_hits"] else compare)

@@ -66,7 +66,7 @@ _TIER_REASONS: dict[str, tuple[str, str]] = {
     TierReason.GONE: ("evicted", "gone from it {age}"),
 }
 
-# What helps against a reason, where something does: docs/guide/why-did-it-miss.md has the same table.
+# What helps against a reason, where something does: docs/operating/why-did-it-miss.md has the same table.
 _HELPS = {
     "never_seen": "compare namespaces; look at the engine's side",
     "evicted": "a larger pool or tier; another policy (`lmcache-core simulate`)",
