@@ -349,7 +349,7 @@ def simulation(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Small faults put in one at a time: what no test notices. Hours; `-- --only tiers/order.py --sample 20`.
+    """Small faults put in one at a time: what no test notices. Hours; `-- --only tiers/tier/order.py --sample 20`.
 
     `-- --only fs/adapter.py`, `redis/adapter.py` or `s3/adapter.py`: what the conformance kit does not notice.
     """

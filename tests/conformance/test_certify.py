@@ -18,7 +18,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.testing.certified import Described
 from lmcache_core.tiers.contract import StoreItem
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 
 HERE = Path(__file__).parent
 

@@ -29,7 +29,7 @@ import ctypes, errno, importlib.util, pathlib, random, shutil, sys
 
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.contract import AdapterContext
-from lmcache_core.tiers.tier import Tier, TierConfig
+from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_fs.adapter import FsAdapter
 from lmcache_fs.settings import FsSettings
 

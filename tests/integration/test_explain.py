@@ -292,8 +292,8 @@ def test_every_miss_has_its_reason(
     words: str,
     settings: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("lmcache_core.tiers.store.DIRTY_OBJECTS_MAX", 4 if lose is queue_full else 1 << 18)
-    monkeypatch.setattr("lmcache_core.tiers.whereabouts.TIER_LOOKUP_S", 0.3 if lose is tier_hangs else 5.0)
+    monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 4 if lose is queue_full else 1 << 18)
+    monkeypatch.setattr("lmcache_core.tiers.flow.whereabouts.TIER_LOOKUP_S", 0.3 if lose is tier_hangs else 5.0)
     at = make(**settings)
     before = time.time()
     lose(at)

@@ -31,6 +31,18 @@ ORDER = [
     {"testing"},
     {"cli"},
 ]
+# The same within `tiers`: the doors, then what one object is, one tier, and what runs between the pool and all tiers.
+TIERS_ORDER = [
+    {"contract", "l1", "moved"},
+    {"budget", "retry", "format", "transfer", "parallel"},  # the last three are former names
+    {"object"},
+    {"observer"},
+    {"tier"},
+    {"flow"},
+    {"tiering"},
+    {"drills"},
+]
+TIERS_LEVEL = {room: level for level, rooms in enumerate(TIERS_ORDER) for room in rooms}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 # The plugins' names are needed to write a plugin, before anything is built.
 LIGHT = {"plugins.components", "plugins.hookspecs"}
@@ -64,14 +76,34 @@ def test_a_room_imports_only_what_stands_below_it(room: str) -> None:
             assert target == room or LEVEL[target] < LEVEL[room], f"{path.relative_to(SOURCE)} imports {module}"
 
 
-def test_the_page_of_rooms_names_them_all_in_this_order() -> None:
-    page = (Path(__file__).parents[2] / "docs/internals/rooms.md").read_text()
-    table = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
+def test_within_tiers_each_room_imports_only_what_stands_below_it() -> None:
+    tiers = SOURCE / "tiers"
+    for path in tiers.rglob("*.py"):
+        room = path.relative_to(tiers).with_suffix("").parts[0]
+        if room == "__init__":
+            continue
+        for module in imports(path):
+            first, _, rest = module.partition(".")
+            target = rest.split(".")[0]
+            below = first != "tiers" or target == room or TIERS_LEVEL[target] < TIERS_LEVEL[room]
+            assert below, f"tiers/{path.relative_to(tiers)} imports {module}"
+
+
+@pytest.mark.parametrize(
+    ("section", "levels", "unnamed"),
+    [(0, LEVEL, set()), (1, TIERS_LEVEL, {"moved", "format", "transfer", "parallel"})],
+    ids=["all", "tiers"],
+)
+def test_the_page_of_rooms_names_them_all_in_this_order(
+    section: int, levels: dict[str, int], unnamed: set[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/internals/rooms.md").read_text().partition("\n## ")[0]
+    table = re.findall(r"^\| (`[^|]*`) \|", page.split("\nWithin `tiers/`")[section], re.MULTILINE)
     rows = [[re.sub(r"(\.py|/)$", "", name) for name in re.findall(r"`([^`]*)`", row)] for row in table]
-    assert sorted(name for row in rows for name in row) == sorted(LEVEL)
-    levels = [[LEVEL[name] for name in row] for row in rows]
-    assert [max(row) for row in levels] == sorted(max(row) for row in levels)
-    assert all(max(above) <= min(below) for above, below in itertools.pairwise(levels))
+    assert sorted(name for row in rows for name in row) == sorted(set(levels) - unnamed)
+    found = [[levels[name] for name in row] for row in rows]
+    assert [max(row) for row in found] == sorted(max(row) for row in found)
+    assert all(max(above) <= min(below) for above, below in itertools.pairwise(found))
 
 
 def test_no_two_modules_import_each_other() -> None:

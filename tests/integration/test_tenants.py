@@ -24,7 +24,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
-from lmcache_core.tiers.format import HEADER_BYTES
+from lmcache_core.tiers.object.format import HEADER_BYTES
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_fs")

@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, StoreItem
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 
 
 def build(service: Any, **more: object) -> L2Adapter:

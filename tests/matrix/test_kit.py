@@ -11,7 +11,7 @@ from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.testing import L2AdapterContract
 from lmcache_core.tiers.contract import L2Adapter
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 
 
 class TestTheKit(L2AdapterContract):

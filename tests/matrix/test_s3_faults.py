@@ -15,7 +15,7 @@ from s3_calls import build, load, store
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 
 Make = Callable[..., World]
 S3 = ("s3-moto", "s3-radosgw")

@@ -13,7 +13,7 @@ from s3_calls import build, load, store
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.tiers.contract import L2Adapter, Result
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 
 S3 = ("s3-moto", "s3-radosgw")
 CONTENT = b"content" * 1000

@@ -37,9 +37,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_TIMES, LIMIT_S_MIN = 6.0, 30.0  # of what the tests take without a mutant: more is a loop, and noticed
 # module → the quick tests that are about it, those that notice most first
 TARGETS: dict[str, Sequence[str]] = {
-    "tiers/order.py": ["tiers/test_order.py"],
-    "tiers/loads.py": ["tiers/test_tiering.py", "tiers/test_faults.py", "tiers/test_disorder.py"],
-    "tiers/reclaim.py": ["tiers/test_capacity.py", "tiers/test_faults.py", "tiers/test_media.py"],
+    "tiers/tier/order.py": ["tiers/test_order.py"],
+    "tiers/flow/loads.py": ["tiers/test_tiering.py", "tiers/test_faults.py", "tiers/test_disorder.py"],
+    "tiers/tier/reclaim.py": ["tiers/test_capacity.py", "tiers/test_faults.py", "tiers/test_media.py"],
     "kernel/residents.py": ["kernel/test_leases.py", "kernel/test_eviction.py", "kernel/test_faults.py",
                             "kernel/test_clearing.py"],
     "kernel/leases.py": ["kernel/test_leases.py"],
@@ -183,7 +183,7 @@ def _shown(node: ast.AST) -> str:
 
 # What every run imports, once for all of them: it takes longer than most tests.
 PRELOADED = ["hypothesis", "hypothesis.stateful", "msgspec", "pluggy", "pydantic_settings", "pytest", "xxhash", "zmq"]
-PRELOADED_FOR_ADAPTERS = ["lmcache_core.testing", "lmcache_core.testing.adapter", "lmcache_core.tiers.parallel"]
+PRELOADED_FOR_ADAPTERS = ["lmcache_core.testing", "lmcache_core.testing.adapter", "lmcache_core.tiers.tier.parallel"]
 
 
 def _run_tests(path: list[str], more: dict[str, str], arguments: list[str]) -> None:

@@ -17,7 +17,7 @@ from lmcache_core.kernel.contracts import EvictionPolicy
 from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.kernel.states import State
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.tier.tier import Tier
 from lmcache_policies.isolated import IsolatedPolicy
 from lmcache_policies.settings import IsolatedSettings
 

@@ -17,13 +17,12 @@ import sim_world
 from sim_shadow import OBJECT_BYTES, Shadow
 from sim_world import Broken, Killed, Task, World
 
-import lmcache_core.tiers.lanes as lanes_module
 import lmcache_core.tiers.retry as retry_module
+import lmcache_core.tiers.tier.lanes as lanes_module
 from lmcache_core.client.copying import address_of
 from lmcache_core.errors import TierError
 from lmcache_core.policies.contracts import EvictionPolicy
 from lmcache_core.policies.lru import LruEviction
-from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import (
     Capabilities,
     L2Adapter,
@@ -35,8 +34,9 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_core.tiers.format import HEADER_BYTES, payload_checksum, read_header, split_tier_key
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, split_tier_key
+from lmcache_core.tiers.tier.config import TierConfig
+from lmcache_core.tiers.tier.tier import Tier
 
 if TYPE_CHECKING:
     from sim_nodes import ServerProcess

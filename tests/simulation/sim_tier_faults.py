@@ -7,7 +7,7 @@ from typing import Any
 
 from sim_isolation import Store
 
-import lmcache_core.tiers.transfer as transfer_module
+import lmcache_core.tiers.object.transfer as transfer_module
 from lmcache_core.kernel.clearing import Clearing
 from lmcache_core.kernel.contracts import Entry
 from lmcache_core.kernel.fence import Fence
@@ -16,15 +16,15 @@ from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 from lmcache_core.server.l1 import L1
 from lmcache_core.tiers.contract import Outcome
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import read_header
+from lmcache_core.tiers.flow.loads import Load, LoadTable
+from lmcache_core.tiers.flow.lookup import LookupController
+from lmcache_core.tiers.flow.store import StoreController
 from lmcache_core.tiers.l1 import StorePin, TierReason
-from lmcache_core.tiers.lanes import Call, Lane
-from lmcache_core.tiers.loads import Load, LoadTable
-from lmcache_core.tiers.order import KeyOrder
-from lmcache_core.tiers.prefetch import LookupController
-from lmcache_core.tiers.reclaim import Reclaim
-from lmcache_core.tiers.store import StoreController
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import read_header
+from lmcache_core.tiers.tier.lanes import Call, Lane
+from lmcache_core.tiers.tier.order import KeyOrder
+from lmcache_core.tiers.tier.reclaim import Reclaim
 from lmcache_policies.isolated import IsolatedPolicy
 
 

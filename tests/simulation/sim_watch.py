@@ -10,8 +10,8 @@ from sim_world import Broken, World
 
 from lmcache_core.kernel.effects import Committed
 from lmcache_core.kernel.objects import Incarnation as Resident
-from lmcache_core.tiers.format import payload_checksum
 from lmcache_core.tiers.l1 import LoadGrant, Loading, LoadWait, Named, StorePin
+from lmcache_core.tiers.object.format import payload_checksum
 
 if TYPE_CHECKING:
     from lmcache_core.server.server import Server

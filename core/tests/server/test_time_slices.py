@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_core.limits import LANE_NICE, LOOP_SLICE_S
 from lmcache_core.server.time_slices import ask_for_short_slices
-from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 

@@ -30,9 +30,9 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.flow.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import CommittedObject, LoadGrant, Loading, LoadWait, Named, Slot, StorePin, TierReason
-from lmcache_core.tiers.tier import Tier, TierConfig
+from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
 SAFETY_S = 60.0  # a net under tests that wait for a condition, never a measure

@@ -12,10 +12,10 @@ from lmcache_core.kernel.guard import GuardedPolicy
 from lmcache_core.kernel.tenants import Quota
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.policies.noop import NoopEviction
-from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import Capabilities, Outcome, Result, ScanEntry
-from lmcache_core.tiers.format import HEADER_BYTES, tier_key
-from lmcache_core.tiers.order import Watch
+from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.order import Watch
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 

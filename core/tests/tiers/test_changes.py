@@ -8,8 +8,8 @@ import pytest
 
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.contract import Capabilities
-from lmcache_core.tiers.format import HEADER_BYTES, tier_key
-from lmcache_core.tiers.tier import TierConfig
+from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.tier.tier import TierConfig
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 

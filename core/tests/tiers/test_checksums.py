@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.serde.contract import Serde
-from lmcache_core.tiers import transfer
-from lmcache_core.tiers.format import HEADER_BYTES, payload_checksum, read_header, tier_key
+from lmcache_core.tiers.object import transfer
+from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, tier_key
 
 
 class Inverting(Serde):

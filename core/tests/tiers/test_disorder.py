@@ -18,7 +18,7 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import DefaultStore, SkipL1Store
 from lmcache_core.tiers.contract import AdapterContext, Outcome, Result
-from lmcache_core.tiers.jobs import Wanted
+from lmcache_core.tiers.flow.jobs import Wanted
 
 KEYS = 24
 

@@ -19,11 +19,11 @@ from lmcache_core.limits import (
     TIER_LOOKUP_S,
 )
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.format import tier_key
-from lmcache_core.tiers.jobs import JobStatus
+from lmcache_core.tiers.flow.jobs import JobStatus
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import Call, CallState, Lane
-from lmcache_core.tiers.trouble import Trouble
+from lmcache_core.tiers.object.format import tier_key
+from lmcache_core.tiers.tier.lanes import Call, CallState, Lane
+from lmcache_core.tiers.tier.trouble import Trouble
 
 
 @pytest.fixture

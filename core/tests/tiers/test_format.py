@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lmcache_core.errors import DamagedObjectError, MismatchedObjectError, UsageError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
-from lmcache_core.tiers.format import (
+from lmcache_core.tiers.object.format import (
     HEADER_BYTES,
     TIER_KEY_BYTES,
     build_header,

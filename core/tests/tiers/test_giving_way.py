@@ -16,7 +16,7 @@ from lmcache_core.pool.cores import usable_cores
 from lmcache_core.server.build import tier_config
 from lmcache_core.settings.model import TierSettings
 from lmcache_core.tiers.contract import Outcome, StoreItem
-from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 IDLE, UNSET = 3, 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.policies.store import SkipL1Store
-from lmcache_core.tiers.format import payload_checksum, tier_key
 from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.object.format import payload_checksum, tier_key
 
 
 @pytest.mark.parametrize("dirty", ["drop", "keep"])

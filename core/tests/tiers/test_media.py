@@ -10,8 +10,8 @@ import pytest
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import WAITED_FOR, Call, CallState
-from lmcache_core.tiers.order import KeyAccess, KeyOrder
+from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
+from lmcache_core.tiers.tier.lanes import WAITED_FOR, Call, CallState
+from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
 
 OBJECT_BYTES = HEADER_BYTES + 5000
 KEYS = 6
@@ -93,7 +93,7 @@ class PaperLane:
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> None:
     PaperLane.made = []
-    monkeypatch.setattr("lmcache_core.tiers.tier.Lane", PaperLane)
+    monkeypatch.setattr("lmcache_core.tiers.tier.tier.Lane", PaperLane)
 
 
 def make_machine(doubles: Any) -> type[RuleBasedStateMachine]:

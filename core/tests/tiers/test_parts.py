@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.errors import SettingsError, TierError
-from lmcache_core.tiers.breaker import Breaker, BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import TierLookup, Wanted
-from lmcache_core.tiers.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, CallState, Lane
-from lmcache_core.tiers.parallel import Parallel
+from lmcache_core.tiers.flow.jobs import TierLookup, Wanted
+from lmcache_core.tiers.flow.selection import select
+from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.retry import ask_batch, call_batch
-from lmcache_core.tiers.selection import select
+from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, CallState, Lane
+from lmcache_core.tiers.tier.parallel import Parallel
 
 SAFETY_S = 60.0
 

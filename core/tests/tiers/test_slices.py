@@ -11,7 +11,7 @@ from lmcache_core.errors import TierError
 from lmcache_core.limits import BREAKER_FAILURES, HOUSEKEEPING_S
 from lmcache_core.policies.contracts import StorePlan
 from lmcache_core.tiers.l1 import CommittedObject
-from lmcache_core.tiers.lanes import WRITE_BACK, Call, Lane
+from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
 SAFETY_S = 60.0
 GONE = 20_000  # objects that have left the L1 before their turn: planned, pinned, found to be gone

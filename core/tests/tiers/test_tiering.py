@@ -9,9 +9,9 @@ import pytest
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.format import tier_key
-from lmcache_core.tiers.jobs import JobStatus, Wanted
+from lmcache_core.tiers.flow.jobs import JobStatus, Wanted
 from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.object.format import tier_key
 
 
 def _evict_all(loop: Any) -> None:

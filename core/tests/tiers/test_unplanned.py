@@ -9,8 +9,8 @@ import pytest
 
 from lmcache_core.policies.contracts import StoreCandidate, StorePlan, TierView
 from lmcache_core.policies.store import DefaultStore
-from lmcache_core.tiers.format import tier_key
 from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.object.format import tier_key
 
 SLOTS = 600
 
@@ -89,7 +89,7 @@ def test_an_arrival_of_which_something_is_left_waits_for_its_turn(doubles: Any, 
 def test_what_waits_unplanned_is_bounded_and_the_oldest_goes(
     doubles: Any, behind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_core.tiers.store.DIRTY_OBJECTS_MAX", 60)
+    monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 60)
     waiting = stores(behind)["arrived"]
     behind.store(doubles.contents(20, first=500))
     assert stores(behind)["arrived"] == 60

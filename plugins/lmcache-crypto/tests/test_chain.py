@@ -18,9 +18,16 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.testing import MemoryAdapter
-from lmcache_core.tiers.format import HEADER_BYTES, ObjectKind, build_header, object_kind, payload_checksum, read_header
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
+from lmcache_core.tiers.object.format import (
+    HEADER_BYTES,
+    ObjectKind,
+    build_header,
+    object_kind,
+    payload_checksum,
+    read_header,
+)
+from lmcache_core.tiers.object.transfer import Carrier, Loaded, Transfer
 from lmcache_crypto.serde import AesGcmSerde
 from lmcache_crypto.settings import AesGcmSettings
 

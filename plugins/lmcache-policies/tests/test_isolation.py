@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lmcache_core.kernel import Kernel, KernelConfig
 from lmcache_core.kernel.sessions import SERVER_SESSION
 from lmcache_core.kernel.states import NO_ROW, State
-from lmcache_core.tiers.accounting import Accounting
-from lmcache_core.tiers.format import tier_key
+from lmcache_core.tiers.object.format import tier_key
+from lmcache_core.tiers.tier.accounting import Accounting
 from lmcache_policies.isolated import IsolatedPolicy
 from lmcache_policies.settings import IsolatedSettings
 

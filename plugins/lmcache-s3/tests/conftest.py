@@ -17,7 +17,7 @@ import boto3
 import pytest
 
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, StoreItem
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.settings import S3Settings
 

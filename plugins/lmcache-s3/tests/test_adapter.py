@@ -14,7 +14,7 @@ from lmcache_core.errors import TierError
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.tiers.contract import Result
-from lmcache_core.tiers.format import HEADER_BYTES, build_header, object_kind, payload_checksum, tier_key
+from lmcache_core.tiers.object.format import HEADER_BYTES, build_header, object_kind, payload_checksum, tier_key
 
 Make = Callable[..., Any]
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "plain"])

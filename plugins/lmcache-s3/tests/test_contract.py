@@ -11,7 +11,7 @@ from s3_front import Fault, Front
 
 from lmcache_core.testing import Backdoor, L2AdapterContract, StallingProxy
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter
-from lmcache_core.tiers.parallel import adapter_context as parallel_context
+from lmcache_core.tiers.tier.parallel import adapter_context as parallel_context
 from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.names import Names
 from lmcache_s3.settings import S3Settings

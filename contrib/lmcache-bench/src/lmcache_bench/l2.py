@@ -116,7 +116,7 @@ def _adapter(options: Namespace, folder: Path) -> L2Adapter:
     from lmcache_core.plugins.components import Kind
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.tiers.contract import L2Adapter
-    from lmcache_core.tiers.parallel import adapter_context
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     given: dict[str, Any] = {}
     for pair in options.set:
@@ -148,8 +148,8 @@ class _Sides:
     def __init__(self, adapter: L2Adapter, folder: Path, nbytes: int) -> None:
         from lmcache_core.pool.layout import Layout
         from lmcache_core.serde.chain import CodecChain
-        from lmcache_core.tiers.format import object_kind, payload_checksum
-        from lmcache_core.tiers.transfer import Carrier, Transfer
+        from lmcache_core.tiers.object.format import object_kind, payload_checksum
+        from lmcache_core.tiers.object.transfer import Carrier, Transfer
 
         chain = CodecChain()
         self._adapter = adapter

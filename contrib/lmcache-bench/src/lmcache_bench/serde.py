@@ -112,7 +112,7 @@ class _Objects:
     """Sources and targets, out of the processor's cache and populated."""
 
     def __init__(self, layout: Layout) -> None:
-        from lmcache_core.tiers.format import SERDE_KEY_BYTES
+        from lmcache_core.tiers.object.format import SERDE_KEY_BYTES
 
         self.layout = layout
         self.key = bytes(range(SERDE_KEY_BYTES))

@@ -220,8 +220,8 @@ def _fill(path: Path, objects: int) -> None:
     from lmcache_core.plugins.components import Kind
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.tiers.contract import StoreItem
-    from lmcache_core.tiers.format import tier_key
-    from lmcache_core.tiers.parallel import adapter_context
+    from lmcache_core.tiers.object.format import tier_key
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     registry = load_plugins()
     small = [memoryview(bytes(64))]

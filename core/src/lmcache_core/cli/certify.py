@@ -110,7 +110,7 @@ def _tier_options(arguments: argparse.Namespace, folder: Path) -> list[str]:
 def _described(arguments: argparse.Namespace) -> Described:
     from lmcache_core.testing.certified import described_tier
     from lmcache_core.testing.watch import NotBackError, watched
-    from lmcache_core.tiers.parallel import adapter_context
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     registry: Registry = arguments.registry
     described = described_tier(registry, arguments.name, _table(arguments), _texts(arguments), arguments.through)

@@ -197,7 +197,7 @@ def _capacities(registry: Registry, settings: Settings) -> Iterator[Finding]:
 
 
 def _ask_usage(registry: Registry, name: str, tier: TierSettings, usage: list[Usage]) -> None:
-    from lmcache_core.tiers.parallel import adapter_context
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     with contextlib.suppress(Exception):  # of a medium that is not there the plugin's own check says how to mend it
         context = adapter_context(name, tier.connections)

@@ -20,7 +20,7 @@ from lmcache_core.errors import SettingsError, UsageError
 
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings
-    from lmcache_core.tiers.walk import Walker
+    from lmcache_core.tiers.object.walk import Walker
 
 EXIT_INTERRUPTED = 130
 
@@ -52,8 +52,8 @@ def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, st
     """A walker over the configured tier, with an adapter of its own that `stack` closes."""
     from lmcache_core.plugins.components import Kind
     from lmcache_core.serde.chain import CodecChain
-    from lmcache_core.tiers.parallel import adapter_context
-    from lmcache_core.tiers.walk import Walker
+    from lmcache_core.tiers.object.walk import Walker
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     if tier not in settings.l2:
         there = ", ".join(settings.l2) or "none"

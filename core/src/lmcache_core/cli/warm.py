@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lmcache_core.client.client import Client
     from lmcache_core.pool.layout import Layout
     from lmcache_core.tiers.contract import ScanEntry
-    from lmcache_core.tiers.walk import Walker
+    from lmcache_core.tiers.object.walk import Walker
 
 _KEYS_AT_ONCE = 64
 _WAIT_S = 60.0  # for one batch of loads: requests go first, and may take all the time there is
@@ -108,7 +108,7 @@ def _limit(text: str | None, status: dict[str, Any], watermark: float) -> int:
 
 
 def _newest(walker: Walker, namespaces: set[int], limit_bytes: int) -> list[ScanEntry]:
-    from lmcache_core.tiers.format import HEADER_BYTES, TIER_KEY_BYTES, split_tier_key
+    from lmcache_core.tiers.object.format import HEADER_BYTES, TIER_KEY_BYTES, split_tier_key
 
     found = [entry for page in walker.pages() for entry in page.entries if len(entry.key) == TIER_KEY_BYTES]
     chosen = []
@@ -124,7 +124,7 @@ def _newest(walker: Walker, namespaces: set[int], limit_bytes: int) -> list[Scan
 
 def _batches(entries: Sequence[ScanEntry]) -> Iterator[tuple[int, list[ScanEntry]]]:
     """One namespace after the other, in the order of their newest objects."""
-    from lmcache_core.tiers.format import split_tier_key
+    from lmcache_core.tiers.object.format import split_tier_key
 
     by_namespace: dict[int, list[ScanEntry]] = {}
     for entry in entries:
@@ -137,7 +137,7 @@ def _batches(entries: Sequence[ScanEntry]) -> Iterator[tuple[int, list[ScanEntry
 
 def _layout(walker: Walker, batch: Sequence[ScanEntry]) -> Layout | None:
     """The layout that the namespace's objects describe; None: none of these can be read."""
-    from lmcache_core.tiers.walk import layout_of
+    from lmcache_core.tiers.object.walk import layout_of
 
     headers = (found.header for entry in batch if (found := walker.read(entry)).header is not None)
     header = next(headers, None)
@@ -147,7 +147,7 @@ def _layout(walker: Walker, batch: Sequence[ScanEntry]) -> Layout | None:
 def _load(
     client: Client, tier: str, namespace: int, layout: Layout, batch: Sequence[ScanEntry], counts: dict[str, int]
 ) -> None:
-    from lmcache_core.tiers.format import split_tier_key
+    from lmcache_core.tiers.object.format import split_tier_key
 
     keys = list(dict.fromkeys(split_tier_key(entry.key)[0] for entry in batch))
     before = client.warm(namespace, layout, keys, [], 0.0)

@@ -21,8 +21,8 @@ from lmcache_core.protocol.codec import split_keys
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
-from lmcache_core.tiers.losses import TierLoss
-from lmcache_core.tiers.whereabouts import TierAnswer, Whereabouts
+from lmcache_core.tiers.flow.whereabouts import TierAnswer, Whereabouts
+from lmcache_core.tiers.tier.losses import TierLoss
 
 _WORDS_MAX = 16  # distinct words of all tiers in one reply, which is one frame
 _NAMES_MAX = 16

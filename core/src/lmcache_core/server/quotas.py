@@ -27,7 +27,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import encode
 from lmcache_core.server.session import Session
 from lmcache_core.settings.model import TenantQuota
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.tier.tier import Tier
 from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)

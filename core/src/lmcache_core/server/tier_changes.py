@@ -24,7 +24,7 @@ from lmcache_core.server.session import Session
 from lmcache_core.settings.model import TierSettings
 from lmcache_core.settings.present import plain
 from lmcache_core.settings.tier import same_but_for_figures, tier_settings
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.tier.tier import Tier
 from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)

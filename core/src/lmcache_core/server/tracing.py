@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.session import Session
     from lmcache_core.settings.model import OtelSettings
     from lmcache_core.tiers.l1 import CommittedObject
-    from lmcache_core.tiers.transfer import Loaded
+    from lmcache_core.tiers.object.transfer import Loaded
 
 Figures = dict[str, str | int]
 Kept = Callable[[int, Sequence[bytes]], Sequence["Incarnation"]]

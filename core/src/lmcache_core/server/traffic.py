@@ -9,7 +9,7 @@ from typing import Any
 
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX, TRAFFIC_TIERS_MAX
-from lmcache_core.tiers.latency import Latency
+from lmcache_core.tiers.tier.latency import Latency
 
 BEHIND = "behind_a_miss"  # the keys behind the one that ends a prefix: nobody asked why they miss
 OTHER = 0  # stands for namespaces beyond the limit: no namespace has this id

@@ -24,7 +24,7 @@ from lmcache_core.limits import VERIFY_LOG_S, VERIFY_STEP_BYTES, VERIFY_STEP_LOO
 from lmcache_core.native import native
 from lmcache_core.pool.mapping import Mapping
 from lmcache_core.server.l1 import L1
-from lmcache_core.tiers.background import step_behind
+from lmcache_core.tiers.tier.background import step_behind
 
 log = logging.getLogger(__name__)
 

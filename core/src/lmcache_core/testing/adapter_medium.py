@@ -15,8 +15,8 @@ from lmcache_core.serde.chain import CodecChain
 from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract, missing, not_claimed, not_judged
 from lmcache_core.tiers.contract import L2Adapter, Result
-from lmcache_core.tiers.format import object_kind
-from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
+from lmcache_core.tiers.object.format import object_kind
+from lmcache_core.tiers.object.transfer import Carrier, Loaded, Transfer
 
 LAYOUT = Layout("uint8", (20_000,))
 NAMESPACE = 0x1234

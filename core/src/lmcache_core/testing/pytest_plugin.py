@@ -90,7 +90,7 @@ def adapter_context() -> AdapterContext:
     from functools import partial
 
     from lmcache_core.testing.stepping import in_line
-    from lmcache_core.tiers.parallel import adapter_context
+    from lmcache_core.tiers.tier.parallel import adapter_context
 
     made = adapter_context("contract", connections=4)
     return replace(made, run_parallel=partial(in_line, otherwise=made.run_parallel))

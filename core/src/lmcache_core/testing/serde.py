@@ -30,7 +30,7 @@ from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract, not_claimed, not_judged
 from lmcache_core.testing.purity import peak_bytes, salted
 from lmcache_core.testing.stepping import Stepped, own_modules
-from lmcache_core.tiers.format import object_kind, serde_key
+from lmcache_core.tiers.object.format import object_kind, serde_key
 
 Make = Callable[[], Serde]
 THREADS = 8

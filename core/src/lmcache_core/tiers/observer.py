@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lmcache_core.tiers.contract import Outcome
 from lmcache_core.tiers.l1 import CommittedObject
-from lmcache_core.tiers.transfer import Loaded
+from lmcache_core.tiers.object.transfer import Loaded
 
 
 class TierObserver(Protocol):

@@ -30,18 +30,18 @@ from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX, TIERING_STEP_S
 from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
-from lmcache_core.tiers.config import TierConfig
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import tier_keys
-from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.flow.jobs import Job, TierLookup
+from lmcache_core.tiers.flow.lookup import LookupController
+from lmcache_core.tiers.flow.store import StoreController
+from lmcache_core.tiers.flow.stored import StoredWatch
+from lmcache_core.tiers.flow.whereabouts import Whereabouts
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
-from lmcache_core.tiers.lanes import Call, Note
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.observer import TierObserver, TierTracer
-from lmcache_core.tiers.prefetch import LookupController
-from lmcache_core.tiers.store import StoreController
-from lmcache_core.tiers.stored import StoredWatch
-from lmcache_core.tiers.tier import Tier
-from lmcache_core.tiers.whereabouts import Whereabouts
+from lmcache_core.tiers.tier.config import TierConfig
+from lmcache_core.tiers.tier.lanes import Call, Note
+from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 

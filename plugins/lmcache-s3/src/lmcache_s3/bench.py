@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from lmcache_core.errors import TierError, UsageError
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, StoreItem
-from lmcache_core.tiers.parallel import adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_s3.adapter import S3Adapter
 from lmcache_s3.names import Names
 from lmcache_s3.settings import S3Settings

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from lmcache_core.errors import DamagedObjectError
-from lmcache_core.tiers.format import HEADER_BYTES, MAGIC, read_header
+from lmcache_core.tiers.object.format import HEADER_BYTES, MAGIC, read_header
 
 
 def kind_of(buffers: Sequence[memoryview]) -> str:

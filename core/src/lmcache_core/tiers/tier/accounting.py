@@ -17,8 +17,8 @@ from lmcache_core.kernel.tenants import POSITIONS, Tenancy
 from lmcache_core.limits import KEY_BYTES
 from lmcache_core.policies.contracts import Entry, EvictionPolicy
 from lmcache_core.tiers.contract import ScanEntry
-from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
-from lmcache_core.tiers.order import Watch
+from lmcache_core.tiers.object.format import TIER_KEY_BYTES, split_tier_key
+from lmcache_core.tiers.tier.order import Watch
 
 InDoubt = Callable[[Mapping[bytes, int]], None]
 """Told of keys, and their bytes, that a scan has found and that may have left since."""

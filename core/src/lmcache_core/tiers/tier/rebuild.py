@@ -17,10 +17,10 @@ from lmcache_core.limits import (
     RECOUNT_PAUSE_S,
     SCAN_PAUSE_S,
 )
-from lmcache_core.tiers.accounting import Accounting, InDoubt
 from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
-from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, Lane
-from lmcache_core.tiers.order import KeyOrder, Watch
+from lmcache_core.tiers.tier.accounting import Accounting, InDoubt
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, Lane
+from lmcache_core.tiers.tier.order import KeyOrder, Watch
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 

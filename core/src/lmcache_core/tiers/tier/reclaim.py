@@ -7,15 +7,15 @@ from threading import Event
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
-from lmcache_core.tiers.accounting import Accounting, TierEntry
 from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
-from lmcache_core.tiers.doubts import Doubts
-from lmcache_core.tiers.epochs import Epochs, former_epochs
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import DELETE, Call, CallState, Lane
-from lmcache_core.tiers.losses import Losses
-from lmcache_core.tiers.order import KeyAccess, KeyOrder
+from lmcache_core.tiers.object.epochs import Epochs, former_epochs
 from lmcache_core.tiers.retry import call_batch
+from lmcache_core.tiers.tier.accounting import Accounting, TierEntry
+from lmcache_core.tiers.tier.doubts import Doubts
+from lmcache_core.tiers.tier.lanes import DELETE, Call, CallState, Lane
+from lmcache_core.tiers.tier.losses import Losses
+from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
 
 _TENANT_BATCHES_OUT = 4  # of deletes, while what is beyond limits leaves
 _SHARDS_A_STEP = 16  # some hundred entries of a million

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from typing import Any
 
 from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
-from lmcache_core.tiers.background import step_behind
+from lmcache_core.tiers.tier.background import step_behind
 
 log = logging.getLogger(__name__)
 

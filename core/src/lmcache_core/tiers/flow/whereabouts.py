@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lmcache_core.limits import TIER_LOOKUP_S
-from lmcache_core.tiers.format import tier_keys
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import Priority
-from lmcache_core.tiers.losses import TierLoss
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.object.format import tier_keys
+from lmcache_core.tiers.tier.lanes import Priority
+from lmcache_core.tiers.tier.losses import TierLoss
+from lmcache_core.tiers.tier.tier import Tier
 
 ASKED_ABOUT = Priority(8)  # somebody waits, but no request does: requests and deletes go first
 

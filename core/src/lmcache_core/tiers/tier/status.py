@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_core.kernel.tenants import TenantUsage
 
 if TYPE_CHECKING:
-    from lmcache_core.tiers.tier import Tier
+    from lmcache_core.tiers.tier.tier import Tier
 
 TENANTS_SHOWN_MAX = 50  # of one tier: `status` is one frame, and `quota` tells all
 

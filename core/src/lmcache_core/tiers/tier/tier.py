@@ -27,28 +27,28 @@ from lmcache_core.policies.contracts import EvictionPolicy, TierView
 from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.contract import Serde
-from lmcache_core.tiers.accounting import Accounting
-from lmcache_core.tiers.books import Books
-from lmcache_core.tiers.breaker import Breaker, BreakerState
-from lmcache_core.tiers.config import TierConfig
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Outcome, Recount, Result
-from lmcache_core.tiers.doubts import Doubts
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import HEADER_BYTES, TIER_KEY_BYTES, ObjectKind, object_kind, split_tier_key
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
-from lmcache_core.tiers.latency import Latency
-from lmcache_core.tiers.losses import Losses
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import HEADER_BYTES, TIER_KEY_BYTES, ObjectKind, object_kind, split_tier_key
+from lmcache_core.tiers.object.transfer import Carrier, Loaded, Transfer
 from lmcache_core.tiers.observer import TierObserver
-from lmcache_core.tiers.order import KeyAccess, KeyOrder, Watch
-from lmcache_core.tiers.parallel import adapter_context
-from lmcache_core.tiers.rebuild import Rebuild
-from lmcache_core.tiers.reclaim import Reclaim
 from lmcache_core.tiers.retry import ask_batch
-from lmcache_core.tiers.sizes import Sizes
-from lmcache_core.tiers.status import tier_status
-from lmcache_core.tiers.transfer import Carrier, Loaded, Transfer
-from lmcache_core.tiers.trouble import Trouble
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.books import Books
+from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
+from lmcache_core.tiers.tier.config import TierConfig
+from lmcache_core.tiers.tier.doubts import Doubts
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
+from lmcache_core.tiers.tier.latency import Latency
+from lmcache_core.tiers.tier.losses import Losses
+from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder, Watch
+from lmcache_core.tiers.tier.parallel import adapter_context
+from lmcache_core.tiers.tier.rebuild import Rebuild
+from lmcache_core.tiers.tier.reclaim import Reclaim
+from lmcache_core.tiers.tier.sizes import Sizes
+from lmcache_core.tiers.tier.status import tier_status
+from lmcache_core.tiers.tier.trouble import Trouble
 
 __all__ = ["Tier", "TierConfig", "adapter_context"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lmcache_core.tiers.jobs import TierLookup, Wanted
+from lmcache_core.tiers.flow.jobs import TierLookup, Wanted
 
 
 class Selection(NamedTuple):

@@ -13,14 +13,14 @@ from lmcache_core.clock import Clock
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import tier_key
-from lmcache_core.tiers.jobs import Job, JobStatus, TierLookup, Wanted
+from lmcache_core.tiers.flow.jobs import Job, JobStatus, TierLookup, Wanted
+from lmcache_core.tiers.flow.loads import LoadTable
+from lmcache_core.tiers.flow.selection import select
 from lmcache_core.tiers.l1 import L1Port, TierReason
-from lmcache_core.tiers.lanes import WAITED_FOR, WARM_UP, Priority
-from lmcache_core.tiers.loads import LoadTable
-from lmcache_core.tiers.selection import select
-from lmcache_core.tiers.tier import Tier
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import tier_key
+from lmcache_core.tiers.tier.lanes import WAITED_FOR, WARM_UP, Priority
+from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from lmcache_core.errors import SettingsError
 from lmcache_core.files import replace_file
 from lmcache_core.limits import KEY_BYTES
-from lmcache_core.tiers.format import split_tier_key
+from lmcache_core.tiers.object.format import split_tier_key
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):

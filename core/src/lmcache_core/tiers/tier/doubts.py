@@ -19,12 +19,12 @@ from lmcache_core.limits import (
     TIER_DOUBTS_MAX,
     TIER_LOOKUP_S,
 )
-from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import L2Adapter, Recount
-from lmcache_core.tiers.format import TIER_KEY_BYTES, split_tier_key
-from lmcache_core.tiers.lanes import HOUSEKEEPING, Call, CallState, Lane
-from lmcache_core.tiers.order import KeyOrder
+from lmcache_core.tiers.object.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.retry import ask_batch
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, CallState, Lane
+from lmcache_core.tiers.tier.order import KeyOrder
 
 
 class _Doubt(NamedTuple):

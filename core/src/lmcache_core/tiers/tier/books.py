@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lmcache_core.tiers.accounting import Accounting
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.doubts import Doubts
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.losses import Losses
-from lmcache_core.tiers.order import Watch
-from lmcache_core.tiers.reclaim import Reclaim
-from lmcache_core.tiers.transfer import Loaded, NoRoom
+from lmcache_core.tiers.object.transfer import Loaded, NoRoom
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.doubts import Doubts
+from lmcache_core.tiers.tier.losses import Losses
+from lmcache_core.tiers.tier.order import Watch
+from lmcache_core.tiers.tier.reclaim import Reclaim
 
 
 class Books:

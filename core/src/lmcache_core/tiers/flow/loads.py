@@ -13,13 +13,13 @@ from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.jobs import Job, TierLookup
+from lmcache_core.tiers.flow.jobs import Job, TierLookup
 from lmcache_core.tiers.l1 import L1Port, LoadGrant, Loading, LoadWait, TierReason
-from lmcache_core.tiers.lanes import Call, Priority
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.transfer import Loaded, Transfer
 from lmcache_core.tiers.observer import TierTracer
-from lmcache_core.tiers.tier import Tier
-from lmcache_core.tiers.transfer import Loaded, Transfer
+from lmcache_core.tiers.tier.lanes import Call, Priority
+from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 

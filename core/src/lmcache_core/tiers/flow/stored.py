@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
-from lmcache_core.tiers.format import tier_keys
-from lmcache_core.tiers.store import StoreController
-from lmcache_core.tiers.tier import Tier
-from lmcache_core.tiers.whereabouts import TierAnswer
+from lmcache_core.tiers.flow.store import StoreController
+from lmcache_core.tiers.flow.whereabouts import TierAnswer
+from lmcache_core.tiers.object.format import tier_keys
+from lmcache_core.tiers.tier.tier import Tier
 
 
 class Stored(IntEnum):

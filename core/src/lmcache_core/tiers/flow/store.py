@@ -18,16 +18,16 @@ from lmcache_core.errors import UsageError
 from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy
 from lmcache_core.pool.layout import Layout
-from lmcache_core.tiers.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Shields
-from lmcache_core.tiers.breaker import BreakerState
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.epochs import Epochs
-from lmcache_core.tiers.format import tier_keys
-from lmcache_core.tiers.going import Going
+from lmcache_core.tiers.flow.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Shields
+from lmcache_core.tiers.flow.going import Going
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
+from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import tier_keys
+from lmcache_core.tiers.object.transfer import NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver, TierTracer
-from lmcache_core.tiers.tier import Tier
-from lmcache_core.tiers.transfer import NoRoom, Transfer
+from lmcache_core.tiers.tier.breaker import BreakerState
+from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from lmcache_core.tiers.lanes import Call, CallState, Lane
+from lmcache_core.tiers.tier.lanes import Call, CallState, Lane
 
 
 class KeyAccess(Enum):

@@ -15,7 +15,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.serde.chain import CodecChain
 from lmcache_core.serde.scratch import Scratch
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, ScanEntry, ScanPage, StoreItem
-from lmcache_core.tiers.format import (
+from lmcache_core.tiers.object.format import (
     HEADER_BYTES,
     TIER_KEY_BYTES,
     ObjectHeader,
@@ -27,8 +27,8 @@ from lmcache_core.tiers.format import (
     serde_key,
     split_tier_key,
 )
+from lmcache_core.tiers.object.transfer import Carrier, transfer_of
 from lmcache_core.tiers.retry import call_batch
-from lmcache_core.tiers.transfer import Carrier, transfer_of
 
 
 class WalkedObject(NamedTuple):
