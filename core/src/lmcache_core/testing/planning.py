@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lmcache_core.policies.contracts import (
@@ -29,7 +29,12 @@ from lmcache_core.testing.contract import Contract
 from lmcache_core.testing.purity import impure_calls, salted
 
 _QUICK = settings(
-    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),  # to shorten a story of some batches takes up to five minutes
 )
 _TIERS = st.lists(
     st.builds(TierView, st.sampled_from(["ssd", "cold", "mock", "far"]), st.booleans()),
