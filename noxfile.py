@@ -459,6 +459,54 @@ def lowest(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "-m", "not slow", "core/tests", *session.posargs)
 
 
+NEXT = "3.14"  # a Python that no machine of ours has
+SUITE = "sid"  # of Debian, which has it
+
+
+@nox.session
+def next_python(session: nox.Session) -> None:
+    """Core's tests under Python 3.14, which Debian's next release has: in a chroot by debootstrap, kept between runs.
+
+    By flag: it needs root, debootstrap and a mirror of Debian. Wheels are carried in, and the chroot asks no network.
+    """
+    root = Path(session.cache_dir, f"{SUITE}-{NEXT}")
+    if not (root / "usr/bin" / f"python{NEXT}").exists():
+        shutil.rmtree(root, ignore_errors=True)
+        include = f"--include=python{NEXT}-venv,python{NEXT}-dev,gcc,libc6-dev"
+        session.run("debootstrap", "--variant=minbase", include, SUITE, str(root), external=True, silent=True)
+    for folder in ("wheels", "source"):
+        shutil.rmtree(root / folder, ignore_errors=True)
+    tools = [*TEST_TOOLS, *test_requirements(CORE)]
+    wanted = [*pyproject(CORE)["project"]["dependencies"], *tools, *pyproject(CORE)["build-system"]["requires"]]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(17, 37)] + ["manylinux2014_x86_64"]
+    target = ["--python-version", NEXT, "--implementation", "cp", "--only-binary", ":all:"]
+    session.install("-q", "pip")
+    session.run(
+        *("python", "-m", "pip", "download", "-q", "-d", str(root / "wheels"), *target),
+        *(word for each in platforms for word in ("--platform", each)),
+        *wanted,
+    )
+    ignored = shutil.ignore_patterns(*LEFT_OUT)
+    shutil.copytree(CORE, root / "source/core", ignore=ignored)
+    for name in ("pyproject.toml", "conftest.py"):
+        shutil.copy(ROOT / name, root / "source" / name)
+    python, named = "/venv/bin/python", " ".join(f"'{each}'" for each in tools)
+    chosen = " ".join(session.posargs) or "core/tests"
+    inside = f"""set -e
+mount --rbind /proc {root}/proc && mount --rbind /dev {root}/dev
+cat > {root}/run.sh <<'END'
+set -e
+export HOME=/root TMPDIR=/tmp LMCACHE_CORE_NATIVE=require
+python{NEXT} -m venv --clear /venv
+{python} -m pip install -q --no-index --find-links /wheels setuptools
+{python} -m pip install -q --no-index --find-links /wheels --no-build-isolation /source/core {named}
+cd /source
+exec {python} -m pytest -q --timeout=300 -m 'not slow' -p no:cacheprovider {chosen}
+END
+exec chroot {root} /bin/sh /run.sh"""
+    session.run("unshare", "--mount", "sh", "-c", inside, external=True)
+
+
 @nox.session
 def audit(session: nox.Session) -> None:
     """Known faults in all that comes along with our packages, as PyPI has them: by flag, it asks the network.

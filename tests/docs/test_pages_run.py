@@ -71,7 +71,10 @@ def test_the_settings_on_the_operators_page_are_settings(tmp_path: Path) -> None
     assert found["l2.disk.capacity_bytes"]["origin"] == "file"
 
 
-@pytest.mark.parametrize("page", ["README.md", "core/README.md", "docs/engines/vllm.md", "docs/engines/transformers.md"])
+STARTS_A_SERVER = ["README.md", "core/README.md", "docs/engines/vllm.md", "docs/engines/transformers.md"]
+
+
+@pytest.mark.parametrize("page", STARTS_A_SERVER)
 def test_the_servers_that_a_first_page_starts_take_those_flags(page: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     serves = [words for block in blocks for words in commands(block) if words[0] == "serve"]
