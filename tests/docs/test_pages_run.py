@@ -22,7 +22,8 @@ DOCS = ROOT / "docs"
 
 def fenced(page: str, language: str) -> list[str]:
     text = (DOCS / page).read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [block for named, block in blocks if named == language]
 
 
 def command_line(*words: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -69,6 +70,54 @@ def test_the_settings_on_the_operators_page_are_settings(tmp_path: Path) -> None
     (tmp_path / "lmcache.toml").write_text(fenced("operating/server.md", "toml")[0])
     found = json.loads(command_line("config", "--json", cwd=tmp_path).stdout)
     assert found["l2.disk.capacity_bytes"]["origin"] == "file"
+
+
+def test_five_minutes_lead_to_the_hits_that_the_page_shows(node: Any, tmp_path: Path) -> None:
+    install, serve = fenced("five-minutes.md", "sh")
+    assert "pip install ./core ./plugins/lmcache-fs" in install
+    flags = commands(serve)[0][1:]
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert given.pop("--l1.size_bytes") == "32MiB"
+    given["--l2.disk.path"] = str(tmp_path / given["--l2.disk.path"])
+    options = [word for pair in given.items() for word in pair]
+    shown = fenced("five-minutes.md", "")
+    said = [re.sub(r"^\$ .*\n", "", shown[at], flags=re.MULTILINE) for at in range(3)]
+    code = fenced("five-minutes.md", "python")[0]
+    code = code.replace(".connect(", f".connect({node.name!r}, runtime_dir={str(node.run)!r}")
+
+    def ask() -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    server = node.serve(*options, size="32MiB")
+    assert ask() + ask() == said[0]
+    server.kill()
+    assert ask() == said[1]
+    node.serve(*options, size="32MiB")
+    assert ask() == said[2]
+    words = shlex.split(shown[3].splitlines()[0].partition("| lmcache-core ")[2])
+    tokens = " ".join(map(str, range(1280)))
+    where = ["--name", node.name, "--runtime-dir", str(node.run)]
+    assert command_line(*words, *where, cwd=tmp_path, input=tokens).stdout == shown[3].partition("\n")[2]
+
+
+def test_every_figure_that_troubleshooting_names_stands_in_a_status(node: Any, tmp_path: Path) -> None:
+    node.serve("--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path / "disk"))
+    where = ["--json", "--name", node.name, "--runtime-dir", str(node.run)]
+    status = json.loads(command_line("status", *where, cwd=tmp_path).stdout)
+    page = (DOCS / "operating/troubleshooting.md").read_text()
+    named = set(re.findall(r"`((?:l1|pool|tiers|index)(?:\.[a-z_]+)+|longest_turn)`", page))
+    settings = {"l1.access", "l1.backing", "l1.size_bytes"}
+    assert len(named - settings) > 6
+    for name in sorted(named - settings):
+        found = status
+        for part in name.split("."):
+            assert part in found, f"`{name}` is no part of a status"
+            found = found[part]
+
+
+def test_the_sizes_on_the_page_of_capacity_are_those_that_the_command_prints(tmp_path: Path) -> None:
+    said = command_line(*commands(fenced("operating/capacity.md", "sh")[0])[0], cwd=tmp_path).stdout
+    assert said == fenced("operating/capacity.md", "")[0]
 
 
 STARTS_A_SERVER = ["README.md", "core/README.md", "docs/engines/vllm.md", "docs/engines/transformers.md"]

@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str, bool]] = {
     "explain": (f"{_HERE}.explain", "say where keys are, or why they missed", False),
     "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),
     "init": (f"{_HERE}.init", "write a settings file to begin with", False),
+    "size": (f"{_HERE}.size", "say how large a pool and a tier have to be for a model and its traffic", False),
     "config": (f"{_HERE}.config", "print the settings with their origin", True),
     "check": (f"{_HERE}.check", "validate settings and surroundings before a server starts", True),
     "tiers": (f"{_HERE}.tiers", "list, add, drain, remove and reconfigure the tiers of a running server", False),

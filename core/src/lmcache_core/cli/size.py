@@ -1,0 +1,151 @@
+"""`lmcache-core size`: how many bytes a model's KV takes, and how large a pool and a tier have to be for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache_core.cli.table import print_table
+from lmcache_core.errors import UsageError
+from lmcache_core.observe.readable import duration, size
+from lmcache_core.tiers.format import HEADER_BYTES
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    model = parser.add_argument_group("the model", "a file of it, or its figures, which stand before the file's")
+    model.add_argument("--model", metavar="FILE", help="its config.json, or the folder that has it")
+    model.add_argument("--layers", type=_count, metavar="N", help="those that keep KV")
+    model.add_argument("--kv-heads", type=_count, metavar="N")
+    model.add_argument("--head-size", type=_count, metavar="N")
+    model.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="of the KV (default: the model's own, or bfloat16)")
+    model.add_argument("--chunk-tokens", type=_count, default=256, metavar="N", help="default: %(default)s")
+    model.add_argument("--kv-shards", type=_count, default=1, metavar="N", help="ranks that share a chunk's KV")
+    traffic = parser.add_argument_group("the traffic")
+    traffic.add_argument("--new-tokens", type=_figure, metavar="N", help="prompt tokens a second that are not hits")
+    traffic.add_argument(
+        "--l1-seconds", type=_figure, default=60.0, metavar="S", help="reuse that the pool is for (default: 60)"
+    )
+    traffic.add_argument(
+        "--tier-seconds", type=_figure, default=3600.0, metavar="S", help="reuse that the tier is for (default: 3600)"
+    )
+    traffic.add_argument(
+        "--serde", type=_figure, default=1.0, metavar="RATIO", help="of bytes on the tier; 0.5 for fp8 (default: 1)"
+    )
+    traffic.add_argument("--prompt-tokens", type=_count, metavar="N", help="of a prompt that the tier is to bring")
+    traffic.add_argument("--line", type=_figure, default=10.0, metavar="GBIT", help="to the tier (default: 10)")
+    parser.add_argument("--json", action="store_true", help="one object, in bytes and seconds")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print; 0. Raises UsageError where the model is not known well enough."""
+    said = config_of(Path(arguments.model)) if arguments.model else {}
+    given = {"layers": arguments.layers, "kv_heads": arguments.kv_heads, "head_size": arguments.head_size}
+    token_bytes = bytes_of_a_token(said, {name: each for name, each in given.items() if each}, arguments.dtype)
+    figures = plan(token_bytes, arguments)
+    if arguments.json:
+        print(json.dumps(figures))
+        return 0
+    print_table(("what", "how much"), described(figures, arguments))
+    return 0
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """A model's `config.json`, its part about text where it has several."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}; give --layers, --kv-heads, --head-size") from error
+    except ValueError as error:
+        raise UsageError(f"{file} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} holds no JSON object: is it a model's config.json?")
+    inner = found.get("text_config")
+    return {**found, **inner} if isinstance(inner, dict) else found
+
+
+def bytes_of_a_token(said: Mapping[str, Any], given: Mapping[str, int], dtype: str | None) -> int:
+    """What one token's KV takes in all layers: keys and values of each head, or the latent of a model that keeps that.
+
+    Every layer counts whole: of a model with sliding windows or linear attention, this is the most that it can be.
+    """
+    item = ITEM_BYTES[dtype or _dtype_of(said)]
+    layers = given.get("layers") or said.get("num_hidden_layers")
+    latent = said.get("kv_lora_rank")
+    if isinstance(latent, int) and layers and "kv_heads" not in given:
+        return int(layers) * (latent + int(said.get("qk_rope_head_dim", 0))) * item
+    heads = said.get("num_attention_heads")
+    kv_heads = given.get("kv_heads") or said.get("num_key_value_heads") or heads
+    head_size = given.get("head_size") or said.get("head_dim")
+    if not head_size and heads and said.get("hidden_size"):
+        head_size = int(said["hidden_size"]) // int(heads)
+    missing = [
+        option
+        for option, found in (("--layers", layers), ("--kv-heads", kv_heads), ("--head-size", head_size))
+        if not found
+    ]
+    if missing or not (layers and kv_heads and head_size):
+        raise UsageError(
+            f"the model's KV is not known: give {', '.join(missing)}, or --model FILE with its config.json"
+        )
+    return 2 * int(layers) * int(kv_heads) * int(head_size) * item
+
+
+def _dtype_of(said: Mapping[str, Any]) -> str:
+    named = str(said.get("dtype") or said.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return named if named in ITEM_BYTES else "bfloat16"
+
+
+def plan(token_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures, in bytes and seconds; None where the traffic is not given."""
+    object_bytes = -(-token_bytes * arguments.chunk_tokens // arguments.kv_shards)
+    on_tier_bytes = round(object_bytes * arguments.serde) + HEADER_BYTES
+    # By how much more than its KV a token takes there: the header of each object.
+    tier_token_bytes = on_tier_bytes * arguments.kv_shards / arguments.chunk_tokens
+    new, prompt = arguments.new_tokens, arguments.prompt_tokens
+    return {
+        "token_bytes": token_bytes,
+        "object_bytes": object_bytes,
+        "object_on_tier_bytes": on_tier_bytes,
+        "l1_bytes": None if new is None else round(new * arguments.l1_seconds * token_bytes),
+        "tier_bytes": None if new is None else round(new * arguments.tier_seconds * tier_token_bytes),
+        "prompt_bytes": None if prompt is None else round(prompt * tier_token_bytes),
+        "prompt_line_s": None if prompt is None else prompt * tier_token_bytes * 8 / (arguments.line * 1e9),
+    }
+
+
+def described(figures: Mapping[str, Any], arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The figures in words."""
+    an_object = f"an object: {arguments.chunk_tokens} tokens, 1 of {arguments.kv_shards} shards"
+    rows = [
+        ("a token", size(figures["token_bytes"])),
+        (an_object, size(figures["object_bytes"])),
+        ("the same on a tier, with its header", size(figures["object_on_tier_bytes"])),
+    ]
+    if figures["l1_bytes"] is not None:
+        rows.append((f"pools, for reuse within {duration(arguments.l1_seconds)}", size(figures["l1_bytes"])))
+        rows.append((f"tier, for reuse within {duration(arguments.tier_seconds)}", size(figures["tier_bytes"])))
+    if figures["prompt_bytes"] is not None:
+        taken = f"{size(figures['prompt_bytes'])}, {figures['prompt_line_s']:.1f} s at {arguments.line:g} Gbit/s"
+        rows.append((f"{arguments.prompt_tokens:,} tokens from the tier", taken))
+    return rows
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _figure(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return number
