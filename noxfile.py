@@ -6,6 +6,7 @@ and only where it is used.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -14,6 +15,8 @@ import sys
 import tempfile
 import tomllib
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,14 @@ def install(
     noted.write_text(said)
 
 
+@contextmanager
+def alone(session: nox.Session) -> Iterator[None]:
+    """One session at a time, of all that run beside each other."""
+    with Path(session.cache_dir, "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
 LEFT_OUT = ("build", "dist", "*.egg-info", "*.so", "__pycache__", ".*")
 
 
@@ -102,7 +113,7 @@ def wheel(session: nox.Session, package: Path, native: str, root: Path = ROOT) -
 
     It is built from a copy: nothing is left in the checkout, and nothing that a former build left there comes along.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, alone(session):
         source, out = Path(folder) / package.name, Path(folder) / "out"
         shutil.copytree(package, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
         shutil.rmtree(source / "tests", ignore_errors=True)  # those of the package; templates bring some, too
