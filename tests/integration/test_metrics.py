@@ -427,6 +427,29 @@ def test_the_command_prints_what_a_scraper_reads(node: Node) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_what_a_companion_counts_and_how_it_stands(node: Node, tmp_path: Path) -> None:
+    l0 = pytest.importorskip("lmcache_l0", reason="needs a companion: lmcache-l0")
+    server = node.serve(
+        "--l0.enabled", "true", "--l0.hash_slots", "100", "--l0.folder", str(tmp_path), "--l0.promote_after", "1"
+    )
+    scraped = Scraped(server)
+    cache = l0.ServedCache(node.client(use_index=False), "features")
+    cache.set("k", b"v")
+    cache.get("k")
+    scraped.expect(companion_counts_total={"l0|promoted": 1}, companion_figures={"l0|keys": 1, "l0|enabled": 0})
+    cache.clear()
+    scraped.expect(companion_counts_total={"l0|promoted": 1, "l0|taken_out": 1}, companion_figures={"l0|keys": 0})
+    cache.close()
+    with server.client(maps_pool=False) as client:
+        status = client.status()
+    assert parsed(text_of(status))["companion_abandoned", ("l0",)] == 0.0
+    for odd in (None, 3, [], {"counts": 3}, {"counts": {"a": "b"}, "c": None, 3: "d"}):
+        text_of({**status, "companions": {"odd": odd, **status["companions"]}})  # others' plugins fill it in
+    status["companions"]["l0"]["abandoned"] = "KeyError: 3"
+    assert parsed(text_of(status))["companion_abandoned", ("l0",)] == 1.0
+    moved.add("companion_abandoned")
+
+
 def test_a_tenants_bytes_and_quota(node: Node) -> None:
     server = node.serve()
     scraped = Scraped(server)

@@ -125,6 +125,23 @@ def test_types_that_numpy_has_not_are_read_as_torch_knows_them(make, torch):
         assert cache.get_torch(key, 8, torch.bfloat16).tolist() == list(range(8))
 
 
+def test_jax_takes_a_view_as_a_copy_that_nobody_overwrites(make):
+    """jax counts on it that arrays never change. Its device_put takes memory as it lies: give it a snapshot."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    cache = make(versions=1)
+    cache.set_numpy("k", np.arange(8, dtype=np.float32))
+    view = cache.get_numpy("k", (2, 4), np.float32)
+    snapshot = cache.get_numpy("k", (2, 4), np.float32, snapshot=True)
+    arrays = [jax.dlpack.from_dlpack(view), jax.numpy.asarray(view), jax.jit(lambda a: a)(view)]
+    arrays.append(jax.device_put(snapshot))
+    assert [array.shape for array in arrays] == [(2, 4)] * 4
+    for i in range(2):
+        cache.set_numpy("k", np.full(8, i, np.float32))
+    assert not view.valid()
+    for array in arrays:
+        assert array.ravel().tolist() == list(range(8))
+
+
 def test_a_table_on_huge_pages_is_the_same_table(make, folder):
     """How much the system gathers is its own affair; what is in the table is not."""
     cache = make(folder / "t", size_gb=0.02, max_value_size=1024)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -95,7 +96,7 @@ def test_what_is_read_goes_up_and_is_found_by_every_worker_also_without_the_serv
     assert view.valid()
     assert reader.l0.hits == before + 2
     shown = figures(one)
-    assert (shown["promoted"], shown["keys"], shown["enabled"], shown["stuck"]) == (2, 2, True, 0)
+    assert (shown["counts"]["promoted"], shown["keys"], shown["enabled"], shown["stuck"]) == (2, 2, True, 0)
 
 
 def test_uses_of_all_workers_are_counted_together_also_those_without_a_call(serve, connect):
@@ -105,10 +106,10 @@ def test_uses_of_all_workers_are_counted_together_also_those_without_a_call(serv
     a.set("k", b"v")
     assert a.get("k") == b"v"
     until(lambda: figures(one)["counted_keys"] == 1)
-    assert figures(one)["promoted"] == 0
+    assert figures(one)["counts"]["promoted"] == 0
     calls = other.status()["counters"]["read"]
     assert b.get("k") == b"v"
-    until(lambda: figures(one)["promoted"] == 1)
+    until(lambda: figures(one)["counts"]["promoted"] == 1)
     assert calls >= 1
 
 
@@ -174,7 +175,7 @@ def test_values_over_the_table_s_size_and_other_objects_stay_in_l1(serve, connec
         cache.get(key)
         heat_up(cache, client, key)
     assert cache.get("empty") == b""
-    until(lambda: figures(client)["too_large"] >= 1)
+    until(lambda: figures(client)["counts"]["too_large"] >= 1)
     assert len(cache.l0) == 2
 
 
@@ -186,7 +187,7 @@ def test_the_least_read_come_down_when_it_fills_and_are_still_in_l1(serve, conne
     cache.get("hot")
     heat_up(cache, client, "hot")
     number = 0
-    while figures(client)["demoted"] < 10:
+    while figures(client)["counts"]["demoted"] < 10:
         for _ in range(2000):
             assert cache.get("hot") == b"hot"
         cache.set(f"{number}", b"%d" % number)
@@ -391,6 +392,32 @@ def test_without_a_table_l1_alone_is_read(connect, tmp_path):
             cache.set("a", bytes(101))
         with pytest.raises(UsageError, match="no companion 'l0'"):
             client.operate("l0", "switch", enabled=True)
+
+
+def test_tensors_come_from_l0_in_its_own_memory_and_from_l1_as_copies(serve, connect):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    client = connect(serve())
+    cache = ServedCache(client, "f")
+    assert cache.set_numpy("emb", np.arange(8, dtype=np.float32)) is Status.STORED
+    assert cache.get_torch("absent", (8,), torch.float32) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of memory that may not be written
+        below = cache.get_torch("emb", shape=(2, 4), dtype=torch.float32)
+        heat_up(cache, client, "emb")
+        above = cache.get_torch("emb", shape=(2, 4), dtype=torch.float32)
+    copy = cache.get_torch("emb", 8, torch.float32, snapshot=True)
+    assert above.data_ptr() == cache.get_numpy("emb", 8, np.float32).ctypes.data
+    for tensor in (below, above, copy):
+        assert tensor.flatten().tolist() == list(range(8))
+        assert tensor.valid()
+    with pytest.raises(UsageError, match="stored as <f4"):
+        cache.get_torch("emb", 8, torch.int32)
+    key = l0_key(prefix_of(cache.namespace.id), b"emb")
+    writer = SharedCache(cache.l0.path)
+    for _ in range(3):
+        writer.set(key, bytes(32))
+    assert [tensor.valid() for tensor in (below, above, copy)] == [True, False, True]
+    writer.close()
 
 
 def test_check_says_whether_there_is_room(folder):

@@ -12,6 +12,7 @@ import pytest
 from lmcache_core import ComponentSpec, Kind, hookimpl
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PluginError, SettingsError, UsageError
+from lmcache_core.observe.troubles import with_troubles
 from lmcache_core.plugins.discovery import ALLOW_LIST
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
@@ -177,6 +178,8 @@ def test_one_that_fails_is_abandoned_and_the_server_goes_on(client, what):
     assert client.retrieve(KEYS[:1], [into], namespace=NAMESPACE).hits == 1
     client.clear()
     assert f"{what} failed" in client.status()["companions"]["shadow"]["abandoned"]
+    troubles = with_troubles(client.status())["troubles"]
+    assert [text for text in troubles if "companion shadow failed" in text and f"{what} failed" in text]
     heard = list(shadow.heard)
     assert heard[-1] == "abandon"
     assert store(client) == [Status.STORED] * 4

@@ -260,6 +260,38 @@ def test_reading_and_changing_are_two_rights(serve: Callable[..., Served], token
     assert "battery-staple" not in command
 
 
+def test_a_server_s_own_table_is_switched_and_its_promotions_are_scraped(
+    serve: Callable[..., Served], token: Path, tmp_path: Path
+) -> None:
+    l0 = pytest.importorskip("lmcache_l0", reason="lmcache-l0 is not installed")
+    sizes = ("--l0.hash_slots", "100", "--l0.folder", str(tmp_path), "--l0.promote_after", "1")
+    served = serve("--http.token_file", str(token), *sizes)
+    right = {"authorization": CHANGER}
+    assert served.ask("POST", "/companions/l0/switch", {"enabled": True})[0] == 401
+    with Client.connect(served.name, runtime_dir=served.run, use_index=False) as client:
+        cache = l0.ServedCache(client, "features")
+        until(lambda: cache.set("k", b"v").name in ("STORED", "EXISTS"))
+        cache.get("k")
+        assert not cache.l0.enabled
+        assert served.ask("POST", "/companions/l0/switch", {"enabled": True}, **right) == (200, {"enabled": True})
+        assert cache.l0.enabled
+        promoted = 'companion_counts_total{companion="l0",what="promoted"} 1.0'
+        metrics = until(lambda: cache.get("k") and _with(served.get("/metrics", **right)[1], promoted))
+        assert 'companion_figures{companion="l0",what="enabled"} 1.0' in metrics
+        assert served.ask("POST", "/companions/l0/switch", {"enabled": False}, **right) == (200, {"enabled": False})
+        assert not cache.l0.enabled
+        assert served.get("/status", **right)[1]["companions"]["l0"]["enabled"] is False
+        for path, body, said in (
+            ("l0/switch", {}, "switch(enabled)"),
+            ("l0/switch", {"companion": "l0", "self": 1}, "switch(enabled)"),
+            ("l0/switch", {"enabled": 1 << 70}, "cannot be told"),
+            ("l1/switch", {"enabled": True}, "no companion 'l1'"),
+        ):
+            status, told = served.ask("POST", f"/companions/{path}", body, **right)
+            assert (status, said in told["detail"]) == (400, True), told
+        cache.close()
+
+
 def test_without_a_token_nothing_is_changed(serve: Callable[..., Served]) -> None:
     served = serve()
     status, told = served.ask("POST", "/clear")

@@ -171,7 +171,8 @@ class SharedCache(_table.Table):
         """
         from lmcache_l0.tensors import tensor_of
 
-        return tensor_of(self, key, shape, dtype, snapshot=snapshot)
+        apart = snapshot or self.read_only
+        return tensor_of(lambda stored: self.get_numpy(key, shape, stored, snapshot=apart, writable=not apart), dtype)
 
     def residents(self) -> Iterator[tuple[bytes, int, int]]:
         """(key, bytes of its value, reads counted by sampling) of every key, in no order.

@@ -21,6 +21,7 @@ from lmcache_l0.records import HEAD, SHORT_BYTES_MAX, l1_key, prefix_of, record_
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+    import torch
 
     from lmcache_core.client.client import Client
     from lmcache_core.client.results import Status
@@ -110,22 +111,20 @@ class ServedCache:
         the work. From L1 it is a read-only array of its own, whose `valid()` is always True. With `snapshot=True` it
         has memory of its own and may be written. Raises UsageError where the value is of another dtype or size.
         """
-        name = key.encode() if isinstance(key, str) else bytes(key)  # here and below: a call costs what the get does
-        l0 = self._l0
-        if l0 is not None:
-            try:
-                array = l0.get_numpy(
-                    self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)),
-                    shape,
-                    dtype,
-                    snapshot=snapshot,
-                )
-            except TableBusyError:
-                array = None
-            if array is not None:
-                return array
-        record = self._records([name])[0]
-        return None if record is None else _array(key, record, shape, dtype, snapshot=snapshot)
+        return self._array(key, shape, dtype, snapshot, False)
+
+    def get_torch(
+        self, key: str | bytes, shape: int | tuple[int, ...], dtype: torch.dtype, *, snapshot: bool = False
+    ) -> torch.Tensor | None:
+        """The value as a tensor of this shape and dtype; None where it is not there.
+
+        From L0 it is the table's own memory, as `SharedCache.get_torch` gives it: ask `valid()` after the work, and do
+        not write into it. From L1, and with `snapshot=True`, it has memory of its own, and `valid()` is always True.
+        Raises UsageError where the value is of another dtype or size.
+        """
+        from lmcache_l0.tensors import tensor_of
+
+        return tensor_of(lambda stored: self._array(key, shape, stored, snapshot, not snapshot), dtype)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -160,6 +159,27 @@ class ServedCache:
     def _store(self, names: Sequence[bytes], records: Sequence[bytes]) -> list[Status]:
         keys = [l1_key(name) for name in names]
         return list(self._client.store(keys, records, namespace=self.namespace).statuses)
+
+    def _array(
+        self, key: str | bytes, shape: int | tuple[int, ...], dtype: npt.DTypeLike, snapshot: bool, writable: bool
+    ) -> npt.NDArray[Any] | None:
+        name = _name(key)
+        l0 = self._l0
+        if l0 is not None:
+            try:
+                array = l0.get_numpy(
+                    self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)),
+                    shape,
+                    dtype,
+                    snapshot=snapshot,
+                    writable=writable,
+                )
+            except TableBusyError:
+                array = None
+            if array is not None:
+                return array
+        record = self._records([name])[0]
+        return None if record is None else _array(key, record, shape, dtype, snapshot=snapshot or writable)
 
     def _records(self, names: Sequence[bytes]) -> list[bytearray | None]:
         nbytes = self.namespace.layout.nbytes

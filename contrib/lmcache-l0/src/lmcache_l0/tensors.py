@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-if TYPE_CHECKING:
-    from lmcache_l0.cache import SharedCache
 
-
-def tensor_of(
-    cache: SharedCache, key: str | bytes, shape: int | tuple[int, ...], dtype: torch.dtype, *, snapshot: bool
-) -> torch.Tensor | None:
-    """See SharedCache.get_torch. A dtype that numpy has not (bfloat16) is read from a value that has no dtype, or
-    that was stored as whole numbers of its size."""
+def tensor_of(read: Callable[[np.dtype[Any]], npt.NDArray[Any] | None], dtype: torch.dtype) -> torch.Tensor | None:
+    """The tensor over what `read` gives for numpy's dtype: an array that may be written, or None. A dtype that numpy
+    has not (bfloat16) is read from a value that has no dtype, or that was stored as whole numbers of its size."""
     stored, view_as = _stored_as(dtype)
-    array = cache.get_numpy(key, shape, stored, snapshot=snapshot or cache.read_only, writable=not cache.read_only)
+    array = read(stored)
     if array is None:
         return None
     tensor: Any = torch.from_numpy(np.asarray(array)).view(view_as)  # it is given an attribute more

@@ -250,7 +250,7 @@ class AsyncClient:
         entry = PageEntry(0, keys, page_ids, skip_pages, valid_pages)
         return await pages.retrieve([entry], promises=[promise], verify=verify)
 
-    async def operate(self, companion: str, operation: str, **arguments: Any) -> dict[str, Any]:
+    async def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
         """As `Client.operate`."""
         return await _elsewhere(self.client, partial(self.client.operate, companion, operation, **arguments))
 

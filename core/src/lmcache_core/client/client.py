@@ -697,7 +697,7 @@ class Client:
         link = self._links.look()
         return None if link is None else link.companions
 
-    def operate(self, companion: str, operation: str, **arguments: Any) -> dict[str, Any]:
+    def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
         """Call an operation of a companion, as its package documents it. Raises `UsageError` where there is no such
         companion or operation, and for anyone but the server's own user over the lifeline."""
         return expect(self._ask(lambda rid: m.Operate(rid, companion, operation, arguments)), m.Operated).result

@@ -195,6 +195,35 @@ def _one_of(path: str) -> Callable[[Figures], Iterator[Sample]]:
     return read
 
 
+def _companions(figures: Figures) -> Iterator[tuple[str, Figures]]:
+    for name, row in sorted((figures["companions"] or {}).items()):
+        if isinstance(row, Mapping):  # third parties fill it in
+            yield name, row
+
+
+def _numbers(name: str, row: Figures) -> Iterator[Sample]:
+    for what, value in row.items():
+        if isinstance(what, str) and isinstance(value, int | float):
+            yield Sample((name, what), float(value))
+
+
+def _companion_counts(figures: Figures) -> Iterator[Sample]:
+    for name, row in _companions(figures):
+        counts = row.get("counts")
+        if isinstance(counts, Mapping):
+            yield from _numbers(name, counts)
+
+
+def _companion_figures(figures: Figures) -> Iterator[Sample]:
+    for name, row in _companions(figures):
+        yield from _numbers(name, row)
+
+
+def _companion_abandoned(figures: Figures) -> Iterator[Sample]:
+    for name, row in _companions(figures):
+        yield Sample((name,), float("abandoned" in row))
+
+
 def _waited(figures: Figures) -> Iterator[Buckets]:
     yield _buckets((), figures["traffic"]["lookups"]["waited"])
 
@@ -438,6 +467,28 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "prefetches_in_flight", "gauge", "lookups that tiers are asked for now", (), _value("tiers.lookups.in_flight")
+    ),
+    # what lives beside the L1
+    Metric(
+        "companion_counts_total",
+        "counter",
+        "what a companion has counted (l0: promoted, demoted, ...)",
+        ("companion", "what"),
+        _companion_counts,
+    ),
+    Metric(
+        "companion_figures",
+        "gauge",
+        "how it stands with a companion (l0: enabled, keys, ...)",
+        ("companion", "what"),
+        _companion_figures,
+    ),
+    Metric(
+        "companion_abandoned",
+        "gauge",
+        "1: it has failed and does nothing any more",
+        ("companion",),
+        _companion_abandoned,
     ),
     # tenants with a quota
     Metric(

@@ -47,6 +47,8 @@ def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
     for name, companion in status["companions"].items():
         if isinstance(companion, Mapping) and companion.get("error"):
             yield f"companion {name}: {companion['error']}"
+        if isinstance(companion, Mapping) and companion.get("abandoned"):
+            yield f"companion {name} failed and does nothing any more: {companion['abandoned']}; the log has the trace"
     for tier in (status["tiers"] or {}).get("tiers", []):
         closed = [what for what in ("reads", "writes") if tier[what]["breaker"] != "closed"]
         if closed or tier["last_error"]:

@@ -92,7 +92,8 @@ class Companion(ABC):
         raise UsageError(f"it has no operation {operation!r}")
 
     def status(self) -> dict[str, Any]:
-        """Plain values for `status`; cheap."""
+        """Plain values for `status`; cheap. Its numbers are metrics too, as they stand; what only grows belongs into a
+        table `counts` of it. Names stay the same for as long as the server runs."""
         return {}
 
     @abstractmethod

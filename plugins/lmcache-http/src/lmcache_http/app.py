@@ -111,11 +111,8 @@ class TierBody(Body):
 
     @field_validator("settings")
     @classmethod
-    def _can_be_sent(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        try:
-            encode(settings)
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise ValueError(f"the server cannot be told these: {error}") from error
+    def _sendable(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        _can_be_sent(settings)
         return settings
 
 
@@ -135,6 +132,13 @@ class QuotaBody(Body):
     stores: dict[str, StoreQuota] = Field(
         default={}, max_length=STORES_MAX, description="by l1, the pool, or a tier's name"
     )
+
+
+def _can_be_sent(values: dict[str, Any]) -> None:
+    try:
+        encode(values)
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(f"the server cannot be told these: {error}") from error
 
 
 def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
@@ -300,6 +304,14 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
             (client.tiers_drain if body.action == "drain" else client.tiers_remove)(name)
         node.changed()
         return {"tier": name, "done": body.action}
+
+    @app.post("/companions/{name}/{operation}", dependencies=change, responses=ASKED)
+    def operate(name: str, operation: str, arguments: dict[str, Any]) -> Plain:
+        """Call an operation of what lives beside the L1, with its arguments: `l0/switch`, `{"enabled": true}`."""
+        _can_be_sent(arguments)
+        result = node.client.operate(name, operation, **arguments)
+        node.changed()
+        return result
 
 
 def _id(text: str) -> int:
