@@ -216,6 +216,7 @@ typedef struct l0_table {
     uint64_t me, dev, ino;
     int ask_fd, life_fd;
     void *life;
+    uint64_t life_bytes;
 } l0_table;
 
 static inline l0_header *l0_head(const l0_table *t) { return (l0_header *)t->base; }

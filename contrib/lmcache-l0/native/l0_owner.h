@@ -25,6 +25,9 @@
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/vfs.h>
+#endif
 
 #if defined(F_OFD_SETLK) && defined(MADV_DONTFORK)
 #define L0_OWN_LOCKS 1
@@ -53,20 +56,34 @@ static inline bool l0_same_file(const l0_table *t, int fd) {
     return fd >= 0 && fstat(fd, &st) == 0 && (uint64_t)st.st_dev == t->dev && (uint64_t)st.st_ino == t->ino;
 }
 
+/* What mappings of this file are whole multiples of: more than a page on a hugetlbfs. */
+static inline uint64_t l0_page_bytes(int fd) {
+#ifdef __linux__
+    struct statfs held;
+    if (fstatfs(fd, &held) == 0 && (uint32_t)held.f_type == 0x958458f6u /* HUGETLBFS_MAGIC */)
+        return (uint64_t)held.f_bsize;
+#else
+    (void)fd;
+#endif
+    return L0_HEADER_BYTES;
+}
+
 /* Give the descriptor's lock to a mapping, and close it. Where the system cannot, the descriptor stays. */
 static inline int l0_keep_lock(l0_table *t, int fd) {
     t->life_fd = fd;
     t->life = NULL;
 #if L0_OWN_LOCKS
-    void *page = mmap(NULL, L0_HEADER_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    uint64_t bytes = l0_page_bytes(fd);
+    void *page = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED)
         return errno;
-    if (madvise(page, L0_HEADER_BYTES, MADV_DONTFORK) != 0) {
+    if (madvise(page, bytes, MADV_DONTFORK) != 0) {
         int failed = errno;
-        munmap(page, L0_HEADER_BYTES);
+        munmap(page, bytes);
         return failed;
     }
     t->life = page;
+    t->life_bytes = bytes;
     t->life_fd = -1;
     close(fd);
 #endif
@@ -103,7 +120,7 @@ static inline int l0_writer_join(l0_table *t, int fd) {
 
 static inline void l0_writer_leave(l0_table *t) {
     if (t->life != NULL)
-        munmap(t->life, L0_HEADER_BYTES);
+        munmap(t->life, t->life_bytes);
     if (t->life_fd >= 0)
         close(t->life_fd);
     t->life = NULL;

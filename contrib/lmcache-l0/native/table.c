@@ -46,6 +46,16 @@ typedef int (*numpy_set_base_t)(PyObject *, PyObject *);
 static numpy_new_t numpy_new;
 static numpy_set_base_t numpy_set_base;
 
+/* An array's own fields, as both ABIs have them. */
+typedef struct NumpyArray {
+    PyObject_HEAD
+    char *data;
+    int nd;
+    Py_ssize_t *dimensions, *strides;
+    PyObject *base, *descr;
+    int flags;
+} NumpyArray;
+
 static int import_numpy_functions(PyObject *arrays) {
     PyObject *capsule = PyObject_GetAttrString(arrays, "NUMPY_FUNCTIONS");
     if (capsule == NULL)
@@ -104,6 +114,7 @@ typedef struct Table {
     PyObject_HEAD
     l0_table t;                        /* by to_read() and to_write() only */
     size_t mapped;
+    uint64_t page_bytes;               /* more than L0_HEADER_BYTES: a hugetlbfs */
     bool writable, closed, warned;
     int busy;
     Py_ssize_t exports;
@@ -279,7 +290,8 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
         return -1;
     }
     /* One page first: nothing else is mapped before the header has been judged. */
-    l0_header *header = mmap(NULL, L0_HEADER_BYTES, PROT_READ, MAP_SHARED, fd, 0);
+    uint64_t page_bytes = l0_page_bytes(fd);
+    l0_header *header = mmap(NULL, page_bytes, PROT_READ, MAP_SHARED, fd, 0);
     if (header == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
@@ -288,7 +300,7 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
     l0_verdict verdict = l0_header_check(header, bytes, &g);
     uint32_t version = header->layout_version;
     unsigned long long says = header->file_bytes;
-    munmap(header, L0_HEADER_BYTES);
+    munmap(header, page_bytes);
     if (verdict == L0_OTHER_VERSION)
         PyErr_Format(mismatch_error, "%U has table layout %u and this library speaks %u: use one version of "
                      "lmcache-l0 everywhere, or remove the file", path, version, L0_LAYOUT_VERSION);
@@ -306,8 +318,9 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
     if (verdict != L0_OK_HEADER)
         return -1;
     int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-    void *base = huge_pages && g.file_bytes >= HUGE_BYTES ? map_aligned(fd, g.file_bytes, protection)
-                                                          : mmap(NULL, g.file_bytes, protection, MAP_SHARED, fd, 0);
+    bool by_advice = huge_pages && g.file_bytes >= HUGE_BYTES && page_bytes == L0_HEADER_BYTES;
+    size_t mapped = l0_round_up(g.file_bytes, page_bytes);
+    void *base = by_advice ? map_aligned(fd, mapped, protection) : mmap(NULL, mapped, protection, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         PyErr_SetFromErrno(PyExc_OSError);
         return -1;
@@ -315,13 +328,14 @@ static int Table_init(Table *self, PyObject *args, PyObject *kwargs) {
     int own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
     if (own < 0) {
         PyErr_SetFromErrno(PyExc_OSError);
-        munmap(base, g.file_bytes);
+        munmap(base, mapped);
         return -1;
     }
     self->path = Py_NewRef(path);
     self->t.base = base;
     self->t.g = g;
-    self->mapped = g.file_bytes;
+    self->mapped = mapped;
+    self->page_bytes = page_bytes;
     self->t.dev = (uint64_t)st.st_dev;
     self->t.ino = (uint64_t)st.st_ino;
     self->t.ask_fd = own;
@@ -1037,20 +1051,38 @@ static PyObject *Table_get_numpy(Table *self, PyObject *const *args, Py_ssize_t 
     return array_over(snapshot ? array_type : array_view_type, to[1], dtype, buffer, bytes, snapshot || writable);
 }
 
+/* The memory of a plain numpy array, without the buffer that numpy would make for it (a third of a set's time). False: it
+ * lies in pieces, which the way by its buffer says. */
+static bool memory_of(NumpyArray *array, Py_ssize_t itemsize, Py_buffer *value) {
+    if (!(array->flags & NUMPY_C_CONTIGUOUS))
+        return false;
+    value->buf = array->data;
+    value->len = itemsize;
+    for (int i = 0; i < array->nd; i++)
+        value->len *= array->dimensions[i];
+    return true;
+}
+
 static PyObject *Table_set_numpy(Table *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) {
     static const Signature signature = {"set_numpy", 2, 2, 2, {"key", "array"}};
     PyObject *to[2];
     if (!arguments(&signature, args, nargs, names, to))
         return NULL;
-    PyObject *dtype = PyObject_GetAttr(to[1], dtype_name);
+    NumpyArray *array = numpy_new != NULL && (PyObject *)Py_TYPE(to[1]) == array_type ? (NumpyArray *)to[1] : NULL;
+    PyObject *dtype = array != NULL ? Py_NewRef(array->descr) : PyObject_GetAttr(to[1], dtype_name);
     if (dtype == NULL)
         return NULL;
-    PyObject *about = describe(dtype);
+    PyObject *about = describe(dtype); /* may run Python, so the array is looked at behind it */
     Py_DECREF(dtype);
-    Py_buffer value;
-    if (about == NULL || PyObject_GetBuffer(to[1], &value, PyBUF_C_CONTIGUOUS) < 0)
+    if (about == NULL)
         return NULL;
-    bool stored = put(self, to[0], &value, PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2)));
+    uint64_t tag = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(about, 2));
+    Py_buffer value;
+    if (array != NULL && memory_of(array, PyLong_AsSsize_t(PyTuple_GET_ITEM(about, 1)), &value))
+        return put(self, to[0], &value, tag) ? Py_NewRef(Py_None) : NULL;
+    if (PyObject_GetBuffer(to[1], &value, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    bool stored = put(self, to[0], &value, tag);
     PyBuffer_Release(&value);
     return stored ? Py_NewRef(Py_None) : NULL;
 }
@@ -1473,6 +1505,8 @@ static PyObject *Table_cool(Table *self, PyObject *args) {
  * read or written. Linux 6.1; how much was gathered, as far as it went. */
 static PyObject *Table_collapse(Table *self, PyObject *ignored) {
     (void)ignored;
+    if (self->page_bytes != L0_HEADER_BYTES)
+        return PyLong_FromSize_t(self->mapped); /* it never had others */
     uint64_t done = 0, bytes = self->t.g.file_bytes / HUGE_BYTES * HUGE_BYTES;
 #ifdef __linux__
     while (done < bytes) {
@@ -1663,11 +1697,12 @@ static PyObject *module_initialise(PyObject *module, PyObject *args) {
     if (!l0_plan(&g, slots, value, key, versions, spares) || fstat(fd, &st) != 0 ||
         (uint64_t)st.st_size < g.file_bytes)
         return PyErr_Format(usage_error, "the file is smaller than the table that was planned");
-    l0_header *header = mmap(NULL, L0_HEADER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    uint64_t page_bytes = l0_page_bytes(fd);
+    l0_header *header = mmap(NULL, page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (header == MAP_FAILED)
         return PyErr_SetFromErrno(PyExc_OSError);
     l0_header_write(header, &g, seed, id, now, enabled);
-    munmap(header, L0_HEADER_BYTES);
+    munmap(header, page_bytes);
     Py_RETURN_NONE;
 }
 
@@ -1677,7 +1712,14 @@ static PyObject *module_tag_of(PyObject *module, PyObject *dtype) {
     return about != NULL ? Py_NewRef(PyTuple_GET_ITEM(about, 2)) : NULL;
 }
 
+static PyObject *module_page_bytes(PyObject *module, PyObject *args) {
+    (void)module;
+    int fd;
+    return PyArg_ParseTuple(args, "i:page_bytes", &fd) ? PyLong_FromUnsignedLongLong(l0_page_bytes(fd)) : NULL;
+}
+
 static PyMethodDef module_methods[] = {
+    {"page_bytes", module_page_bytes, METH_VARARGS, "page_bytes(fd): what a file's length is a multiple of there."},
     {"tag_of", module_tag_of, METH_O, "tag_of(dtype): the number that stands for a dtype beside a value's bytes."},
     {"plan", module_plan, METH_VARARGS,
      "plan(slots, value_bytes_max, key_bytes_max, versions, spares): (file bytes, slot bytes); None beyond the limits."},

@@ -140,18 +140,3 @@ def test_jax_takes_a_view_as_a_copy_that_nobody_overwrites(make):
     assert not view.valid()
     for array in arrays:
         assert array.ravel().tolist() == list(range(8))
-
-
-def test_a_table_on_huge_pages_is_the_same_table(make, folder):
-    """How much the system gathers is its own affair; what is in the table is not."""
-    cache = make(folder / "t", size_gb=0.02, max_value_size=1024)
-    cache.set_many({f"{i}": bytes([i % 256]) * 1000 for i in range(5000)})
-    view = cache.view("7")
-    huge = make(folder / "t", huge_pages=True)
-    assert 0 <= huge.collapse() <= cache.file_bytes
-    assert bytes(view) == huge.get("7") == bytes([7]) * 1000
-    assert dict(huge.items()) == dict(cache.items())
-    huge.set("7", b"written there")
-    assert cache.get("7") == b"written there"
-    small = make(huge_pages=True)  # less than one huge page
-    assert small.collapse() == 0

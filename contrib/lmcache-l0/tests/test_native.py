@@ -122,7 +122,7 @@ def test_the_python_module_is_clean_under_the_address_sanitizer(tmp_path):
         "no:cacheprovider",
         "--import-mode=importlib",
         "-k",
-        "not process and not no_numpy and not tensor and not torch",
+        "not process and not no_numpy and not tensor and not torch and not jax",
     ]
     files = [f"tests/test_{name}.py" for name in ("values", "views", "model", "switch", "calls")]
     code = (

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from lmcache_l0.errors import TableLoadWarning, UsageError
+from lmcache_l0.errors import TableLoadWarning, UsageError, ValueTooLargeError
 
 
 @pytest.mark.parametrize("versions", [1, 2, 5])
@@ -124,6 +124,25 @@ def test_every_plain_dtype_comes_back(make, dtype):
     view = cache.get_numpy("k", (2, 3), asked)
     assert view.dtype == np.dtype(asked)
     assert np.array_equal(view.view(dtype), array)
+
+
+def test_every_array_in_one_piece_is_stored_as_it_lies(make):
+    class Mine(np.ndarray):
+        pass
+
+    cache = make()
+    whole = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    frozen = whole.copy()
+    frozen.flags.writeable = False
+    for array in (whole, frozen, whole[1], whole[:, :0], np.array(7.5), whole.view(Mine), whole.astype(">i2")):
+        cache.set_numpy("k", array)
+        found = cache.get_numpy("k", array.shape, array.dtype)
+        assert np.array_equal(found, array)
+    for pieces in (whole.T, whole[:, ::2], np.asfortranarray(whole), whole[..., ::-1]):
+        with pytest.raises(ValueError, match="contiguous"):
+            cache.set_numpy("k", pieces)
+    with pytest.raises(ValueTooLargeError, match="400 bytes"):
+        cache.set_numpy("k", np.zeros(400, np.uint8))
 
 
 def test_a_value_is_not_read_as_another_type_of_its_size(make):

@@ -23,6 +23,8 @@ from lmcache_l0.errors import TableBusyError, TableError, TableRoomError
 from lmcache_l0.sizing import GIB, Plan
 
 _STEP_BYTES = 64 << 20  # allocated between two looks at the room that is left
+_HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
+_PAGE_BYTES_MAX = 1 << 16  # an ordinary page, on any machine
 _OPEN_TRIES = 8  # each is lost to somebody who removes the file at that moment
 _LOOK_S = 0.02  # between two looks whether the other maker is done
 
@@ -162,13 +164,15 @@ def _name(path: Path, building: Path) -> None:
 
 
 def _allocate(path: Path, fd: int, plan: Plan, reserve: bool) -> None:
+    page_bytes = _table.page_bytes(fd)
+    file_bytes = -(-plan.file_bytes // page_bytes) * page_bytes
     if reserve:
-        _check_room(path, plan.file_bytes)
-    os.ftruncate(fd, plan.file_bytes)
+        _check_room(path, file_bytes)
+    os.ftruncate(fd, file_bytes)
     if not reserve or not hasattr(os, "posix_fallocate"):
         return
-    for offset in range(0, plan.file_bytes, _STEP_BYTES):
-        left = plan.file_bytes - offset
+    for offset in range(0, file_bytes, _STEP_BYTES):
+        left = file_bytes - offset
         _check_room(path, left)
         try:
             os.posix_fallocate(fd, offset, min(_STEP_BYTES, left))
@@ -182,7 +186,7 @@ def _check_room(path: Path, needed_bytes: int) -> None:
         raise TableRoomError(
             f"{where} has room for {available_bytes / GIB:.3f} GiB and the table {path} needs "
             f"{needed_bytes / GIB:.3f} GiB: make it smaller (size_gb, hash_slots, max_value_size), or give the "
-            "container more (--shm-size, memory limit)"
+            "container more (--shm-size, memory limit; on a hugetlbfs, vm.nr_hugepages)"
         )
 
 
@@ -196,4 +200,10 @@ def room_at(path: Path) -> tuple[int, str]:
         found = room(mount=folder)
         return found.available_bytes, found.where
     held = os.statvfs(folder)
-    return held.f_bavail * held.f_frsize, str(folder)
+    free = held.f_bavail * held.f_frsize
+    if held.f_frsize > _PAGE_BYTES_MAX:
+        pages = _HUGE_PAGES / f"hugepages-{held.f_frsize >> 10}kB"
+        if pages.is_dir():  # a hugetlbfs; without a limit of its own it says that it has no blocks
+            unused = int((pages / "free_hugepages").read_text()) - int((pages / "resv_hugepages").read_text())
+            free = min(free, unused * held.f_frsize) if held.f_blocks else unused * held.f_frsize
+    return free, str(folder)

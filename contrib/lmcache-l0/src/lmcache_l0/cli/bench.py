@@ -40,6 +40,7 @@ SLOTS_LARGE = 10_000_000
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Where the table lies, and how large the large one may be."""
     parser.add_argument("--folder", help="where the tables are made; without it /dev/shm, else a temporary folder")
+    parser.add_argument("--hugetlbfs", help="a folder on one, with pages reserved: the large table once more, there")
     parser.add_argument("--server", action="store_true", help="only the feature server: requests a second and p99")
     parser.add_argument("--slots", type=int, default=SLOTS_LARGE, help="slots of the large table, if memory allows")
 
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace, bench: Bench) -> None:
             bench.step("peers across processes")
             _peers(bench, values, folder)
         bench.step("a large table")
-        _large(bench, folder, 200_000 if bench.quick else options.slots)
+        _large(bench, folder, 200_000 if bench.quick else options.slots, options.hugetlbfs)
 
 
 def _cores() -> int:
@@ -228,7 +229,7 @@ def _peers(bench: Bench, values: dict[str, bytes], folder: Path) -> None:
         bench.record(label, found, "ns")
 
 
-def _large(bench: Bench, folder: Path, slots: int) -> None:
+def _large(bench: Bench, folder: Path, slots: int, hugetlbfs: str | None) -> None:
     """As many slots as asked for, or as the memory allows; filled to 70 %; read in random order, then again."""
     available_bytes, _ = room_at(folder / "large.l0")
     sizes: dict[str, Any] = {"max_value_size": VALUE_BYTES, "max_key_size": 16}
@@ -237,14 +238,7 @@ def _large(bench: Bench, folder: Path, slots: int) -> None:
         plan = plan_table(size_gb=available_bytes / 2 / GIB, **sizes)
     keys = int(plan.hash_slots * 0.69)
     with SharedCache(folder / "large.l0", hash_slots=plan.hash_slots, **sizes) as cache:
-        value = os.urandom(VALUE_BYTES)
-        # What can be done only once is measured by core time: there is no best of several.
-        filled_ns = 0
-        for start in range(0, keys, 100_000):
-            items = [(b"%d" % i, value) for i in range(start, min(start + 100_000, keys))]
-            begun = process_time_ns()
-            cache.set_many(items)
-            filled_ns += process_time_ns() - begun
+        filled_ns = _filled_ns(cache, keys)
         dice = random.Random(3)
         gc.collect()
         cold, cold_rows = _cold_ns(cache, keys, dice)
@@ -256,16 +250,37 @@ def _large(bench: Bench, folder: Path, slots: int) -> None:
         with SharedCache(folder / "large.l0", huge_pages=True) as huge:
             _, rows_huge = _cold_ns(huge, keys, dice)
             on_huge = _huge_bytes(folder / "large.l0")
+        cache.unlink()
+    rows_reserved = 0.0
+    if hugetlbfs is not None:
+        with tempfile.TemporaryDirectory(prefix="l0-bench-", dir=hugetlbfs) as name:
+            with SharedCache(Path(name) / "large.l0", hash_slots=plan.hash_slots, **sizes) as reserved:
+                _filled_ns(reserved, keys)
+                _, rows_reserved = _cold_ns(reserved, keys, dice)
     size = f"{found.hash_slots / 1e6:.3g} M slots at {found.load:.0%}"
     bench.record(f"{size}: set_many into fresh memory, a key", filled_ns / keys, "ns")
     bench.record(f"{size}: get_many_into, random keys, cold, a key", cold_rows, "ns", target=250.0)
     share = f"{on_huge / plan.file_bytes:.0%} of it on huge pages"
     bench.record(f"{size}: the same, {share}, a key", rows_huge, "ns", floor=cold_rows)
+    if rows_reserved:
+        bench.record(f"{size}: the same, on a hugetlbfs, a key", rows_reserved, "ns", floor=cold_rows)
     bench.record(f"{size}: get_many, random keys, cold, a key", cold, "ns", floor=hot)
     bench.record(f"{size}: get_many, the same 512 again, a key", hot, "ns")
     bench.record(f"{size}: get, a few keys again", singles, "ns")
     bench.record(f"{size}: slots looked at, found", found.found_probes_mean, "slots")
     bench.record(f"{size}: slots looked at, missed", found.miss_probes_mean, "slots")
+
+
+def _filled_ns(cache: SharedCache, keys: int) -> int:
+    """Store so many keys. What can be done only once is measured by core time: there is no best of several."""
+    value = os.urandom(VALUE_BYTES)
+    filled_ns = 0
+    for start in range(0, keys, 100_000):
+        items = [(b"%d" % i, value) for i in range(start, min(start + 100_000, keys))]
+        begun = process_time_ns()
+        cache.set_many(items)
+        filled_ns += process_time_ns() - begun
+    return filled_ns
 
 
 def _cold_ns(cache: SharedCache, keys: int, dice: random.Random) -> tuple[float, float]:
