@@ -539,7 +539,8 @@ def audit(session: nox.Session) -> None:
 @nox.session
 def deploy(session: nox.Session) -> None:
     """The systemd unit, the manifests, and server and engines in namespaces of their own, as containers are."""
-    install(session, PACKAGES["lmcache-fs"], tools=(*TEST_TOOLS, "kubernetes-validate>=1.30"))
+    tools = (*TEST_TOOLS, "kubernetes-validate>=1.30", "jsonschema>=4", "pyyaml>=6")
+    install(session, PACKAGES["lmcache-fs"], PACKAGES["lmcache-http"], tools=tools)
     session.run("python", "-m", "pytest", "-q", "--timeout=300", "contrib/deploy", "tests/containers", *session.posargs)
 
 

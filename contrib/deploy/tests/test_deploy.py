@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 HERE = Path(__file__).resolve().parent.parent
 UNIT = HERE / "systemd/lmcache-core@.service"
@@ -37,6 +44,9 @@ def unit(tmp_path: Path) -> Path:
     text = UNIT.read_text().replace("/opt/lmcache-core/bin/lmcache-core", str(COMMAND))
     path = tmp_path / UNIT.name
     path.write_text(text)
+    drop_ins = tmp_path / f"{UNIT.name}.d"
+    drop_ins.mkdir()
+    shutil.copy(UNIT.parent / "memory.conf", drop_ins)
     return path
 
 
@@ -95,15 +105,95 @@ def test_a_server_tells_systemd_that_it_is_ready_alive_and_stopping(tmp_path: Pa
         manager.close()
 
 
-@pytest.mark.parametrize("folder", ["base", "overlays/disk", "overlays/shm"])
+def rendered(folder: str) -> list[dict[str, Any]]:
+    """The manifests of a kustomization."""
+    return list(yaml.safe_load_all(run(tool("kubectl"), "kustomize", HERE / "kubernetes" / folder)))
+
+
+FOLDERS = ["base", "overlays/disk", "overlays/shm", "overlays/monitored"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_manifests_are_what_kubernetes_expects(folder: str) -> None:
-    rendered = run(tool("kubectl"), "kustomize", HERE / "kubernetes" / folder)
-    said = run(tool("kubernetes-validate"), "--strict", "-k", KUBERNETES, "-", stdin=rendered)
-    assert said.count("passed") == 6
+    known = [each for each in rendered(folder) if each["kind"] != "ServiceMonitor"]
+    said = run(tool("kubernetes-validate"), "--strict", "-k", KUBERNETES, "-", stdin=yaml.safe_dump_all(known))
+    assert said.count("passed") == len(known) >= 6
     run(tool("kubernetes-validate"), "--strict", "-k", KUBERNETES, HERE / "kubernetes/engine-pod.yaml")
 
 
-@pytest.mark.parametrize("folder", ["base", "overlays/disk", "overlays/shm"])
+def test_the_service_monitor_is_one_and_finds_the_service() -> None:
+    found = {each["kind"]: each for each in rendered("overlays/monitored")}
+    monitor, service = found["ServiceMonitor"], found["Service"]
+    schema = json.loads((HERE / "kubernetes/overlays/monitored/servicemonitor.schema.json").read_text())
+    jsonschema.Draft7Validator.check_schema(schema)
+    jsonschema.validate(monitor, schema)
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert {each["port"] for each in monitor["spec"]["endpoints"]} <= {
+        each["name"] for each in service["spec"]["ports"]
+    }
+    assert service["spec"]["selector"] == found["DaemonSet"]["spec"]["selector"]["matchLabels"]
+    spoilt = json.loads(json.dumps(monitor))
+    spoilt["spec"]["endpoints"][0]["intervall"] = "15s"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(spoilt, schema)
+
+
+def test_a_server_as_the_monitored_pod_has_it_answers_its_probes_and_its_scrape(tmp_path: Path) -> None:
+    found = {each["kind"]: each for each in rendered("overlays/monitored")}
+    (container,) = found["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    values = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    pod_ip = "10.1.2.3"
+    allowed = values["LMCACHE_CORE_HTTP__ALLOWED_HOSTS"].replace("$(POD_IP)", pod_ip)
+    for name in ("token", "read-token"):
+        (tmp_path / name).write_text(f"{name}-0123456789abcdef0123456789abcdef")
+    port = free_port()
+    server = subprocess.Popen(
+        [COMMAND, "serve", "--config", HERE / "kubernetes/overlays/monitored/lmcache.toml",
+         "--l1.size_bytes", "16MiB", "--l1.access", "owner", "--l1.gids", "[]",
+         "--runtime_dir", tmp_path / "run", "--state_dir", tmp_path / "state", "--http.port", str(port),
+         "--http.token_file", tmp_path / "token", "--http.read_token_file", tmp_path / "read-token"],
+        env=os.environ | {"LMCACHE_CORE_HTTP__ALLOWED_HOSTS": allowed, "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert "ready" in server.stdout.readline()
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            path = container[probe]["httpGet"]["path"]
+            while answer(port, path, pod_ip) != 200:
+                assert server.poll() is None
+        (scraped,) = found["ServiceMonitor"]["spec"]["endpoints"]
+        token = (tmp_path / scraped["authorization"]["credentials"]["key"]).read_text()
+        assert answer(port, scraped["path"], pod_ip, token) == 200
+        assert answer(port, scraped["path"], pod_ip) == 401
+        assert answer(port, "/livez", "10.9.9.9") == 421
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def answer(port: int, path: str, host: str, token: str = "") -> int:
+    """The status that who comes by the pod's address gets; 0 while nobody listens."""
+    headers = {"Host": f"{host}:{port}"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+            status: int = response.status
+            return status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except urllib.error.URLError:
+        return 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_the_settings_in_the_manifests_are_settings(folder: str) -> None:
     said = run(COMMAND, "config", "--config", HERE / "kubernetes" / folder / "lmcache.toml", "--json")
     assert "size_bytes" in said
