@@ -16,7 +16,8 @@ from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.states import State
 from lmcache_core.server.l1 import L1
 from lmcache_core.tiers.contract import Outcome
-from lmcache_core.tiers.flow.loads import Load, LoadTable
+from lmcache_core.tiers.flow.load_states import LoadEvent, LoadState
+from lmcache_core.tiers.flow.loads import LoadBatch, LoadTable
 from lmcache_core.tiers.flow.lookup import LookupController
 from lmcache_core.tiers.flow.store import StoreController
 from lmcache_core.tiers.l1 import StorePin, TierReason
@@ -94,11 +95,11 @@ def the_end_of_a_store_is_told_twice() -> None:
 def the_slot_of_a_late_load_is_free_at_once() -> None:
     """Its lane goes on writing to what is another's."""
 
-    def late(self: LoadTable, part: Sequence[Load], running: bool) -> None:
-        for load in part:
-            load.out = running
+    def late(self: LoadTable, batch: LoadBatch, running: bool) -> None:
+        for load in batch.loads:
+            load.move(LoadEvent.EXPIRE if running else LoadEvent.RETURN)
             self._l1.abort_load(load.lease, [load.position], TierReason.LATE)
-            self._over(load, TierReason.LATE)
+            self._tell(load, TierReason.LATE)
 
     LoadTable._late = late  # type: ignore[method-assign]
 
@@ -107,9 +108,10 @@ def the_slot_of_a_late_load_is_never_given_back() -> None:
     """It waits for an answer that does not come."""
     ended = LoadTable._ended
 
-    def forgetful(self: LoadTable, part: list[Load], results: Sequence[Any], *how: Any) -> None:
-        in_time = [(load, result) for load, result in zip(part, results, strict=True) if not load.out]
-        ended(self, [load for load, _ in in_time], [result for _, result in in_time], *how)
+    def forgetful(self: LoadTable, batch: LoadBatch, results: Sequence[Any]) -> None:
+        in_time = [(load, each) for load, each in zip(batch.loads, results, strict=True) if load.state is LoadState.OUT]
+        batch.loads = [load for load, _ in in_time]
+        ended(self, batch, [each for _, each in in_time])
 
     LoadTable._ended = forgetful  # type: ignore[method-assign]
 

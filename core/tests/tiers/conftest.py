@@ -64,6 +64,7 @@ class MemoryL1:
         self.temporary: set[tuple[int, bytes]] = set()
         self.loading: dict[tuple[int, bytes], int] = {}
         self.quarantined: set[int] = set()
+        self.load_deadlines: dict[int, float] = {}  # of leases that have not expired
         self.shielded: dict[tuple[int, bytes, int], None] = {}  # namespace, key, generation
         self.room = 0  # below a watermark, which this L1 does not have
         self.evicts = True
@@ -176,10 +177,10 @@ class MemoryL1:
         granted: Callable[[Loading], None],
     ) -> Loading | LoadWait:
         if self.makes_wait:
-            wait = MemoryWait(lambda: granted(self.grant_load(namespace, keys)))
+            wait = MemoryWait(lambda: granted(self.grant_load(namespace, keys, deadline)))
             self.waits.append(wait)
             return wait
-        return self.grant_load(namespace, keys)
+        return self.grant_load(namespace, keys, deadline)
 
     def make_room(self) -> None:
         """Answer the loads that wait for slots."""
@@ -188,8 +189,9 @@ class MemoryL1:
             if not wait.cancelled:
                 wait.answer()
 
-    def grant_load(self, namespace: int, keys: Sequence[bytes]) -> Loading:
+    def grant_load(self, namespace: int, keys: Sequence[bytes], deadline: float) -> Loading:
         lease, self.next_lease = self.next_lease, self.next_lease + 1
+        self.load_deadlines[lease] = deadline
         grants, offsets = [], []
         self.loads[lease] = {}
         generation = self.next_generation()
@@ -216,11 +218,12 @@ class MemoryL1:
         ready = []
         for position, checksum in zip(positions, checksums, strict=True):
             name, slot = self.loads[lease].pop(position)
-            assert slot not in self.quarantined, "a late load was committed"
-            self.checksums[name] = checksum
-            if self.loading.pop(name, None) is None:
-                self.free.append(slot)  # cleared
+            if self.loading.get(name) != slot:  # its lease has expired, or it was cleared
+                self.quarantined.discard(slot)
+                self.free.append(slot)
                 continue
+            del self.loading[name]
+            self.checksums[name] = checksum
             self.ready[name] = slot
             self.generations[name] = self.loading_as[lease]
             if not retain:
@@ -237,11 +240,15 @@ class MemoryL1:
             self.free.append(slot)
             self.aborted[reason] += 1
 
-    def late_load(self, lease: int, positions: Sequence[int]) -> None:
-        for position in positions:
-            name, slot = self.loads[lease][position]
-            del self.loading[name]
-            self.quarantined.add(slot)
+    def expire(self, now: float) -> None:
+        """Leases past their deadline: their keys are free, their slots are not while a lane may be writing to them."""
+        for lease, deadline in list(self.load_deadlines.items()):
+            if deadline <= now:
+                del self.load_deadlines[lease]
+                for name, slot in self.loads[lease].values():
+                    if self.loading.get(name) == slot:
+                        del self.loading[name]
+                    self.quarantined.add(slot)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self.memory[offset : offset + nbytes]
@@ -376,6 +383,7 @@ class Loop:
 
     def turn(self) -> None:
         self.clock.turn()
+        self.l1.expire(self.clock.now)
         self.tiering.step()
 
     def until(self, condition: Callable[[], object]) -> None:

@@ -434,9 +434,6 @@ class L1:
         with contextlib.suppress(LeaseExpiredError, ClearedError):  # then this was the answer it waited for
             self.kernel.abort_store(SERVER_SESSION, lease, self.clock.now, positions, reason=REASONS[reason])
 
-    def late_load(self, lease: int, positions: Sequence[int]) -> None:
-        """The lease has the load's deadline: the kernel has expired it, or does so in this turn."""
-
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self.segment.view(offset, nbytes)
 

@@ -147,6 +147,9 @@ class L1Port(Protocol):
 
         Where so much has to go for them that it takes a while, `granted` is called with the answer later, by the
         deadline, unless the wait that is returned is cancelled. Nothing is reserved until then.
+
+        The lease expires at the deadline: its keys are free from then on, and a slot that was not settled, to which a
+        lane may still be writing, waits in quarantine for its `abort_load`.
         """
         ...
 
@@ -161,12 +164,6 @@ class L1Port(Protocol):
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
         """These will not be loaded, and nobody writes to their slots from now on: free, also from quarantine."""
-        ...
-
-    def late_load(self, lease: int, positions: Sequence[int]) -> None:
-        """The deadline has passed and a lane may still be writing: free the keys now, quarantine the slots.
-        `abort_load` for the same positions follows when the lane's call has returned. An implementation whose
-        lease has expired by the deadline that `begin_load` was given need do nothing."""
         ...
 
     def view(self, offset: int, nbytes: int) -> memoryview:

@@ -1,21 +1,24 @@
 """Loads from tiers into the L1: one for each key at a time, whoever asks for it.
 
-A load is in one of three places: in the table (under way, others may join), out of it but still out (late or
-cleared: its lane has not returned), or settled. It may have to wait for its slot first, together with its page. The
-slot is settled in the L1 exactly once, and never before the lane has stopped writing to it.
+A load that stands in the table may be joined; one that is late, or was cleared, is out of it, whatever its slot waits
+for. `load_states` says where a load stands. Its slot is settled in the L1 exactly once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import BATCH_KEYS_MAX, TIER_BATCH_BYTES_MAX
-from lmcache_core.tiers.flow.jobs import Job, TierLookup
+from lmcache_core.tiers.flow.jobs import Job
+from lmcache_core.tiers.flow.load_states import LOAD_TRANSITIONS, LoadEvent, LoadState
 from lmcache_core.tiers.l1 import L1Port, LoadGrant, Loading, LoadWait, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
+from lmcache_core.tiers.object.format import ObjectKind
 from lmcache_core.tiers.object.transfer import Loaded, Transfer
 from lmcache_core.tiers.observer import TierTracer
 from lmcache_core.tiers.tier.lanes import Call, Priority
@@ -31,31 +34,56 @@ _SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
 Settle = Callable[[Job, int, TierReason | None, int, str], None]
 
 
+class LoadTerms(NamedTuple):
+    """What loads that were begun together have in common. Lease and lanes share the deadline, so that both call a load
+    late at the same moment."""
+
+    layout_id: int
+    deadline: float
+    priority: Priority
+
+
 class Load:
     """One key on its way from a tier into a slot."""
 
-    __slots__ = ("alternatives", "call", "checksum", "epoch", "generation", "key", "lease", "namespace", "nbytes",
-                 "out", "page", "position", "retain", "shared", "source", "transfer_view", "waiters")  # fmt: skip
+    __slots__ = ("alternatives", "batch", "checksum", "epoch", "generation", "key", "lease", "namespace", "nbytes",
+                 "page", "position", "retain", "shared", "source", "state", "terms", "view", "waiters")  # fmt: skip
 
     def __init__(
-        self, key: bytes, namespace: int, epoch: int, nbytes: int, sources: Sequence[str], retain: bool
+        self,
+        key: bytes,
+        namespace: int,
+        epoch: int,
+        nbytes: int,
+        terms: LoadTerms,
+        sources: Sequence[str],
+        retain: bool,
     ) -> None:
         self.key = key
         self.namespace = namespace
         self.epoch = epoch
         self.nbytes = nbytes
+        self.terms = terms
         self.source, *self.alternatives = sources
         self.retain = retain
+        self.state = LoadState.WANTED
         self.shared = False
         self.waiters: list[tuple[Job, int]] = []
         self.page: _Page | None = None  # while it waits for its slot
-        self.out = False  # given up, while its lane may still be writing
-        self.call: Call | None = None
+        self.batch: LoadBatch | None = None  # while it is out
         self.lease = 0
         self.position = 0
         self.generation = 0  # of what it makes in the L1
         self.checksum: int | None = None  # of its bytes, once they are there and verified
-        self.transfer_view: memoryview = memoryview(b"")
+        self.view: memoryview = memoryview(b"")  # its slot
+
+    def move(self, event: LoadEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = LOAD_TRANSITIONS[self.state, event]
+        if self.state is not LoadState.OUT:
+            self.batch = None
+        if self.state is LoadState.OVER:  # its lane keeps no view of the pool alive
+            self.view = memoryview(b"")
 
 
 class _Page:
@@ -66,6 +94,37 @@ class _Page:
     def __init__(self, loads: Sequence[Load], wait: LoadWait) -> None:
         self.loads = loads
         self.wait = wait
+        for load in loads:
+            load.page = self
+
+
+class LoadBatch:
+    """Loads that one call of one tier is to bring."""
+
+    __slots__ = ("began_s", "call", "loads", "tier", "tracer")
+
+    def __init__(self, tier: str, loads: Sequence[Load], began_s: float, tracer: TierTracer | None) -> None:
+        self.tier = tier
+        self.loads = loads
+        self.began_s = began_s
+        self.tracer = tracer
+        self.call: Call | None = None
+
+    def sent(self, call: Call) -> None:
+        """The tier has taken the call."""
+        self.call = call
+        for load in self.loads:
+            load.move(LoadEvent.SUBMIT)
+            load.batch = self
+
+    def traces(self) -> dict[Hashable, list[int]]:
+        """What traced lookups wait for, by position."""
+        found: dict[Hashable, list[int]] = {}
+        for at, load in enumerate(self.loads if self.tracer is not None else ()):
+            for job, _ in load.waiters:
+                if job.request.trace is not None:
+                    found.setdefault(job.request.trace, []).append(at)
+        return found
 
 
 class LoadTable:
@@ -77,57 +136,59 @@ class LoadTable:
         self._epochs = epochs
         self._settle = settle
         self._table: dict[tuple[int, bytes], Load] = {}
-        self._groups: dict[Call, list[Load]] = {}
+        self._batches: dict[LoadBatch, None] = {}  # whose calls have not returned
         self._clock = clock
         self.tracer: TierTracer | None = None
 
     def __len__(self) -> int:
         """Loads that are out, late ones included."""
-        return sum(map(len, self._groups.values()))
+        return sum(len(batch.loads) for batch in self._batches)
 
     # --- begin --------------------------------------------------------------------------------------------
-    def begin(
-        self, job: Job, sources: dict[int, Sequence[str]], retained: Container[int], priority: Priority
-    ) -> Callable[[], None]:
+    def begin(self, job: Job, sources: dict[int, Sequence[str]], retained: Container[int], priority: Priority) -> None:
         """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first; `retained`:
         positions that stay in the L1 after their reader.
 
-        Returns what starts the new ones: the caller first learns, through `settle`, what the L1 refused, and
-        may `detach` positions that are not worth loading any more.
+        What the L1 refuses is settled before anything is started: the job may `detach` positions that are not worth
+        loading any more.
         """
         request = job.request
         namespace, epoch = request.namespace, self._epochs.of(request.namespace)
         nbytes = self._l1.layout(request.layout_id).nbytes
+        allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
+                         if name in self._tiers), default=0.0)  # fmt: skip
+        terms = LoadTerms(request.layout_id, min(request.deadline, self._clock.now + allowed_s), priority)
         fresh: list[Load] = []
         for position, names in sources.items():
             key = request.keys[position]
             load = self._table.get((namespace, key))
             if load is None:
-                load = self._table[namespace, key] = Load(key, namespace, epoch, nbytes, names, position in retained)
+                load = Load(key, namespace, epoch, nbytes, terms, names, position in retained)
+                self._table[namespace, key] = load
                 fresh.append(load)
             else:
                 load.shared = True
                 load.retain |= position in retained
             load.waiters.append((job, position))
-        # The lease and the lanes share one deadline, so that both call a load late at the same moment.
-        allowed_s = max((self._tiers[name].config.deadline_s for names in sources.values() for name in names[:1]
-                         if name in self._tiers), default=0.0)  # fmt: skip
-        deadline = min(request.deadline, self._clock.now + allowed_s)
         refused: list[tuple[Load, TierReason | None]] = []
-        begun: list[Load] = []
         try:
             for first in range(0, len(fresh), BATCH_KEYS_MAX):
                 page = fresh[first : first + BATCH_KEYS_MAX]
-                self._ask_for_slots(page, request, deadline, priority, begun, refused)
+                granted = partial(self._granted, page)
+                keys = [load.key for load in page]
+                answer = self._l1.begin_load(namespace, terms.layout_id, keys, terms.deadline, granted)
+                if isinstance(answer, Loading):
+                    refused += self._take_slots(page, answer)
+                else:
+                    _Page(page, answer)
         except BaseException:  # a load that is not begun must not stand in the way of the next one of its key
-            self._abort(begun, TierReason.TIER_ERROR)
             for load in fresh:
-                if load.page is None:
-                    self._over(load, TierReason.TIER_ERROR)
+                if load.state is LoadState.GRANTED:
+                    self._abort(load, TierReason.TIER_ERROR)
+                elif load.page is None:
+                    self._refuse(load, TierReason.TIER_ERROR)
             raise
-        for load, reason in refused:
-            self._over(load, reason)
-        return lambda: self._start(begun, request.layout_id, deadline, priority)
+        self._start([load for load in fresh if load.page is None], refused)
 
     def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
         """One more tier has these."""
@@ -136,181 +197,154 @@ class LoadTable:
             if load is not None and name != load.source and name not in load.alternatives:
                 load.alternatives.append(name)
 
-    def _ask_for_slots(
-        self,
-        loads: Sequence[Load],
-        request: TierLookup,
-        deadline: float,
-        priority: Priority,
-        begun: list[Load],
-        refused: list[tuple[Load, TierReason | None]],
-    ) -> None:
-        """Slots for a page of a job's loads: at once, or later, and then they are started as soon as they have them."""
+    def _granted(self, loads: Sequence[Load], loading: Loading) -> None:
+        """The L1 has made room for loads that waited for it."""
+        self._start(loads, self._take_slots(loads, loading))
 
-        def granted(loading: Loading) -> None:
-            begun: list[Load] = []
-            refused: list[tuple[Load, TierReason | None]] = []
-            self._granted(loads, loading, begun, refused)
-            for load, reason in refused:
-                self._over(load, reason)
-            self._start(begun, request.layout_id, deadline, priority)
-
-        answer = self._l1.begin_load(
-            request.namespace, request.layout_id, [load.key for load in loads], deadline, granted
-        )
-        if isinstance(answer, Loading):
-            self._granted(loads, answer, begun, refused)
-        else:
-            page = _Page(loads, answer)
-            for load in loads:
-                load.page = page
-
-    def _granted(
-        self,
-        loads: Sequence[Load],
-        loading: Loading,
-        begun: list[Load],
-        refused: list[tuple[Load, TierReason | None]],
-    ) -> None:
+    def _take_slots(self, loads: Sequence[Load], loading: Loading) -> list[tuple[Load, TierReason | None]]:
+        """Give loads their slots. Returns those that get none, and why (None: the L1 has the object by now)."""
+        refused: list[tuple[Load, TierReason | None]] = []
         for index, (load, grant) in enumerate(zip(loads, loading.grants, strict=True)):
             load.page = None
             if grant is LoadGrant.GRANTED:
                 load.lease, load.position, load.generation = loading.lease, index, loading.generation
-                load.transfer_view = self._l1.view(loading.offsets[index], load.nbytes)
-                begun.append(load)
+                load.view = self._l1.view(loading.offsets[index], load.nbytes)
+                load.move(LoadEvent.GRANT)
             elif grant is LoadGrant.EXISTS:
                 refused.append((load, None))
             else:
                 refused.append((load, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.FULL))
+        return refused
 
-    def _start(self, loads: Sequence[Load], layout_id: int, deadline: float, priority: Priority) -> None:
+    def _start(self, loads: Sequence[Load], refused: Sequence[tuple[Load, TierReason | None]]) -> None:
+        """Settle what has no slot, then give what has one to its tier."""
+        for load, reason in refused:
+            self._refuse(load, reason)
         by_tier: dict[str, list[Load]] = defaultdict(list)
         for load in loads:
+            if load.state is not LoadState.GRANTED:
+                continue
             if load.waiters:
                 by_tier[load.source].append(load)
             else:
-                self._abort([load], TierReason.CUT)
+                self._abort(load, TierReason.CUT)
         for name, group in by_tier.items():
             for part in _parts(group, self._tiers[name].batch_keys_max if name in self._tiers else 1):
-                self._submit(name, part, layout_id, deadline, priority)
+                self._submit(name, part)
 
-    def _submit(self, name: str, part: list[Load], layout_id: int, deadline: float, priority: Priority) -> None:
-        tier = self._tiers.get(name)
-        refused: TierReason | None = TierReason.TIER_ERROR
-        if tier is not None:
-            try:
-                kind = tier.kind(self._l1.layout(layout_id))
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # such objects cannot have been stored there: the chain does not even describe itself
-                logger.exception("tier %s cannot hold objects of layout %d", name, layout_id)
-                self._elsewhere(part, [TierReason.TIER_ERROR] * len(part), layout_id, deadline, priority)
-                return
-            batch = [Transfer(load.key, load.namespace, load.epoch, kind, load.transfer_view) for load in part]
-            calls: list[Call] = []
-            tracer, began_s = self.tracer, self._clock.now
-
-            def ended(results: Sequence[Loaded]) -> None:
-                self._groups.pop(calls.pop(), None)  # popped: call and callback must not keep each other alive
-                waiters = _traces(part) if tracer is not None else None
-                returned_s = self._clock.read() if waiters else 0.0
-                self._ended(part, results, layout_id, deadline, priority)
-                if tracer is not None and waiters:
-                    tracer.loaded(name, began_s, returned_s, waiters, part[0].nbytes, results)
-
-            def late(running: bool) -> None:
-                if not running:
-                    self._groups.pop(calls.pop(), None)
-                if tracer is not None and (waiters := _traces(part)):
-                    tracer.load_failed(name, began_s, waiters, TierReason.LATE)
-                self._late(part, running)
-
-            call = tier.load(batch, deadline, priority, ended, late)
+    def _submit(self, name: str, loads: Sequence[Load]) -> None:
+        """Have one tier load these into their slots, or the next that has them."""
+        terms, tier = loads[0].terms, self._tiers.get(name)
+        kind = None if tier is None else self._kind(tier, terms.layout_id)
+        refused = TierReason.TIER_ERROR
+        if tier is not None and kind is not None:
+            batch = LoadBatch(name, loads, self._clock.now, self.tracer)
+            transfers = [Transfer(load.key, load.namespace, load.epoch, kind, load.view) for load in loads]
+            call = tier.load(
+                transfers, terms.deadline, terms.priority, partial(self._ended, batch), partial(self._late, batch)
+            )
             if isinstance(call, Call):
-                calls.append(call)
-                self._groups[call] = part
-                for load in part:
-                    load.call = call
+                self._batches[batch] = None
+                batch.sent(call)
                 return
             refused = call
-        self._elsewhere(part, [refused] * len(part), layout_id, deadline, priority)
+        self._elsewhere([(load, refused) for load in loads])
+
+    def _kind(self, tier: Tier, layout_id: int) -> ObjectKind | None:
+        """What such objects are on this tier. None: they cannot have been stored there, its chain does not even
+        describe itself."""
+        try:
+            return tier.kind(self._l1.layout(layout_id))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            logger.exception("tier %s cannot hold objects of layout %d", tier.name, layout_id)
+            return None
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _ended(
-        self, part: list[Load], results: Sequence[Loaded], layout_id: int, deadline: float, priority: Priority
-    ) -> None:
+    def _ended(self, batch: LoadBatch, results: Sequence[Loaded]) -> None:
+        """Its call has returned: nobody writes to the slots any more."""
+        self._over_with(batch)
+        traces = batch.traces()
+        returned_s = self._clock.read() if traces else 0.0
         good: list[Load] = []
-        bad: list[Load] = []
-        reasons: list[TierReason | None] = []
-        for load, result in zip(part, results, strict=True):
-            load.call = None
-            if load.out:
+        bad: list[tuple[Load, TierReason]] = []
+        for load, result in zip(batch.loads, results, strict=True):
+            if load.state is LoadState.LATE:
+                load.move(LoadEvent.RETURN)
                 self._l1.abort_load(load.lease, [load.position], TierReason.LATE)
-                load.transfer_view = memoryview(b"")
             elif not load.waiters:
-                self._abort([load], TierReason.CANCELLED)
+                load.move(LoadEvent.RETURN)
+                self._abort(load, TierReason.CANCELLED)
             elif result.reason is None:
                 load.checksum = result.checksum
                 good.append(load)
             else:
-                bad.append(load)
-                reasons.append(result.reason)
+                load.move(LoadEvent.RETURN)
+                bad.append((load, result.reason))
         self._commit(good)
         if bad:
-            self._elsewhere(bad, reasons, layout_id, deadline, priority)
+            self._elsewhere(bad)
+        if batch.tracer is not None and traces:
+            batch.tracer.loaded(batch.tier, batch.began_s, returned_s, traces, batch.loads[0].nbytes, results)
+
+    def _late(self, batch: LoadBatch, running: bool) -> None:
+        """Its deadline has passed. `running`: a lane may still be writing, and its end follows."""
+        if not running:
+            self._over_with(batch)
+        if batch.tracer is not None and (traces := batch.traces()):
+            batch.tracer.load_failed(batch.tier, batch.began_s, traces, TierReason.LATE)
+        for load in batch.loads:
+            if running:
+                load.move(LoadEvent.EXPIRE)
+                self._tell(load, TierReason.LATE)
+            else:
+                load.move(LoadEvent.RETURN)
+                self._abort(load, TierReason.LATE)
+
+    def _over_with(self, batch: LoadBatch) -> None:
+        """No call is out for it; call and batch must not keep each other alive."""
+        self._batches.pop(batch, None)
+        batch.call = None
 
     def _commit(self, loads: Sequence[Load]) -> None:
-        batches: dict[tuple[int, bool], list[Load]] = defaultdict(list)
+        together: dict[tuple[int, bool], list[Load]] = defaultdict(list)
         for load in loads:
-            batches[load.lease, load.retain].append(load)
-        for (lease, retain), batch in batches.items():
-            positions, checksums = [load.position for load in batch], [load.checksum for load in batch]
+            together[load.lease, load.retain].append(load)
+        for (lease, retain), group in together.items():
+            positions, checksums = [load.position for load in group], [load.checksum for load in group]
             ready = set(self._l1.commit_load(lease, positions, retain, checksums))
-            for load in batch:
-                self._over(load, None if load.position in ready else TierReason.CLEARED)
+            for load in group:
+                load.move(LoadEvent.COMMIT)
+                self._tell(load, None if load.position in ready else TierReason.CLEARED)
 
-    def _elsewhere(
-        self,
-        part: Sequence[Load],
-        reasons: Sequence[TierReason | None],
-        layout_id: int,
-        deadline: float,
-        priority: Priority,
-    ) -> None:
+    def _elsewhere(self, failed: Iterable[tuple[Load, TierReason]]) -> None:
         """These did not come from their tier: try the next that has them, into the same slots."""
         again: dict[str, list[Load]] = defaultdict(list)
-        for load, reason in zip(part, reasons, strict=True):
-            if load.alternatives and load.waiters and self._clock.now < deadline:
+        for load, reason in failed:
+            if load.alternatives and load.waiters and self._clock.now < load.terms.deadline:
                 load.source = load.alternatives.pop(0)
                 again[load.source].append(load)
             else:
-                self._abort([load], reason or TierReason.TIER_ERROR)
+                self._abort(load, reason)
         for name, loads in again.items():
-            self._submit(name, loads, layout_id, deadline, priority)
+            self._submit(name, loads)
 
-    def _late(self, part: Sequence[Load], running: bool) -> None:
-        for load in part:
-            if load.out:
-                continue
-            if running:
-                load.out = True
-                self._l1.late_load(load.lease, [load.position])
-                self._over(load, TierReason.LATE)
-            else:
-                self._abort([load], TierReason.LATE)
+    def _refuse(self, load: Load, reason: TierReason | None) -> None:
+        """It has no slot, and gets none."""
+        load.move(LoadEvent.REFUSE)
+        self._tell(load, reason)
 
-    def _abort(self, loads: Sequence[Load], reason: TierReason) -> None:
-        """Nobody writes to their slots any more."""
-        for load in loads:
-            self._l1.abort_load(load.lease, [load.position], reason)
-            self._over(load, reason)
+    def _abort(self, load: Load, reason: TierReason) -> None:
+        """It has a slot that nobody writes to, and is asked for nowhere any more."""
+        self._l1.abort_load(load.lease, [load.position], reason)
+        load.move(LoadEvent.ABORT)
+        self._tell(load, reason)
 
-    def _over(self, load: Load, reason: TierReason | None) -> None:
-        """Tell everyone who waits for it."""
+    def _tell(self, load: Load, reason: TierReason | None) -> None:
+        """Everyone who waits for it hears what became of it (`reason` None: it is there)."""
         if self._table.get((load.namespace, load.key)) is load:
             del self._table[load.namespace, load.key]
-        if not load.out:
-            load.transfer_view = memoryview(b"")
         waiters, load.waiters = load.waiters, []
         own = load.generation if reason is None and not load.shared and not load.retain else 0
         source = load.source if load.generation else ""
@@ -320,36 +354,40 @@ class LoadTable:
     # --- giving up ----------------------------------------------------------------------------------------
     def detach(self, job: Job, positions: Sequence[int]) -> None:
         """The job does not wait for these any more. What nobody waits for is taken back, if it has not begun."""
-        calls: dict[Call, None] = {}
+        batches: dict[LoadBatch, None] = {}
         pages: dict[_Page, None] = {}
         for position in positions:
             load = self._table.get((job.request.namespace, job.request.keys[position]))
             if load is None:
                 continue
             load.waiters = [waiter for waiter in load.waiters if waiter != (job, position)]
-            if load.call is not None and not load.waiters:
-                calls[load.call] = None
-            elif load.page is not None and not load.waiters:
+            if load.batch is not None:
+                batches[load.batch] = None
+            elif load.page is not None:
                 pages[load.page] = None
         for page in pages:
-            self._give_up_if_idle(page)
-        for call in calls:
-            group = self._groups.get(call, [])
-            if group and not any(load.waiters for load in group) and self._tiers_cancel(group[0].source, call):
-                del self._groups[call]
-                self._abort(group, TierReason.CANCELLED)
+            self._cancel_page(page)
+        for batch in batches:
+            self._cancel_batch(batch)
 
-    def _give_up_if_idle(self, page: _Page) -> None:
+    def _cancel_page(self, page: _Page) -> None:
         """Where nobody waits for any of its loads, no room is made for it."""
         if not any(load.waiters for load in page.loads):
             page.wait.cancel()
             for load in page.loads:
                 load.page = None
-                self._over(load, TierReason.CANCELLED)
+                self._refuse(load, TierReason.CANCELLED)
 
-    def _tiers_cancel(self, name: str, call: Call) -> bool:
-        tier = self._tiers.get(name)
-        return tier is not None and tier.cancel(call)
+    def _cancel_batch(self, batch: LoadBatch) -> None:
+        """Where nobody waits for any of its loads, its call is taken back, unless it has begun."""
+        tier = self._tiers.get(batch.tier)
+        if tier is None or batch.call is None or any(load.waiters for load in batch.loads):
+            return
+        if tier.cancel(batch.call):
+            self._over_with(batch)
+            for load in batch.loads:
+                load.move(LoadEvent.RETURN)
+                self._abort(load, TierReason.CANCELLED)
 
     def clear(self, namespace: int | None) -> None:
         """Loads of this scope are over for everyone; what a lane still writes is freed when it returns."""
@@ -366,19 +404,9 @@ class LoadTable:
                 continue
             waiters, load.waiters = load.waiters, []
             if load.page is not None:
-                self._give_up_if_idle(load.page)
+                self._cancel_page(load.page)
             for job, position in waiters:
                 self._settle(job, position, TierReason.CLEARED, 0, "")
-
-
-def _traces(part: Sequence[Load]) -> dict[Hashable, list[int]]:
-    """What traced lookups wait for, by position in the part."""
-    found: dict[Hashable, list[int]] = {}
-    for at, load in enumerate(part):
-        for job, _ in load.waiters:
-            if job.request.trace is not None:
-                found.setdefault(job.request.trace, []).append(at)
-    return found
 
 
 def _parts(loads: list[Load], keys_max: int) -> Iterator[list[Load]]:

@@ -229,10 +229,7 @@ class LookupController:
         job.status = JobStatus.LOADING
         work.pending = wanted
         retained = set(chosen.positions) if plan.retain else self._retained(work.policy, request, chosen.positions)
-        start = self.loads.begin(
-            job, {position: sources[position] for position in chosen.positions}, retained, work.priority
-        )
-        start()
+        self.loads.begin(job, {position: sources[position] for position in chosen.positions}, retained, work.priority)
 
     def _retained(self, policy: PrefetchPolicy, request: TierLookup, positions: Sequence[int]) -> set[int]:
         """Those of the positions that stay in the L1 although the plan does not say so."""

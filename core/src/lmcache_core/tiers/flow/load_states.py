@@ -1,0 +1,57 @@
+"""The states of a load, and the one table that says how it moves between them.
+
+What they tell apart is who may write to the slot: nobody has one yet, it is ours, or a lane may be writing to it. A
+slot is given back to the L1 once, and never while a lane may write to it. How many wait for a load is no part of its
+state: one that everybody has given up goes on until its lane has returned.
+
+The table feeds the code (`Load.move` looks every step up in it), the diagram in the docs (`load_diagram()`) and the
+tests.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class LoadState(IntEnum):
+    """Where a load stands."""
+
+    WANTED = 0  # it has no slot yet
+    GRANTED = 1  # it has one, and no tier is writing to it
+    OUT = 2  # a tier's call may be writing to its slot
+    LATE = 3  # the same, after the deadline: nobody waits for it any more
+    OVER = 4  # its slot is settled in the L1, or it never had one
+
+
+class LoadEvent(IntEnum):
+    """What happens to a load."""
+
+    GRANT = 0  # the L1 gave it a slot
+    REFUSE = 1  # the L1 has the object by now, or gives no slot, or is not asked for one any more
+    SUBMIT = 2  # a tier has taken the call
+    RETURN = 3  # the call brought nothing, or will never run: the slot is ours again
+    EXPIRE = 4  # the deadline has passed while a lane may be writing
+    COMMIT = 5  # the object is there, whole and checked
+    ABORT = 6  # no tier is asked any more
+
+
+LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
+    (LoadState.WANTED, LoadEvent.GRANT): LoadState.GRANTED,
+    (LoadState.WANTED, LoadEvent.REFUSE): LoadState.OVER,
+    (LoadState.GRANTED, LoadEvent.SUBMIT): LoadState.OUT,
+    (LoadState.GRANTED, LoadEvent.ABORT): LoadState.OVER,
+    (LoadState.OUT, LoadEvent.RETURN): LoadState.GRANTED,
+    (LoadState.OUT, LoadEvent.EXPIRE): LoadState.LATE,
+    (LoadState.OUT, LoadEvent.COMMIT): LoadState.OVER,
+    (LoadState.LATE, LoadEvent.RETURN): LoadState.OVER,
+}
+
+
+def load_diagram() -> str:
+    """The table as Mermaid text, for the docs."""
+    lines = ["stateDiagram-v2"]
+    lines += [
+        f"    {before.name} --> {after.name}: {event.name.lower()}"
+        for (before, event), after in LOAD_TRANSITIONS.items()
+    ]
+    return "\n".join(lines) + "\n"
