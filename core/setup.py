@@ -7,11 +7,14 @@ sanitizers; run Python with their library preloaded then.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):
     raise SystemExit("lmcache-core needs a Python with its global lock: use python3.13, not python3.13t")
@@ -42,7 +45,34 @@ NATIVE = Extension(
     optional=MODE == "auto",
 )
 
+WITHOUT = (
+    "lmcache-core is installed without its C extension: a hit costs two calls to the server instead of none, and a "
+    "restarted server begins cold. To have it: apt-get install gcc python3-dev, then "
+    "pip install --force-reinstall --no-deps --no-cache-dir and the same again"
+)
+
+
+class BuildOrSay(build_ext):
+    """Builds the extension; where it is optional and cannot be built, says in one line what that costs."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Of one extension."""
+        try:
+            super().build_extension(ext)
+        except Exception:
+            if ext.optional:
+                say(WITHOUT)
+            raise  # setuptools goes on where it may
+
+
+def say(line: str) -> None:
+    """On standard error, which pip shows with -v alone, and on the terminal of whoever installs, if there is one."""
+    sys.stderr.write(f"{line}\n")
+    with contextlib.suppress(OSError), Path("/dev/tty").open("w") as terminal:  # a build machine has none
+        terminal.write(f"\n{line}\n")
+
+
 # Object files say nothing about their flags: those of a special build stand apart, and are made anew.
 special = {"build": {"build_base": "build/special"}, "build_ext": {"force": True}} if sanitize or defines else {}
 
-setup(ext_modules=[] if MODE == "off" else [NATIVE], options=special)
+setup(ext_modules=[] if MODE == "off" else [NATIVE], options=special, cmdclass={"build_ext": BuildOrSay})

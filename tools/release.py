@@ -36,6 +36,27 @@ STABLE_ABI = {"lmcache-fp8"}
 WITHOUT_C_TOO = {"lmcache-core": "LMCACHE_CORE_NATIVE", "lmcache-fp8": "LMCACHE_CORE_FP8_NATIVE"}
 MACHINES = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 
+# What each environment has to do: a server in the process that stores an object and finds it, by core's C extension.
+SMOKE = """
+import tempfile
+from lmcache_core import Layout, Namespace, Server, make_settings
+from lmcache_core.native import native
+from lmcache_core.plugins.loader import load_plugins
+from lmcache_core.tokens import chunk_keys
+
+assert native, "core's wheel has no C extension"
+namespace = Namespace("smoke", Layout("uint8", (4096,)))
+keys = chunk_keys(range(512), namespace)
+with tempfile.TemporaryDirectory() as home:
+    l1 = {"size_bytes": 16 << 20, "backing": "memfd"}
+    settings = make_settings(name="smoke", runtime_dir=home, state_dir=home, l1=l1)
+    with Server(settings, load_plugins()) as server, server.connect() as client:
+        assert server.populator.wait(60)
+        assert client.store(keys, [bytes([at]) * 4096 for at in (1, 2)], namespace=namespace).stored == 2
+        into = [bytearray(4096), bytearray(4096)]
+        assert client.retrieve(keys, into, namespace=namespace).hits == 2 and into[1] == bytes([2]) * 4096
+"""
+
 
 @dataclass(frozen=True)
 class Package:
@@ -259,9 +280,7 @@ def install(packages: Sequence[Package], dist: Path) -> None:
             _run([python, "-m", "pip", "install", "-q", "--find-links", dist, "-c", ROOT / "constraints.txt", *names])
             modules = ", ".join(package.name.replace("-", "_") for package in chosen)
             code = f"import {modules}"
-            if any(package.name in WITHOUT_C_TOO for package in chosen):
-                code += "; from lmcache_core.native import native; assert native, 'the wheel has no C extension'"
-            _run([python, "-P", "-c", code])
+            _run([python, "-P", "-c", f"{code}\n{SMOKE}"])
             _run([Path(folder) / "bin/lmcache-core", "--version"])
     say(f"{len(packages)} packages install alone and together")
 

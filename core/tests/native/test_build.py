@@ -28,7 +28,10 @@ def built(source: Path, kind: str, native: str, **environment: str) -> subproces
     """Run the build backend as pip does, in `source`; the result is in `source/dist`."""
     code = f"from setuptools import build_meta; build_meta.build_{kind}('dist')"
     env = os.environ | {"LMCACHE_CORE_NATIVE": native} | environment
-    return subprocess.run([sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True)
+    # In a session of its own: what is said on the terminal of whoever installs is not for that of whoever tests.
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=source, env=env, capture_output=True, text=True, start_new_session=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +127,24 @@ def test_without_a_compiler_the_package_builds_and_works_and_says_what_is_missin
         "print(len(chunk_keys(range(1024), Namespace('m', Layout('uint8', (4,))))), why_not)\n",
     )
     assert said.startswith("4 the C extension is not in use")
+    told = [line for line in done.stderr.splitlines() if line.startswith("lmcache-core is installed without")]
+    assert len(told) == 1
+    assert "two calls" in told[0]
+    assert "apt-get install gcc" in told[0]
+
+
+def test_whoever_installs_without_a_compiler_is_told_on_the_terminal_what_it_costs(unpacked: Path) -> None:
+    """pip keeps to itself what a build prints, unless it is asked with -v."""
+    code = (
+        "import pty, sys\n"
+        "status = pty.spawn([sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '--no-build-isolation', '.'])\n"
+        "sys.exit(status)"
+    )
+    env = os.environ | {"LMCACHE_CORE_NATIVE": "auto", "CC": "/bin/false"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=unpacked, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.stdout.count("lmcache-core is installed without its C extension") == 1, done.stdout
 
 
 def test_without_a_compiler_require_fails(unpacked: Path) -> None:
