@@ -175,8 +175,7 @@ def test_an_adopting_server_believes_nothing_that_does_not_fit(
     del again
 
     kernel = kernel_over(segment, EPOCH + 1)
-    l1 = L1(kernel, segment, Clock(), lambda effect: None)
-    l1.adopt_layouts(pool.layouts())
+    l1 = L1(kernel, segment, Clock(), lambda effect: None, former_layouts=pool.layouts())
     kernel.adoption.begin(pool, living)
     kernel.add_memory(segment.info.data_bytes)
     kernel.open_session(9, 0, 9)

@@ -186,6 +186,6 @@ def test_a_namespace_keeps_its_layout_before_the_first_adopted_object_of_it_is_m
         assert str(SMALL) in str(refused.value)
         assert str(other) in str(refused.value)
         ids.append(successor.namespaces.register(session, space(2, other).id, other))
-        assert sorted(ids) == sorted(successor.adopting.layouts), "both have the id that they had"
+        assert sorted(ids) == sorted(successor.l1.former_layouts), "both have the id that they had"
     finally:
         successor._close()

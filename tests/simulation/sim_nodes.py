@@ -113,10 +113,10 @@ class ServerNode:
             if session.pidfd >= 0:
                 os.close(session.pidfd)
         with contextlib.suppress(OSError):
-            server._listener._sock.close()
-        os.close(server._listener._spare_fd)
+            server.listener._sock.close()
+        os.close(server.listener._spare_fd)
         if server.adopting is not None:
-            server.adopting._pool = None
+            server.adopting.former.close()
         if server.l1.index is not None:
             server.l1.index.close()
         server.segment._let_go()
@@ -154,7 +154,7 @@ class ServerNode:
                 server.admit(peer)
             elif frame is None:
                 peer.closed = True
-                server._peer_ended(peer)
+                server.peer_ended(peer)
             else:
                 self._watch_request(peer, frame)
                 server.dispatch.on_frame(peer, memoryview(frame))

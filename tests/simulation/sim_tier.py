@@ -79,7 +79,7 @@ class SimulatedTier:
         capacity_bytes = None if self.capacity is None else self.capacity * STORED_BYTES
         config = TierConfig(deadline_s=DEADLINE_S, capacity_bytes=capacity_bytes)
         tier = Tier(self.name, Medium(self), config, eviction=eviction)
-        server._tiering_made().add_tier(tier)
+        server.tiers.opened().add_tier(tier)
         return tier
 
     def change(self, chance: random.Random) -> None:

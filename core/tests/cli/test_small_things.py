@@ -49,7 +49,7 @@ def test_an_embedded_server_that_waits_stores_all_at_once(tmp_path: Path, caplog
 def test_waiting_for_memory_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of(tmp_path)
     server.populator.wait(60)
-    server.population_error = "the control group has no room"  # as its thread says it
+    server.populator.error = "the control group has no room"  # as its thread says it
     with pytest.raises(PoolError, match="the control group has no room"):
         server.start(wait=True)
     assert server.loop.ended

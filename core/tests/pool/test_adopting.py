@@ -25,8 +25,7 @@ def left(name: str, runtime_dir: Path, **options: object) -> Segment:
     segment.view(segment.info.data_offset, 5)[:] = b"hello"
     segment.serve(0xABC)
     segment.serve(0)
-    segment.keeping = True
-    segment.close()
+    segment.close(keep=True)
     return segment
 
 
@@ -52,7 +51,7 @@ def test_the_same_plan_goes_on_with_the_same_boot_and_bytes(pool_name: str, runt
     assert segment_path(pool_name).exists(), "who adopts and fails before it serves leaves the pool as it was"
     with adopt(pool_name, runtime_dir) as segment:
         assert segment.adopted
-        segment.keeping = False
+        segment.close(keep=False)
     assert not segment_path(pool_name).exists()
 
 
@@ -108,8 +107,7 @@ def test_rows_of_the_dead_are_released_and_those_of_the_living_are_not(
     living, _ = segment.claim_row()
     with Segment.attach_fd(segment.worker_fd(), segment.info) as worker:
         lock = LifeLock.acquire(worker, living)
-        segment.keeping = True
-        segment.close()
+        segment.close(keep=True)
         with adopt(pool_name, runtime_dir) as adopted:
             assert [row for row, lives in enumerate(adopted.living_rows()) if lives] == [living]
             assert not adopted.tables.row_claimed(dead)
@@ -117,7 +115,7 @@ def test_rows_of_the_dead_are_released_and_those_of_the_living_are_not(
             assert adopted.claim_row()[0] != living
             lock.close()
             assert not any(adopted.living_rows())
-            adopted.keeping = False
+            adopted.close(keep=False)
 
 
 def test_holes_are_counted_and_data_is_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lmcache_core.observe.troubles import with_troubles
 from lmcache_core.plugins.discovery import ALLOW_LIST
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
-from lmcache_core.server import server as server_module
+from lmcache_core.server import build as build_module
 from lmcache_core.server.companion import Companion, CompanionContext
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import compose, make_settings
@@ -214,7 +214,7 @@ def test_a_server_that_cannot_be_built_leaves_no_companion_open(registry, tmp_pa
     def fail(*_: object) -> None:
         raise OSError("no socket today")
 
-    monkeypatch.setattr(server_module, "LifelineListener", fail)
+    monkeypatch.setattr(build_module, "LifelineListener", fail)
     with pytest.raises(OSError, match="no socket today"):
         Server(settings, registry)
     assert made[0].heard == ["abandon", "close"]

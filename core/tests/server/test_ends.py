@@ -128,7 +128,7 @@ def _panicking(call: Callable[..., Any], step: str) -> Callable[..., Any]:
     return panics
 
 
-@pytest.mark.parametrize("step", ["_listener.close", "sessions.close", "l1.apply", "loop.close"])
+@pytest.mark.parametrize("step", ["listener.close", "sessions.close", "l1.apply", "loop.close"])
 def test_a_step_of_the_end_that_fails_keeps_no_other_from_being_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -39,11 +39,11 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(
     def call() -> None:
         raise error("a fault of a call")
 
-    loop = Loop(tick, Clock())
+    loop = Loop(Clock())
     reading, writing = os.pipe()
     handled, later = threading.Event(), threading.Event()
     loop.add(reading, select.EPOLLIN, handler)
-    thread = threading.Thread(target=loop.run, daemon=True)
+    thread = threading.Thread(target=loop.run, args=(tick,), daemon=True)
     thread.start()
     loop.call(call)
     os.write(writing, b"x")
@@ -63,7 +63,7 @@ def test_a_tick_a_call_or_a_handler_that_raises_does_not_end_the_loop(
 
 def test_what_a_descriptor_had_to_say_is_not_heard_by_whoever_gets_its_number() -> None:
     """In one turn: both are ready, and the handler of the first closes the other, and opens one of the same number."""
-    loop = Loop(lambda: None, Clock())
+    loop = Loop(Clock())
     pipes = [os.pipe(), os.pipe()]
     heard: list[int] = []
     opened: list[int] = []
@@ -80,7 +80,7 @@ def test_what_a_descriptor_had_to_say_is_not_heard_by_whoever_gets_its_number() 
     for (ours, writing), (other, _) in (pipes, pipes[::-1]):
         loop.add(ours, select.EPOLLIN, lambda mask, other=other: closes(other))  # type: ignore[misc]
         os.write(writing, b"x")
-    loop.run()
+    loop.run(lambda: None)
     assert heard == []
     loop.close()
     for fd in {*pipes[0], *pipes[1], *opened}:
@@ -95,9 +95,9 @@ def test_what_was_called_for_before_the_first_turn_runs_before_it() -> None:
         loop.stop()
         return None
 
-    loop = Loop(tick, Clock())
+    loop = Loop(Clock())
     loop.call(lambda: order.append("call"))
-    loop.run()
+    loop.run(tick)
     loop.close()
     assert order == ["call", "tick"]
 
@@ -116,12 +116,12 @@ def test_the_time_of_a_turn_is_that_after_the_wait() -> None:
         loop.stop()
 
     clock = Clock(lambda: now)
-    loop = Loop(tick, clock)
+    loop = Loop(clock)
     reading, writing = os.pipe()
     loop.add(reading, select.EPOLLIN, handler)
     waits = threading.Event()
     loop.call(waits.set)
-    thread = threading.Thread(target=loop.run, daemon=True)
+    thread = threading.Thread(target=loop.run, args=(tick,), daemon=True)
     thread.start()
     assert waits.wait(60)
     now = 107.0  # what comes now comes at this time, however long ago the wait for it began
@@ -138,7 +138,7 @@ def test_the_time_of_a_turn_is_that_after_the_wait() -> None:
 def test_a_thread_that_wakes_a_loop_while_it_closes_writes_to_nobody_elses_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loop = Loop(lambda: None, Clock())
+    loop = Loop(Clock())
     closing = threading.Thread(target=loop.close)
     write = os.eventfd_write
 
@@ -154,7 +154,7 @@ def test_a_thread_that_wakes_a_loop_while_it_closes_writes_to_nobody_elses_descr
 
 
 def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it() -> None:
-    loop = Loop(lambda: None, Clock())
+    loop = Loop(Clock())
     holder = threading.Thread(target=loop._wake_lock.acquire)  # and it is never released
     holder.start()
     holder.join(60)
@@ -166,8 +166,8 @@ def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it
 
 
 def test_a_child_forked_after_a_listener_was_closed_closes_nobody_elses_descriptor(tmp_path: Path) -> None:
-    loop = Loop(lambda: None, Clock())
-    listener = LifelineListener(tmp_path, loop, lambda sock: None, Access.OWNER, ())
+    loop = Loop(Clock())
+    listener = LifelineListener(tmp_path, loop, Access.OWNER, ())
     spare = listener._spare_fd
     listener.close()
     with open(os.devnull) as other:

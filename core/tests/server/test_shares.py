@@ -6,6 +6,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.client.results import Status
+from lmcache_core.clock import Clock
 from lmcache_core.errors import LimitError
 from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import (
@@ -27,16 +29,20 @@ from lmcache_core.limits import (
     STORES_WAITING_MAX,
     WORKERS_MAX,
 )
+from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
+from lmcache_core.server.components import build_kernel
+from lmcache_core.server.l1 import L1
 from lmcache_core.server.server import Server
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionState
 from lmcache_core.server.shares import Share
 from lmcache_core.tokens.namespace import Namespace
 
-from .conftest import keys_of, payload
+from .conftest import keys_of, payload, settings_for
 
 WAIT_S = 60.0
 MINE = f"uid {os.geteuid()}"
@@ -256,16 +262,19 @@ def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> 
     assert server.shares.layouts.of("key A") == 2  # 7, which the second uses, and its new one
 
 
-def test_adopted_layouts_are_whose_who_registers_them(server: Server) -> None:
+def test_adopted_layouts_are_whose_who_registers_them(tmp_path: Path) -> None:
     layouts = [Layout("uint8", (number,)) for number in range(1, 4)]
-
-    def adopt() -> None:
-        server.l1.adopt_layouts({at: (layout.fingerprint, layout.nbytes) for at, layout in enumerate(layouts, 1)})
-
-    on_loop(server, adopt)
-    share = server.shares.layouts
-    assert (share.taken, share.of("")) == (3, 3)
-    assert on_loop(server, lambda: server.namespaces.register(join(server, "key A"), 1, layouts[1])) == 2
+    adopted = {at: (layout.fingerprint, layout.nbytes) for at, layout in enumerate(layouts, 1)}
+    share = Share(LAYOUTS_MAX - 1)
+    with Segment.create("shares", 4 << 20, "memfd", runtime_dir=tmp_path) as segment:
+        kernel = build_kernel(settings_for(tmp_path), load_plugins(), segment)
+        l1 = L1(kernel, segment, Clock(), lambda effect: None, share, former_layouts=adopted)
+        assert (share.taken, share.of("")) == (3, 3)
+        layout_id = l1.layout_id(layouts[1], frozenset, "key A")
+        l1.add_layout(layout_id, layouts[1], "key A")
+        if l1.index is not None:
+            l1.index.close()
+    assert layout_id == 2
     assert (share.taken, share.of(""), share.of("key A")) == (3, 2, 1)
 
 

@@ -114,7 +114,7 @@ def test_a_client_that_goes_while_its_grant_is_prepared_leaves_nothing(
     thread.start()
     wait_for(full, lambda: full.stores.under_way == 1)
     peer = next(session.peer for session in full.sessions if session.name == "other")
-    full.loop.call(lambda: full._peer_ended(peer))
+    full.loop.call(lambda: full.peer_ended(peer))
     wait_for(full, lambda: full.stores.under_way == 0)
     go.set()
     thread.join(WAIT_S)  # its call is made again, over another connection

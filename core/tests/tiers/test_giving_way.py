@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.pool.cores import usable_cores
-from lmcache_core.server.build import tier_config
+from lmcache_core.server.components import tier_config
 from lmcache_core.settings.model import TierSettings
 from lmcache_core.tiers.contract import Outcome, StoreItem
 from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane

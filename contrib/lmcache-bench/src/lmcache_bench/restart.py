@@ -151,7 +151,7 @@ def _fill(settings: Settings, objects: int) -> None:
     from lmcache_core.plugins.loader import load_plugins
     from lmcache_core.pool.populate import populate
     from lmcache_core.protocol.address import make_server_directory
-    from lmcache_core.server.build import build_kernel, open_pool
+    from lmcache_core.server.components import build_kernel, open_pool
     from lmcache_core.server.l1 import L1
 
     directory = make_server_directory(settings.name, settings.runtime_dir, Access.OWNER, ())

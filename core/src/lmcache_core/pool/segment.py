@@ -62,7 +62,6 @@ class Segment:
         self.why_cold = ""  # … for this reason
         self._former_epoch = 0
         self._epoch = 0  # of our own serving
-        self.keeping = False  # `close` leaves it to the next server
         self._mapping: Mapping | None = Mapping(descriptor.fileno(), header.segment_bytes)
         self._fenced: Mapping | None = None  # the same without write permission
         self._fencing = threading.Lock()
@@ -101,7 +100,7 @@ class Segment:
         `data_bytes` is what objects can have; tables and index come on top. `runtime_dir` is made (0700) if it is not
         there; a lock file NAME.lock in it holds the name. What `on_stale` makes of a dead server's segment,
         `adopted`, `recreated` and `why_cold` say (`why_not_adopt`: the caller's reason for RECREATE); one that was
-        adopted is `keeping` until its server serves, and its tables are still to be validated. Raises
+        adopted has tables that are still to be validated. Raises
         PoolBusyError (a living owner), NotEnoughMemoryError (figures and cure), UsageError (name, size), PoolError
         (all else); nothing new is left behind then.
         """
@@ -132,7 +131,7 @@ class Segment:
             else:
                 size(descriptor.fileno(), header, access, gids)
             segment = cls(descriptor, header, locks, path)
-            segment.adopted = segment.keeping = adopted
+            segment.adopted = adopted
             if owned is not None:
                 segment.recreated, segment.why_cold = owned.recreated, owned.why_cold
             segment._publish_header()
@@ -413,14 +412,16 @@ class Segment:
         """True after `close`, and in a forked child."""
         return self._mapping is None
 
-    def close(self) -> None:
-        """Let go. The owner also removes lock file and name, unless it is `keeping` the name for the next server.
-        Memory stays mapped while any view of it lives."""
+    def close(self, *, keep: bool | None = None) -> None:
+        """Unmap it, and as its owner also remove lock file and name. `keep`: leave the name to the next server; None:
+        as it was found, so that who adopts a pool and fails before it serves leaves that as it was. Memory stays mapped
+        while any view of it lives."""
         if self._mapping is None:
             return
+        keep = self.adopted if keep is None else keep
         locks, self._locks = self._locks, ()
         for lock in locks:
-            if self.keeping and lock.path == self.path:
+            if keep and lock.path == self.path:
                 kept = 1 << 32 | (self._epoch or self._former_epoch)
                 self._owned().write(headers.KEPT_OFFSET, kept.to_bytes(8, "little"))
             else:

@@ -1,161 +1,239 @@
-"""From settings to the objects of a server: kernel, tiers, policies."""
+"""`build`: from settings to the parts of a server. The one place where they are wired."""
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lmcache_core.errors import PluginError, UsageError
-from lmcache_core.kernel.allocator import slab_bytes_for
-from lmcache_core.kernel.config import KernelConfig
-from lmcache_core.kernel.contracts import EvictionPolicy
-from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.kernel.sessions import SERVER_SESSION
-from lmcache_core.limits import STORE_CPU_FRACTION
-from lmcache_core.native import why_not as native_missing
+from lmcache_core.clock import Clock
+from lmcache_core.kernel.effects import LeaseExpired
+from lmcache_core.observe.bus import EventBus
+from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.registry import Registry
-from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.pool.backing import Access
-from lmcache_core.pool.cores import usable_cores
-from lmcache_core.pool.ownership import OnStale
-from lmcache_core.pool.segment import Segment
-from lmcache_core.pool.tables import NO_ROW
+from lmcache_core.protocol import messages as m
+from lmcache_core.protocol.address import make_server_directory
+from lmcache_core.server.adopting import Adopting, FormerPool
+from lmcache_core.server.clears import Clears
+from lmcache_core.server.companions import Companions
+from lmcache_core.server.components import PrefetchPolicies, TierOpener, build_kernel, build_tiering, open_pool
+from lmcache_core.server.explains import Explains
+from lmcache_core.server.helper import HelperContext
+from lmcache_core.server.helper_processes import Helpers, check_helper_names, configured
 from lmcache_core.server.l1 import L1
-from lmcache_core.settings.model import Component, Settings, TierSettings
-from lmcache_core.tiers.drills import wrapped
-from lmcache_core.tiers.tier.tier import Tier, TierConfig, adapter_context
-from lmcache_core.tiers.tiering import Tiering, TieringConfig
+from lmcache_core.server.lifeline import LifelineListener
+from lmcache_core.server.lookups import Lookups
+from lmcache_core.server.loop import Alarm, Loop
+from lmcache_core.server.namespaces import Namespaces
+from lmcache_core.server.operations import Operations
+from lmcache_core.server.parts import Parts
+from lmcache_core.server.populating import PoolPopulator
+from lmcache_core.server.quotas import Quotas
+from lmcache_core.server.recording import Recording
+from lmcache_core.server.session import Session
+from lmcache_core.server.sessions import Sessions
+from lmcache_core.server.shares import Shares
+from lmcache_core.server.store_waits import StoreWaits
+from lmcache_core.server.stored_waits import StoredWaits
+from lmcache_core.server.stores import Stores
+from lmcache_core.server.taps import EventTaps
+from lmcache_core.server.tier_changes import TierChanges
+from lmcache_core.server.verifying import Verifying
+from lmcache_core.settings.model import Settings
 
-EPOCH_BITS = 24  # of a lease id; the rest counts
+if TYPE_CHECKING:
+    from lmcache_core.kernel.kernel import Kernel
+    from lmcache_core.server.tracing import Tracing
+    from lmcache_core.server.zmq_carrier import ZmqCarrier
+    from lmcache_core.tiers.tiering import Tiering
 
 
-def open_pool(settings: Settings, directory: Path) -> Segment:
-    """The pool: a new one, or that of a dead server to be adopted. The log says why one that was there is not."""
-    l1 = settings.l1
-    on_stale, why_not = OnStale(l1.on_stale), ""
-    if on_stale is OnStale.ADOPT and native_missing:
-        on_stale = OnStale.RECREATE
-        why_not = f"adoption needs the C extension, and {native_missing}"
-    return Segment.create(
-        settings.name,
-        l1.size_bytes,
-        l1.backing,
-        runtime_dir=directory,
-        access=Access(l1.access),
-        gids=l1.gids,
-        on_stale=on_stale,
-        why_not_adopt=why_not,
-        index_entries=l1.index_entries or None,
+def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib.ExitStack) -> Parts:
+    """All of them: the pool and the sockets are there, and nothing is served yet. `undo` gets what closes each: where
+    this raises, or the server cannot begin, nothing is to be left behind."""
+    name = settings.name
+    access, gids = Access(settings.l1.access), settings.l1.gids
+    directory = make_server_directory(name, settings.runtime_dir, access, gids)
+    segment = open_pool(settings, directory)
+    undo.callback(segment.close)
+    loop = Loop(clock)
+    undo.callback(loop.close)
+    kernel = build_kernel(settings, registry, segment)
+    shares = Shares(settings.holding.shared_fraction_per_holder_max)
+
+    former = FormerPool(segment, settings.l1.adopt.verify) if segment.adopted else None
+    if former is not None:
+        undo.callback(former.close)
+    events = _events(settings, registry)
+    if events is not None:
+        undo.callback(events.bus.close)
+    tracing = _tracing(settings, clock, kernel)
+    if tracing is not None:
+        undo.callback(tracing.close)
+    companions, configured_companions = Companions(), settings.companions()
+    undo.callback(companions.close)
+    connected: dict[int, Session] = {}
+    l1 = L1(
+        kernel,
+        segment,
+        clock,
+        _telling_of_expiry(connected),
+        shares.layouts,
+        former_layouts=None if former is None else former.layouts,
+        companions=companions if configured_companions else None,
+        taps=events,
+        tracing=tracing,
+    )
+    adopting = None if former is None else _adopting(former, l1, loop)
+    if adopting is not None:
+        undo.callback(adopting.close)
+
+    housekeeping = Alarm()
+    quotas = Quotas(settings.state_dir / f"{name}.quotas.json", kernel, l1, housekeeping, settings.quotas)
+
+    def make_tiering() -> Tiering:
+        tiering = build_tiering(settings, registry, l1, loop.wake)
+        quotas.watch(tiering)
+        if events is not None:
+            tiering.watch(events)
+        if tracing is not None:
+            tiering.trace(tracing)
+        return tiering
+
+    tiers = TierOpener(l1, make_tiering)
+    if settings.l2:
+        undo.callback(tiers.opened().close)
+    quotas.check()
+    companions.start(registry, configured_companions, name, l1)
+
+    lookups = Lookups(kernel, l1, PrefetchPolicies(registry), shares.lookups)
+    namespaces = Namespaces(kernel, l1, shares.namespaces)
+    store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
+    store_waits = StoreWaits(kernel, l1, shares.stores_waiting, store_wait_s)
+    stores = Stores(kernel, l1, store_waits, shares.stores_preparing)
+
+    def session_ended(session: Session) -> None:
+        if events is not None and session.client_id:  # it has said hello
+            events.session_ended(session)
+        lookups.session_ended(session)
+        namespaces.session_ended(session)
+
+    sessions = Sessions(kernel, segment, loop, shares.rows, l1.tallies, stores.session_gone, session_ended, connected)
+    explains = Explains(kernel, l1, settings.l1.eviction.type, sessions.name_of, shares.explains)
+    recording = Recording(settings, l1, loop)
+    undo.callback(recording.stop)
+    operations = Operations(registry, settings.operations, name, settings.state_dir, l1, loop)
+    undo.callback(operations.close)
+
+    listener = LifelineListener(directory, loop, access, gids)
+    undo.callback(listener.close)
+    helpers = _helpers(settings, registry, str(listener.path), directory.parent)
+    carriers = _carriers(settings, directory, loop)
+    for carrier in carriers:
+        undo.callback(carrier.close)
+    registry.close()
+    populator = PoolPopulator(segment, kernel, loop, name)
+    undo.callback(populator.stop)
+    return Parts(
+        settings=settings,
+        registry=registry,
+        clock=clock,
+        directory=directory,
+        segment=segment,
+        loop=loop,
+        kernel=kernel,
+        shares=shares,
+        l1=l1,
+        adopting=adopting,
+        tiers=tiers,
+        events=None if events is None else events.bus,
+        tracing=tracing,
+        companions=companions,
+        quotas=quotas,
+        lookups=lookups,
+        namespaces=namespaces,
+        store_waits=store_waits,
+        stores=stores,
+        sessions=sessions,
+        clears=Clears(kernel, l1, store_waits),
+        explains=explains,
+        stored_waits=StoredWaits(l1, explains, shares.stored_waits),
+        recording=recording,
+        operations=operations,
+        tier_changes=TierChanges(registry, loop, settings.l2, tiers),
+        listener=listener,
+        carriers=carriers,
+        helpers=helpers,
+        populator=populator,
+        housekeeping=housekeeping,
     )
 
 
-def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Kernel:
-    """The kernel over a segment's data area."""
-    config = KernelConfig(
-        pool_bytes=segment.info.data_bytes,
-        data_offset=segment.info.data_offset,
-        slab_bytes=slab_bytes_for(segment.info.data_bytes),
-        write_ttl_s=settings.lease.write_ttl_s,
-        read_ttl_s=settings.lease.read_ttl_s,
-        promise_ttl_s=settings.lease.promise_ttl_s,
-        watermark=settings.l1.watermark,
-        evict_ratio=settings.l1.evict_ratio,
-        keeps_dirty=settings.dirty != "drop",
-        quarantine_fraction_max=settings.quarantine.fraction_max,
-        quarantine_fraction_per_uid_max=settings.quarantine.fraction_per_uid_max,
-        **settings.holding.model_dump(exclude={"shared_fraction_per_holder_max"}),  # the server's
-    )
-    epoch = former = segment.former_epoch
-    while epoch == former:  # or leases of the former server would seem to be ours
-        epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
-    kernel = Kernel(
-        config,
-        build_eviction(registry, settings.l1.eviction),
-        epoch,
-        lambda: build_eviction(registry, settings.l1.eviction),
-    )
-    kernel.attach_session(SERVER_SESSION, NO_ROW)  # slots that lanes write belong to no worker
-    return kernel
+def _telling_of_expiry(connected: dict[int, Session]) -> Callable[[LeaseExpired], None]:
+    def tell(effect: LeaseExpired) -> None:
+        session = connected.get(effect.session_id)
+        if session is not None:
+            session.send(m.LeaseExpiredNotice(0, effect.lease_id, effect.kind.name.lower()))
+
+    return tell
 
 
-def build_eviction(registry: Registry, component: Component) -> EvictionPolicy:
-    """One policy object: one orders one store."""
-    policy: EvictionPolicy = registry.build(Kind.EVICTION_POLICY, component.type, component.settings)
-    return policy
+def _adopting(former: FormerPool, l1: L1, loop: Loop) -> Adopting:
+    l1.tallies.adopt(former.living_rows)
+    verifying = None
+    if former.verify == "background":
+        nbytes_by_layout = {layout_id: nbytes for layout_id, (_, nbytes) in former.layouts.items()}
+        verifying = Verifying(l1, nbytes_by_layout, loop.call)
+    adopting = Adopting(former, l1.kernel, verifying, l1.tallies.fold)
+    if l1.taps is not None:
+        l1.taps.adopted(former.objects, former.nbytes)
+    if l1.index is not None:
+        l1.index.keep_places(True)
+    return adopting
 
 
-class PrefetchPolicies:
-    """Prefetch policies that requests name, built with their defaults when they are first named."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-        self._built: dict[str, PrefetchPolicy] = {}
-
-    def __call__(self, name: str) -> PrefetchPolicy:
-        """Raises `UsageError` for one that is not there, or that cannot do without settings."""
-        if name not in self._built:
-            try:
-                self._built[name] = self._registry.build(Kind.PREFETCH_POLICY, name)
-            except (PluginError, ValueError) as error:
-                raise UsageError(f"no lookup can use the prefetch policy {name!r}: {error}") from error
-        return self._built[name]
-
-
-def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
-    """One configured tier. Its medium need not be there."""
-    context = adapter_context(name, settings.connections)
-    adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.settings, context)
-    component = settings.eviction
-    return Tier(
-        name,
-        wrapped(name, adapter, settings.wrap),
-        tier_config(settings),
-        serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
-        eviction=None if component is None else build_eviction(registry, component),
-        wrap=settings.wrap,
-        make_eviction=None if component is None else lambda: build_eviction(registry, component),
-        context=context,
-    )
+def _events(settings: Settings, registry: Registry) -> EventTaps | None:
+    """What hears of everything, where the settings name subscribers."""
+    if not settings.subscribers:
+        return None
+    context = SubscriberContext(settings.name, settings.state_dir)
+    with contextlib.ExitStack() as undo:
+        subscribers: dict[str, EventSubscriber] = {}
+        for name, own in settings.subscribers.items():
+            subscribers[name] = registry.build(Kind.EVENT_SUBSCRIBER, name, own, context)
+            undo.callback(subscribers[name].close)
+        bus = EventBus(subscribers, settings.event_bus_queue_size)
+        undo.pop_all()
+    wants_blocks = any(each.wants_blocks for each in subscribers.values())
+    wants_tokens = any(each.wants_tokens for each in subscribers.values())
+    return EventTaps(bus, settings.l1.eviction.type, wants_blocks, wants_tokens)
 
 
-def tier_config(settings: TierSettings) -> TierConfig:
-    """What is a tier's, whatever its adapter."""
-    return TierConfig(
-        capacity_bytes=settings.capacity_bytes,
-        watermark=settings.watermark,
-        evict_ratio=settings.evict_ratio,
-        deadline_s=settings.deadline_s,
-        connections=settings.connections,
-        rescan_s=settings.rescan_s,
-        store_cpu_share=settings.store_cpu_share or STORE_CPU_FRACTION * usable_cores(),
-        store_io=settings.store_io,
-        eviction_name="" if settings.eviction is None else settings.eviction.type,
-    )
+def _tracing(settings: Settings, clock: Clock, kernel: Kernel) -> Tracing | None:
+    """What exports spans, where the settings name a collector. Without one nothing of it is imported."""
+    if settings.otel.endpoint is None:
+        return None
+    from lmcache_core.server.tracing import Tracing
+
+    return Tracing(settings.otel, settings.name, clock, kernel.kept)
 
 
-def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering:
-    """All tiers, in their order."""
-    store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
-    prefetch_policy = registry.build(
-        Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings
-    )
-    epochs_path = settings.state_dir / f"{settings.name}.epochs"
-    tiering = Tiering(
-        l1,
-        [build_tier(name, tier, registry) for name, tier in settings.l2.items()],
-        wake=wake,
-        clock=l1.clock,
-        store_policy=store_policy,
-        prefetch_policy=prefetch_policy,
-        config=TieringConfig(
-            prefetch_in_flight_max=settings.prefetch_in_flight_max,
-            store_in_flight_bytes_max=settings.store_in_flight_bytes_max,
-            dirty=settings.dirty,
-            epochs_path=str(epochs_path),
-        ),
-    )
-    l1.tiering = tiering
-    l1.wants_reuse = store_policy.wants_reuse
-    return tiering
+def _helpers(settings: Settings, registry: Registry, address: str, runtime_dir: Path) -> Helpers:
+    """Processes beside the server. Raises what a plugin raises whose helper cannot be described."""
+    processes = configured(settings.helpers)
+    check_helper_names(list(processes), settings.helper_names)
+    context = HelperContext(settings.name, address, runtime_dir)
+    for name, own in settings.plugin_helpers().items():
+        processes[name] = registry.build(Kind.HELPER, name, own, context)
+    return Helpers(processes, context)
+
+
+def _carriers(settings: Settings, directory: Path, loop: Loop) -> list[ZmqCarrier]:
+    if not settings.zmq.ipc and settings.zmq.tcp is None:
+        return []
+    from lmcache_core.server.zmq_carrier import bind_carriers
+
+    return bind_carriers(settings.zmq, directory, loop, Access(settings.l1.access), settings.l1.gids)

@@ -25,11 +25,13 @@ _T = TypeVar("_T")
 class Companions:
     """All of them. Lives on the loop's thread."""
 
-    def __init__(self, registry: Registry, configured: Mapping[str, Any], server: str, l1: L1) -> None:
-        """Build those that are configured. Raises what one raises that cannot be built, and nothing stays open."""
+    def __init__(self) -> None:
         self._all: dict[str, Companion] = {}
         self._at_work: dict[str, Companion] = {}
         self._faults: dict[str, str] = {}
+
+    def start(self, registry: Registry, configured: Mapping[str, Any], server: str, l1: L1) -> None:
+        """Build those that are configured. Raises what one raises that cannot be built, and nothing stays open."""
         try:
             for name, settings in configured.items():
                 context = CompanionContext(server, l1)
@@ -38,8 +40,6 @@ class Companions:
             self.close()
             raise
         self._at_work = dict(self._all)
-        if self._all:
-            l1.companions = self
 
     def hear(self, effect: Effect) -> None:
         """Pass on what became of objects. Never raises."""

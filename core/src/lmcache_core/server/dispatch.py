@@ -19,7 +19,6 @@ from lmcache_core.errors import (
     VersionError,
 )
 from lmcache_core.kernel.answers import Reason, Settled
-from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import BATCH_KEYS_MAX, BLOCK_HASH_BYTES_MAX, SESSION_NAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
@@ -33,25 +32,12 @@ from lmcache_core.protocol.codec import (
     unpack_positions,
     unpack_u64,
 )
-from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.store_waits import granted
 from lmcache_core.settings.present import plain
 
 if TYPE_CHECKING:
-    from lmcache_core.server.clears import Clears
-    from lmcache_core.server.companions import Companions
-    from lmcache_core.server.explains import Explains
-    from lmcache_core.server.lookups import Lookups
-    from lmcache_core.server.namespaces import Namespaces
-    from lmcache_core.server.operations import Operations
-    from lmcache_core.server.quotas import Quotas
-    from lmcache_core.server.recording import Recording
-    from lmcache_core.server.sessions import Sessions
-    from lmcache_core.server.stored_waits import StoredWaits
-    from lmcache_core.server.stores import Stores
-    from lmcache_core.server.tier_changes import TierChanges
-    from lmcache_core.settings.model import Settings
+    from lmcache_core.server.parts import Parts
 
 log = logging.getLogger(__name__)
 MAPS_POOL = "maps_pool"
@@ -60,35 +46,19 @@ MAPS_POOL = "maps_pool"
 class Dispatch:
     """Frames in, replies out. Nothing that a peer sends can end or stall the loop."""
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        l1: L1,
-        sessions: Sessions,
-        lookups: Lookups,
-        stores: Stores,
-        namespaces: Namespaces,
-        clears: Clears,
-        explains: Explains,
-        stored_waits: StoredWaits,
-        tier_changes: TierChanges,
-        quotas: Quotas,
-        recording: Recording,
-        companions: Companions,
-        operations: Operations,
-        settings: Settings,
-        status: Callable[[], dict[str, Any]],
-    ) -> None:
+    def __init__(self, parts: Parts, status: Callable[[], dict[str, Any]]) -> None:
+        """`status` answers `StatusRequest`."""
+        kernel, lookups = parts.kernel, parts.lookups
         self._kernel = kernel
-        self._l1 = l1
-        self._sessions = sessions
+        self._l1 = parts.l1
+        self._sessions = parts.sessions
         self._lookups = lookups
-        self._stores = stores
-        self._namespaces = namespaces
-        self._clears = clears
-        self._companions = companions
-        self._recording = recording
-        self._settings = settings
+        self._stores = parts.stores
+        self._namespaces = parts.namespaces
+        self._clears = parts.clears
+        self._companions = parts.companions
+        self._recording = parts.recording
+        self._settings = parts.settings
         self._status = status
         self.counters: Counter[str] = Counter()
         self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
@@ -113,20 +83,20 @@ class Dispatch:
             m.EndSession: self._end_session,
             m.Clear: self._clear,
             m.Drop: self._drop,
-            m.Explain: explains.explain,
-            m.WaitStored: stored_waits.wait,
+            m.Explain: parts.explains.explain,
+            m.WaitStored: parts.stored_waits.wait,
             m.Pin: self._pin,
             m.Unpin: self._unpin,
-            m.Tiers: lambda s, r: tier_changes.describe(r.rid),
-            m.ChangeTier: tier_changes.change,
+            m.Tiers: lambda s, r: parts.tier_changes.describe(r.rid),
+            m.ChangeTier: parts.tier_changes.change,
             m.ReportBlocks: self._report_blocks,
-            m.ChangeRecording: recording.change,
-            m.QuotasRequest: quotas.describe,
-            m.SetQuota: quotas.set,
-            m.RemoveQuota: quotas.remove,
-            m.Operate: companions.operate,
-            m.CallOperation: operations.call,
-            m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, settings.chunk_tokens),
+            m.ChangeRecording: parts.recording.change,
+            m.QuotasRequest: parts.quotas.describe,
+            m.SetQuota: parts.quotas.set,
+            m.RemoveQuota: parts.quotas.remove,
+            m.Operate: parts.companions.operate,
+            m.CallOperation: parts.operations.call,
+            m.GetChunkSize: lambda s, r: m.ChunkSize(r.rid, parts.settings.chunk_tokens),
             m.StatusRequest: lambda s, r: m.StatusReply(r.rid, status()),
             m.ConfigRequest: self._config,
             m.Ping: lambda s, r: m.Pong(r.rid, r.payload),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -86,18 +86,26 @@ class L1:
         clock: Clock,
         notify: Callable[[LeaseExpired], None],
         layout_share: Share | None = None,
+        *,
+        former_layouts: Mapping[int, tuple[int, int]] | None = None,
+        companions: Companions | None = None,
+        taps: EventTaps | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        """`former_layouts`: id → (fingerprint, nbytes) of what was adopted; they are nobody's until they are
+        registered. `companions`, `taps` and `tracing`: None where nobody hears of anything."""
         self.kernel = kernel
         self.segment = segment
         self.layouts: dict[int, Layout] = {}
-        self.former_layouts: dict[int, tuple[int, int]] = {}  # id → (fingerprint, nbytes), of what was adopted
+        self.former_layouts = dict(former_layouts or {})
         self._layout_share = Share(LAYOUTS_MAX - 1) if layout_share is None else layout_share
+        self._layout_share.take("", len(self.former_layouts))
         self._brought_by: dict[int, str] = {}  # layout id → the holder that has it in its share
         self.index = open_publisher(segment)
-        self.tiering: Tiering | None = None  # set once, when there are tiers
-        self.companions: Companions | None = None  # set once, when there are any
-        self.taps: EventTaps | None = None  # set once, where somebody hears events
-        self.tracing: Tracing | None = None  # set once, where spans are exported
+        self.tiering: Tiering | None = None  # see `begin_tiering`
+        self.companions = companions
+        self.taps = taps
+        self.tracing = tracing
         self.traffic = Traffic()
         self.tallies = WorkerTallies(segment)
         self.wants_reuse = False
@@ -163,10 +171,15 @@ class L1:
         self._layout_share.take(holder)
         self._brought_by[layout_id] = holder
 
-    def adopt_layouts(self, layouts: dict[int, tuple[int, int]]) -> None:
-        """The layouts of what was adopted, id → (fingerprint, nbytes). They are nobody's until they are registered."""
-        self.former_layouts = layouts
-        self._layout_share.take("", len(layouts))
+    def begin_tiering(self, tiering: Tiering) -> None:
+        """There are tiers from now on: the first has come."""
+        self.tiering = tiering
+        self.wants_reuse = tiering.wants_reuse
+
+    def serve_index(self, answers: bool) -> None:
+        """Whether clients find hits by themselves."""
+        if self.index is not None:
+            self.segment.serve(self.kernel.epoch if answers else 0)
 
     # --- what the kernel decided --------------------------------------------------------------------------
 

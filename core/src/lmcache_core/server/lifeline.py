@@ -153,20 +153,14 @@ class LifelinePeer(Peer):
 
 
 class LifelineListener:
-    """The listening socket `DIRECTORY/lifeline`. The caller owns the directory's lock: a leftover is replaced."""
+    """The listening socket `DIRECTORY/lifeline`. The caller owns the directory's lock: a leftover is replaced.
+    Connections wait in its backlog until `serve`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        loop: Loop,
-        on_accept: Callable[[socket.socket], None],
-        access: Access,
-        gids: Sequence[int],
-    ) -> None:
+    def __init__(self, directory: Path, loop: Loop, access: Access, gids: Sequence[int]) -> None:
         self.path = directory / SOCKET_NAME
         self.turned_away = 0  # connections, for want of descriptors
         self._loop = loop
-        self._on_accept = on_accept
+        self._serves = False
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._sock.setblocking(False)
         self.path.unlink(missing_ok=True)
@@ -179,8 +173,12 @@ class LifelineListener:
         self._inode = self.path.stat().st_ino
         self._sock.listen(1024)
         self._spare_fd = _spare_fd()
-        loop.add(self._sock.fileno(), select.EPOLLIN, self._ready)
         forget_in_child(self)
+
+    def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
+        """Hand every connection to `on_accept`, in turns of the loop. Once."""
+        self._loop.add(self._sock.fileno(), select.EPOLLIN, lambda mask: self._accept(on_accept))
+        self._serves = True
 
     def after_fork_in_child(self) -> None:
         """A socket that listens on in the child would let clients wait for a server that is dead."""
@@ -189,14 +187,14 @@ class LifelineListener:
             os.close(self._spare_fd)
             self._spare_fd = -1
 
-    def _ready(self, mask: int) -> None:
+    def _accept(self, on_accept: Callable[[socket.socket], None]) -> None:
         try:
             sock, _ = self._sock.accept()
         except OSError as error:  # it hung up before we came to it, or …
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return
-        self._on_accept(sock)
+        on_accept(sock)
 
     def _turn_away(self) -> None:
         """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. The
@@ -210,7 +208,8 @@ class LifelineListener:
 
     def close(self) -> None:
         """Stop listening and remove the socket, unless another server has put its own there."""
-        self._loop.remove(self._sock.fileno())
+        if self._serves:
+            self._loop.remove(self._sock.fileno())
         self._sock.close()
         fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close its number again
         if fd >= 0:

@@ -19,6 +19,17 @@ _FAULT = "a fault on the loop; the server goes on"
 Handler = Callable[[int], None]  # called with the epoll mask
 
 
+class Alarm:
+    """When the loop is to do something; others may bring it forward. Monotonic seconds."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def hurry(self) -> None:
+        """Do it in the next turn."""
+        self.at_s = 0.0
+
+
 class Loop:
     """An epoll loop. Only `call` and `stop` may be used from other threads.
 
@@ -29,8 +40,7 @@ class Loop:
     the loop goes on.
     """
 
-    def __init__(self, tick: Callable[[], float | None], clock: Clock) -> None:
-        self._tick = tick
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._epoll = select.epoll()
         self._handlers: dict[int, Handler] = {}
@@ -82,8 +92,8 @@ class Loop:
         self._stopping = True
         self.wake()
 
-    def run(self) -> None:
-        """Serve until `stop`."""
+    def run(self, tick: Callable[[], float | None]) -> None:
+        """Serve until `stop`; `tick` is called once a turn."""
         ask_for_short_slices()
         poll, handlers, removed, clock = self._epoll.poll, self._handlers, self._removed, self.clock
         clock.turn()
@@ -106,7 +116,7 @@ class Loop:
                     except BaseException:  # noqa: BLE001 - told by `_failed`
                         self._failed()
             try:
-                next_tick = self._tick()
+                next_tick = tick()
             except KeyboardInterrupt:
                 raise
             except BaseException:  # noqa: BLE001 - told by `_failed`

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from lmcache_core.clock import Clock
 from lmcache_core.errors import LimitError, SettingsError, UsageError
 from lmcache_core.files import replace_file
 from lmcache_core.kernel.kernel import Kernel
@@ -25,13 +24,15 @@ from lmcache_core.kernel.tenants import Quota
 from lmcache_core.limits import QUOTAS_FRAME_BYTES, TENANT_NAME_CHARS_MAX, TENANT_NAMESPACES_MAX, TENANTS_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import encode
+from lmcache_core.server.l1 import L1
+from lmcache_core.server.loop import Alarm
 from lmcache_core.server.session import Session
 from lmcache_core.settings.model import TenantQuota
 from lmcache_core.tiers.tier.tier import Tier
 from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
-L1 = "l1"  # how the pool is called beside the tiers
+POOL = "l1"  # how the pool is called beside the tiers
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _U64 = 1 << 64
 
@@ -56,17 +57,15 @@ class Quotas:
         self,
         path: Path,
         kernel: Kernel,
-        clock: Clock,
-        tiering: Callable[[], Tiering | None],
-        hurry: Callable[[], None],
+        l1: L1,
+        housekeeping: Alarm,
         settled: Mapping[str, TenantQuota],
     ) -> None:
-        """`hurry` has the loop look at once at what is to be done. `settled`: the tenants of the settings."""
+        """`housekeeping`: when what is over a quota is evicted. `settled`: the tenants of the settings."""
         self._path = path
         self._kernel = kernel
-        self._clock = clock
-        self._tiering = tiering
-        self._hurry = hurry
+        self._l1 = l1
+        self._housekeeping = housekeeping
         self._settled = {name: _of_settings(quota) for name, quota in settled.items()}
         self._kept = _read(path)
         for name in self._settled.keys() & self._kept.keys():
@@ -156,7 +155,7 @@ class Quotas:
         self._keep({name: kept for name, kept in self._kept.items() if name != request.tenant}, gone=request.tenant)
         self._tell_l1_of(request.tenant, None)
         self._tell_tiers(request.tenant)
-        self._hurry()
+        self._housekeeping.hurry()
         return m.Done(request.rid)
 
     # --- what may be set ----------------------------------------------------------------------------------
@@ -216,12 +215,12 @@ class Quotas:
 
     def _capacity(self, store: str) -> int | None:
         """Bytes of a store. Raises `UsageError` where there is none of that name, or it can have no tenants."""
-        if store == L1:
+        if store == POOL:
             return self._kernel.usage().pool_bytes
-        tiering = self._tiering()
+        tiering = self._l1.tiering
         tiers = {} if tiering is None else {tier.name: tier for tier in tiering.tiers}
         if store not in tiers:
-            raise UsageError(f"there is no store {store[:80]!r}: there are {', '.join([L1, *tiers])}")
+            raise UsageError(f"there is no store {store[:80]!r}: there are {', '.join([POOL, *tiers])}")
         accounting = tiers[store].accounting
         if accounting.tenancy is None:
             raise UsageError(f"tier {store!r} evicts nothing (eviction none, or a medium that cannot delete): no quota")
@@ -248,20 +247,20 @@ class Quotas:
     def _tell_l1(self, tenants: Mapping[str, _Kept]) -> None:
         for name, kept in tenants.items():
             self._tell_l1_of(name, kept)
-        self._hurry()
+        self._housekeeping.hurry()
 
     def _tell_l1_of(self, name: str, kept: _Kept | None) -> None:
         """In a store where it has no figures, it is one of the others."""
-        if kept is None or L1 not in kept.stores:
-            if (L1, name) in self._told:  # another of this name may stand in the settings
-                self._told.discard((L1, name))
-                self._kernel.remove_tenant(name, self._clock.now)
+        if kept is None or POOL not in kept.stores:
+            if (POOL, name) in self._told:  # another of this name may stand in the settings
+                self._told.discard((POOL, name))
+                self._kernel.remove_tenant(name, self._l1.clock.now)
         else:
-            self._told.add((L1, name))
-            self._kernel.set_tenant(name, frozenset(kept.namespaces), _quota(kept, L1), self._clock.now)
+            self._told.add((POOL, name))
+            self._kernel.set_tenant(name, frozenset(kept.namespaces), _quota(kept, POOL), self._l1.clock.now)
 
     def _tell_tiers(self, name: str) -> None:
-        tiering = self._tiering()
+        tiering = self._l1.tiering
         if tiering is not None:
             for tier in tiering.tiers:
                 self._tell_one(tier, name)
@@ -286,8 +285,8 @@ class Quotas:
             )
 
     def _usage(self) -> Iterable[tuple[str, Any]]:
-        yield L1, self._kernel.usage().tenants
-        tiering = self._tiering()
+        yield POOL, self._kernel.usage().tenants
+        tiering = self._l1.tiering
         for tier in () if tiering is None else tiering.tiers:
             if tier.accounting.tenancy is not None:
                 yield tier.name, tier.accounting.tenancy.usage()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core import __version__
@@ -27,7 +27,7 @@ from lmcache_core.observe.traces import (
     header_of,
 )
 from lmcache_core.protocol import messages as m
-from lmcache_core.settings.model import RecordSettings
+from lmcache_core.settings.model import RecordSettings, Settings
 
 if TYPE_CHECKING:
     from lmcache_core.server.l1 import L1
@@ -47,18 +47,14 @@ _GRANTED = bytes([Grant.GRANTED])
 
 
 class Recording:
-    """Lives on the loop's thread. `serve(False)`: nobody answers for the index."""
+    """Lives on the loop's thread."""
 
-    def __init__(
-        self, server: str, l1: L1, loop: Loop, serve: Callable[[bool], None], about: Callable[[], dict[str, Any]]
-    ) -> None:
+    def __init__(self, server: Settings, l1: L1, loop: Loop) -> None:
         self.on = False
         self._loop = loop
         self._server = server
         self._l1 = l1
         self._clock = l1.clock
-        self._serve = serve
-        self._about = about
         self._bus: EventBus | None = None
         self._recorder: TraceRecorder | None = None
         self._settings = RecordSettings()
@@ -69,14 +65,14 @@ class Recording:
         if self._bus is not None:
             raise UsageError(f"the server records into {self._settings.dir} already: stop that first")
         try:
-            header = header_of(self._server, __version__, self._about())
+            header = header_of(self._server.name, __version__, self._about())
             self._recorder = TraceRecorder(settings, header, self._clock.now)
         except OSError as error:
             raise UsageError(f"nothing can be recorded into {settings.dir}: {error.strerror}") from error
         self._settings = settings
         self._bus = EventBus({"record": self._recorder}, RECORDS_WAITING_MAX)
         self.on = True
-        self._serve(False)
+        self._l1.serve_index(False)
 
     def stop(self) -> None:
         """End it, where there is one, and wait until it is written: at the server's end."""
@@ -92,8 +88,19 @@ class Recording:
         self._pending.clear()
         bus, self._bus, self._recorder = self._bus, None, None
         if bus is not None:
-            self._serve(True)
+            self._l1.serve_index(True)
         return bus
+
+    def _about(self) -> dict[str, Any]:
+        """What a recording says of its server."""
+        settings, tiering = self._server, self._l1.tiering
+        return {
+            "pool_bytes": self._l1.kernel.usage().pool_bytes,
+            "eviction_policy": settings.l1.eviction.type,
+            "watermark": settings.l1.watermark,
+            "chunk_tokens": settings.chunk_tokens,
+            "tiers": [] if tiering is None else [tier.name for tier in tiering.tiers],
+        }
 
     def change(self, session: Session, request: m.ChangeRecording) -> m.Message | None:
         """Serves requests to begin and to end one. The end is answered (None) when all is written."""

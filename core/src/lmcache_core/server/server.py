@@ -20,54 +20,25 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.clock import Clock
-from lmcache_core.errors import PoolError, UntrustedError, UsageError
-from lmcache_core.kernel.effects import LeaseExpired
+from lmcache_core.errors import UntrustedError, UsageError
 from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
-from lmcache_core.observe.bus import EventBus
-from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
-from lmcache_core.plugins.components import Kind
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
-from lmcache_core.pool.backing import Access
-from lmcache_core.pool.hugepages import huge_page_fraction
-from lmcache_core.pool.populate import Populator
 from lmcache_core.pool.segment import name_exists
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.address import make_server_directory
 from lmcache_core.protocol.codec import encode
-from lmcache_core.server.adopting import Adopting
-from lmcache_core.server.build import PrefetchPolicies, build_kernel, build_tiering, open_pool
-from lmcache_core.server.clears import Clears
-from lmcache_core.server.companions import Companions
+from lmcache_core.server.build import build
 from lmcache_core.server.dispatch import Dispatch
 from lmcache_core.server.end_signals import EndSignals
-from lmcache_core.server.explains import Explains
-from lmcache_core.server.helper import HelperContext
-from lmcache_core.server.helper_processes import Helpers, check_helper_names, configured
-from lmcache_core.server.l1 import L1
-from lmcache_core.server.lifeline import LifelineListener, LifelinePeer
-from lmcache_core.server.lookups import Lookups
-from lmcache_core.server.loop import Loop
-from lmcache_core.server.namespaces import Namespaces
-from lmcache_core.server.operations import Operations
-from lmcache_core.server.quotas import Quotas
-from lmcache_core.server.recording import Recording
+from lmcache_core.server.lifeline import LifelinePeer
 from lmcache_core.server.service_manager import ServiceManager
-from lmcache_core.server.session import Session
-from lmcache_core.server.sessions import Sessions
-from lmcache_core.server.shares import Shares
 from lmcache_core.server.status import describe
-from lmcache_core.server.store_waits import StoreWaits
-from lmcache_core.server.stored_waits import StoredWaits
-from lmcache_core.server.stores import Stores
-from lmcache_core.server.taps import EventTaps
-from lmcache_core.server.tier_changes import TierChanges
 from lmcache_core.settings.model import Settings
 from lmcache_core.trust import words_for_stranger
 
 if TYPE_CHECKING:
-    from lmcache_core.server.tracing import Tracing
-    from lmcache_core.server.zmq_carrier import ZmqCarrier
+    from lmcache_core.server.parts import Parts
+    from lmcache_core.server.session import Peer
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
@@ -78,190 +49,70 @@ class Server:
 
     def __init__(self, settings: Settings, registry: Registry | None = None, clock: Clock | None = None) -> None:
         """`registry`: None for all plugins that are installed."""
-        registry = load_plugins() if registry is None else registry
-        self.settings = settings
-        self.registry = registry
-        self.clock = clock or Clock()
+        with contextlib.ExitStack() as undo:
+            parts = build(settings, load_plugins() if registry is None else registry, clock or Clock(), undo)
+            self._take(parts)
+            self.listener.serve(self._accept)
+            self.populator.start()
+            self.l1.serve_index(True)
+            if settings.record.dir is not None:
+                self.recording.start(settings.record)
+            undo.pop_all()
+
+    def _take(self, parts: Parts) -> None:
+        self.settings = parts.settings
+        self.registry = parts.registry
+        self.clock = parts.clock
+        self.segment = parts.segment
+        self.loop = parts.loop
+        self.kernel = parts.kernel
+        self.shares = parts.shares
+        self.l1 = parts.l1
+        self.adopting = parts.adopting
+        self.tiers = parts.tiers
+        self.events = parts.events
+        self.tracing = parts.tracing
+        self.companions = parts.companions
+        self.quotas = parts.quotas
+        self.lookups = parts.lookups
+        self.namespaces = parts.namespaces
+        self.store_waits = parts.store_waits
+        self.stores = parts.stores
+        self.sessions = parts.sessions
+        self.clears = parts.clears
+        self.stored_waits = parts.stored_waits
+        self.recording = parts.recording
+        self.operations = parts.operations
+        self.listener = parts.listener
+        self.carriers = parts.carriers
+        self.helpers = parts.helpers
+        self.populator = parts.populator
+        self._housekeeping = parts.housekeeping
+        self._directory = parts.directory
+        self.service_manager = ServiceManager()
+        self.dispatch = Dispatch(parts, lambda: describe(self))
         self.started_at_s = time.time()
-        self.population_error = ""
-        self.huge_page_fraction = 0.0
         self.name_lost = False
         self.draining = False
         self.longest_turn_objects = 0  # touched in one turn of the loop, at most
         self.end_faults = 0  # steps of the end that failed; the others were done
         self._scribbled = False
         self._lanes_ended = True
-        self.adopting: Adopting | None = None
-        self.service_manager = ServiceManager()
+        self._keeps_pool = False
         self._thread: threading.Thread | None = None
         self._arrivals: deque[socket.socket] = deque()  # of clients in this process, until the loop takes them
         self._drain_until_s: float | None = None
-        self._housekeeping_at_s = self._chores_at_s = 0.0
-        with contextlib.ExitStack() as undo:
-            access, gids = Access(settings.l1.access), settings.l1.gids
-            self._directory = make_server_directory(settings.name, settings.runtime_dir, access, gids)
-            self.segment = open_pool(settings, self._directory)
-            undo.callback(self.segment.close)
-            self.loop = Loop(self._tick, self.clock)
-            undo.callback(self.loop.close)
-            undo.callback(self._close_former)
-            self.kernel = build_kernel(settings, registry, self.segment)
-            if self.segment.adopted:
-                self.adopting = Adopting(self.segment, settings.l1.adopt.verify)
-            self.shares = Shares(settings.holding.shared_fraction_per_holder_max)
-            self.l1 = L1(self.kernel, self.segment, self.clock, self._notify, self.shares.layouts)
-            self.events = self._events_made()
-            if self.events is not None:
-                undo.callback(self.events.close)
-            self.tracing = self._tracing_made()
-            if self.tracing is not None:
-                undo.callback(self.tracing.close)
-            if self.adopting is not None:
-                self.l1.adopt_layouts(self.adopting.layouts)
-                self.l1.tallies.adopt(self.adopting.rows)
-                self.adopting.on_row_gone = self.l1.tallies.fold
-                self.adopting.begin(self.kernel)
-                if self.l1.taps is not None:
-                    self.l1.taps.adopted(self.adopting.objects, self.adopting.nbytes)
-                self.adopting.verify_beside(self.l1, self.loop.call)
-                if self.l1.index is not None:
-                    self.l1.index.keep_places(True)
-            self.tiering: Tiering | None = None
-            self.quotas = Quotas(
-                settings.state_dir / f"{settings.name}.quotas.json",
-                self.kernel,
-                self.clock,
-                lambda: self.tiering,
-                self._hurry,
-                settings.quotas,
-            )
-            if settings.l2:
-                undo.callback(self._tiering_made().close)
-            self.quotas.check()
-            self.companions = Companions(registry, settings.companions(), settings.name, self.l1)
-            undo.callback(self.companions.close)
-            self.lookups = Lookups(self.kernel, self.l1, PrefetchPolicies(registry), self.shares.lookups)
-            self.namespaces = Namespaces(self.kernel, self.l1, self.shares.namespaces)
-            store_wait_s = settings.store_wait_s if settings.dirty == "wait" else 0.0
-            self.store_waits = StoreWaits(self.kernel, self.l1, self.shares.stores_waiting, store_wait_s)
-            self.stores = Stores(self.kernel, self.l1, self.store_waits, self.shares.stores_preparing)
-            self.sessions = Sessions(
-                self.kernel,
-                self.segment,
-                self.loop,
-                self.shares.rows,
-                self.l1.tallies,
-                self.stores.session_gone,
-                self._session_ended,
-            )
-            self.clears = Clears(self.kernel, self.l1, self.store_waits)
-            explains = Explains(
-                self.kernel, self.l1, settings.l1.eviction.type, self.sessions.name_of, self.shares.explains
-            )
-            self.stored_waits = StoredWaits(self.l1, explains, self.shares.stored_waits)
-            self.recording = Recording(settings.name, self.l1, self.loop, self._serve_index, self._about)
-            undo.callback(self.recording.stop)
-            self.operations = Operations(
-                registry, settings.operations, settings.name, settings.state_dir, self.l1, self.loop
-            )
-            undo.callback(self.operations.close)
-            tier_changes = TierChanges(registry, self.loop, settings.l2, self._tiering_made)
-            self.dispatch = Dispatch(
-                self.kernel,
-                self.l1,
-                self.sessions,
-                self.lookups,
-                self.stores,
-                self.namespaces,
-                self.clears,
-                explains,
-                self.stored_waits,
-                tier_changes,
-                self.quotas,
-                self.recording,
-                self.companions,
-                self.operations,
-                settings,
-                lambda: describe(self),
-            )
-            self._listener = LifelineListener(self._directory, self.loop, self._accept, access, gids)
-            undo.callback(self._listener.close)
-            self.helpers = self._helpers_made()
-            self.carriers = self._bind_carriers()
-            for carrier in self.carriers:
-                undo.callback(carrier.close)
-            registry.close()
-            self.populator = Populator(self.segment, on_progress=self._populated, on_error=self._population_failed)
-            undo.callback(self.populator.stop)
-            self.populator.start()
-            self._serve_index(True)
-            if settings.record.dir is not None:
-                self.recording.start(settings.record)
-            undo.pop_all()
-            self.segment.keeping = False  # what becomes of it is decided anew at the end
+        self._chores_at_s = 0.0
 
-    def _helpers_made(self) -> Helpers:
-        """Processes beside the server. Raises what a plugin raises whose helper cannot be described."""
-        settings, registry = self.settings, self.registry
-        processes = configured(settings.helpers)
-        check_helper_names(list(processes), settings.helper_names)
-        context = HelperContext(settings.name, self.address, self._directory.parent)
-        for name, own in settings.plugin_helpers().items():
-            processes[name] = registry.build(Kind.HELPER, name, own, context)
-        return Helpers(processes, context)
-
-    def _events_made(self) -> EventBus | None:
-        """The bus of events, where the settings name somebody who hears them."""
-        settings = self.settings
-        if not settings.subscribers:
-            return None
-        context = SubscriberContext(settings.name, settings.state_dir)
-        with contextlib.ExitStack() as undo:
-            subscribers: dict[str, EventSubscriber] = {}
-            for name, own in settings.subscribers.items():
-                subscribers[name] = self.registry.build(Kind.EVENT_SUBSCRIBER, name, own, context)
-                undo.callback(subscribers[name].close)
-            bus = EventBus(subscribers, settings.event_bus_queue_size)
-            undo.pop_all()
-        wants_blocks = any(each.wants_blocks for each in subscribers.values())
-        wants_tokens = any(each.wants_tokens for each in subscribers.values())
-        self.l1.taps = EventTaps(bus, settings.l1.eviction.type, wants_blocks, wants_tokens)
-        return bus
-
-    def _tracing_made(self) -> Tracing | None:
-        """What exports spans, where the settings name a collector. Without one nothing of it is imported."""
-        settings = self.settings
-        if settings.otel.endpoint is None:
-            return None
-        from lmcache_core.server.tracing import Tracing
-
-        self.l1.tracing = Tracing(settings.otel, settings.name, self.clock, self.kernel.kept)
-        return self.l1.tracing
-
-    def _tiering_made(self) -> Tiering:
-        """The tiering; without tiers there is none until the first is added."""
-        if self.tiering is None:
-            self.tiering = build_tiering(self.settings, self.registry, self.l1, self.loop.wake)
-            self.quotas.watch(self.tiering)
-            if self.l1.taps is not None:
-                self.tiering.watch(self.l1.taps)
-            if self.tracing is not None:
-                self.tiering.trace(self.tracing)
-        return self.tiering
-
-    def _bind_carriers(self) -> list[ZmqCarrier]:
-        zmq = self.settings.zmq
-        if not zmq.ipc and zmq.tcp is None:
-            return []
-        from lmcache_core.server.zmq_carrier import bind_carriers
-
-        access, gids = Access(self.settings.l1.access), self.settings.l1.gids
-        return bind_carriers(zmq, self._directory, self.loop, self.dispatch.on_frame, self._garbage, access, gids)
+    @property
+    def tiering(self) -> Tiering | None:
+        """None: no tier has ever been there."""
+        return self.l1.tiering
 
     @property
     def address(self) -> str:
         """Where clients on the node connect."""
-        return str(self._listener.path)
+        return str(self.listener.path)
 
     # --- running ------------------------------------------------------------------------------------------
 
@@ -299,20 +150,11 @@ class Server:
         try:
             self._started()
             if wait:
-                self._wait_populated()
+                self.populator.wait_heard()
         except BaseException:
             self.stop()
             raise
         return self
-
-    def _wait_populated(self) -> None:
-        self.populator.wait()
-        heard = threading.Event()
-        self.loop.call(heard.set)  # behind what the populator has left for the loop
-        while not heard.wait(READY_WAIT_S) and not self.loop.ended:
-            pass
-        if self.population_error:
-            raise PoolError(f"the pool of {self.settings.name!r} is not populated: {self.population_error}")
 
     def stop(self) -> None:
         """Drain and end; waits for it in embedded mode. Safe from any thread and from signal handlers."""
@@ -353,7 +195,7 @@ class Server:
 
     def _serve(self) -> None:
         try:
-            self.loop.run()
+            self.loop.run(self._tick)
         finally:
             self._close()
 
@@ -373,7 +215,7 @@ class Server:
                 more |= self.adopting.step(now)
                 make = self.adopting.due
         for carrier in self.carriers:
-            more |= carrier.pump()
+            more |= carrier.pump(self.dispatch.on_frame)
         reply = room = tiers = work = stored = None
         if tiering is not None:
             tiering.step()
@@ -388,7 +230,7 @@ class Server:
         if check is not None and check <= now:
             self.sessions.check(now)
             check = self.sessions.next_check()
-        if now >= self._housekeeping_at_s:
+        if now >= self._housekeeping.at_s:
             self._keep_house(now)
         if self.l1.companions is not None:
             self.companions.step(now)
@@ -405,31 +247,11 @@ class Server:
             stored = self.stored_waits.next_at_s
         if self.l1.companions is not None:
             work = self.companions.next_step()
-        next_s = self._housekeeping_at_s
+        next_s = self._housekeeping.at_s
         for each in (due, check, make, reply, room, tiers, work, stored):
             if each is not None and each < next_s:  # every turn of the loop comes here: min() costs 1 µs more
                 next_s = each
         return next_s
-
-    def _serve_index(self, answers: bool) -> None:
-        """Whether clients find hits by themselves."""
-        if self.l1.index is not None:
-            self.segment.serve(self.kernel.epoch if answers else 0)
-
-    def _about(self) -> dict[str, Any]:
-        """What a recording says of its server."""
-        pool = self.kernel.usage()
-        return {
-            "pool_bytes": pool.pool_bytes,
-            "eviction_policy": self.settings.l1.eviction.type,
-            "watermark": self.settings.l1.watermark,
-            "chunk_tokens": self.settings.chunk_tokens,
-            "tiers": [] if self.tiering is None else [tier.name for tier in self.tiering.tiers],
-        }
-
-    def _hurry(self) -> None:
-        """Keep house in the next turn."""
-        self._housekeeping_at_s = 0.0
 
     def _keep_house(self, now: float) -> None:
         """What workers read, headroom, and the pool's name. The first two go in bounded steps. While there is more to
@@ -438,7 +260,7 @@ class Server:
         self.service_manager.alive(now)
         more = self.l1.note_uses()
         freed = self.kernel.trim(now)
-        self._housekeeping_at_s = now if freed else now + (INDEX_SWEEP_PAUSE_S if more else HOUSEKEEPING_S)
+        self._housekeeping.at_s = now if freed else now + (INDEX_SWEEP_PAUSE_S if more else HOUSEKEEPING_S)
         if not freed and now >= self._chores_at_s:
             self._chores_at_s = now + HOUSEKEEPING_S
             if self._thread is None and self.adopting is not None and self.adopting.makes_objects:
@@ -509,7 +331,7 @@ class Server:
 
     def _accept(self, sock: socket.socket) -> None:
         try:
-            peer = LifelinePeer(sock, self.loop, self.dispatch.on_frame, self._peer_ended)
+            peer = LifelinePeer(sock, self.loop, self.dispatch.on_frame, self.peer_ended)
         except OSError:  # it hung up already
             sock.close()
             return
@@ -524,34 +346,10 @@ class Server:
             peer.turn_away(encode(m.Error(0, UntrustedError.code, words_for_stranger(peer.uid), "never")))
         self.sessions.connected(peer, self.clock.now)
 
-    def _peer_ended(self, peer: Any) -> None:
+    def peer_ended(self, peer: Peer) -> None:
+        """Its connection has ended."""
         self.sessions.lost(peer, self.clock.now)
         self.l1.apply()
-
-    def _session_ended(self, session: Session) -> None:
-        if self.l1.taps is not None and session.client_id:  # it has said hello
-            self.l1.taps.session_ended(session)
-        self.lookups.session_ended(session)
-        self.namespaces.session_ended(session)
-
-    def _garbage(self) -> None:
-        self.dispatch.counters["garbage"] += 1
-
-    def _notify(self, effect: LeaseExpired) -> None:
-        session: Session | None = self.sessions.get(effect.session_id)
-        if session is not None:
-            session.send(m.LeaseExpiredNotice(0, effect.lease_id, effect.kind.name.lower()))
-
-    def _populated(self, nbytes: int) -> None:
-        """On the populator's thread."""
-        self.loop.call(lambda: self.kernel.add_memory(nbytes))
-        if nbytes == self.segment.info.data_bytes:
-            log.info("%r: all of the pool is populated, %s bytes", self.settings.name, f"{nbytes:,}")
-            # Reads the page tables: too slow for the loop.
-            self.huge_page_fraction = huge_page_fraction(self.segment)
-
-    def _population_failed(self, error: Exception) -> None:
-        self.population_error = str(error)
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -572,7 +370,7 @@ class Server:
             ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
             ("ending the population", lambda: self.populator.stop(timeout_s=5.0)),
             ("ending the helpers", self.helpers.close),
-            ("closing the lifeline", self._listener.close),
+            ("closing the lifeline", self.listener.close),
             *(("closing a carrier", carrier.close) for carrier in self.carriers),
             ("ending the sessions", self.sessions.close),
             ("ending the operations", self.operations.close),
@@ -582,12 +380,12 @@ class Server:
             ("carrying out what was decided", self.l1.apply),
             ("ending the event subscribers", self._close_events),
             ("ending the traces", self._close_tracing),
-            ("keeping the pool", self._keep_pool),
+            ("deciding whether to keep the pool", self._decide_keeping),
             ("closing the loop", self.loop.close),
             ("turning away who came too late", self._close_arrivals),
-            ("letting go of what was adopted", self._close_former),
-            ("letting go of the index", self._close_index),
-            ("closing the pool", self.segment.close),
+            ("closing what was adopted", self._close_former),
+            ("closing the index", self._close_index),
+            ("closing the pool", lambda: self.segment.close(keep=self._keeps_pool)),
             ("removing the directory", self._remove_directory),
         )
 
@@ -632,7 +430,7 @@ class Server:
         with contextlib.suppress(OSError):  # another server may have moved in already, or a user's file be there
             self._directory.rmdir()
 
-    def _keep_pool(self) -> None:
+    def _decide_keeping(self) -> None:
         """Leave the pool to the next server, if that was wished and nobody of ours can touch it any more."""
         if not self.settings.l1.keep_pool:
             return
@@ -645,7 +443,7 @@ class Server:
             why_not = "without the C extension there is no index to find anything by"
         elif self.name_lost or not name_exists(self.segment):
             why_not = "its name was deleted"
-        self.segment.keeping = not why_not
+        self._keeps_pool = not why_not
         if why_not:
             log.warning("pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not)
 

@@ -59,9 +59,10 @@ class Sessions:
         tallies: WorkerTallies,
         on_gone: Callable[[Session], None],
         on_end: Callable[[Session], None],
+        by_id: dict[int, Session],
     ) -> None:
-        """`on_gone`: what it was not told of yet, it will not hear of; called before anything becomes of its leases.
-        `on_end`: it has ended."""
+        """`by_id`: to be filled with the sessions, each from its hello on. `on_gone`: what it was not told of yet, it
+        will not hear of; called before anything becomes of its leases. `on_end`: it has ended."""
         self._kernel = kernel
         self._segment = segment
         self._loop = loop
@@ -70,7 +71,7 @@ class Sessions:
         self._on_gone = on_gone
         self._on_end = on_end
         self._ids = count(1)
-        self._by_id: dict[int, Session] = {}  # from the hello on
+        self._by_id = by_id
         self._waiting: dict[Peer, Session] = {}  # for their hello, in the order of their deadlines
         self._suspects: dict[int, Session] = {}  # life lock to be looked at by the clock
         # A heap of when, and at which of these: an entry for each, and stale ones of those that have ended.

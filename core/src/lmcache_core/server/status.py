@@ -75,8 +75,8 @@ def _described(server: Server) -> dict[str, Any]:
             "repaired_words": 0 if segment.master is None else segment.master.repaired,
             # What the kernel has heard of: until then a store is answered WARMING.
             "populated_bytes": usage["populated_bytes"],
-            "population_error": server.population_error,
-            "huge_page_fraction": round(server.huge_page_fraction, 4),
+            "population_error": server.populator.error,
+            "huge_page_fraction": round(server.populator.huge_page_fraction, 4),
         },
         "l1": _plain(usage),
         "index": None if server.l1.index is None else server.l1.index.status(),
@@ -105,9 +105,17 @@ def _described(server: Server) -> dict[str, Any]:
             "ms": round(1e3 * server.loop.longest_turn_s, 3),
         },
         "chunk_tokens": server.settings.chunk_tokens,
-        "counters": {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults},
+        "counters": _counters(server),
         "not_shown": {name: rows for name, rows in left_out.items() if rows > 0},
     }
+
+
+def _counters(server: Server) -> dict[str, int]:
+    counters = {**server.l1.counters, **server.dispatch.counters, "loop_faults": server.loop.faults}
+    dropped = sum(carrier.garbage for carrier in server.carriers)
+    if dropped:
+        counters["garbage"] = counters.get("garbage", 0) + dropped
+    return counters
 
 
 def _shorten(status: dict[str, Any]) -> None:

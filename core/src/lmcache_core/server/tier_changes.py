@@ -18,14 +18,13 @@ from lmcache_core.limits import TIER_CHANGES_MAX
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import error_reply
-from lmcache_core.server.build import build_tier, tier_config
+from lmcache_core.server.components import TierOpener, build_tier, tier_config
 from lmcache_core.server.loop import Loop
 from lmcache_core.server.session import Session
 from lmcache_core.settings.model import TierSettings
 from lmcache_core.settings.present import plain
 from lmcache_core.settings.tier import same_but_for_figures, tier_settings
 from lmcache_core.tiers.tier.tier import Tier
-from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +32,25 @@ _Finish = Callable[[], None]  # on the loop's thread; may raise what the caller 
 
 
 class TierChanges:
-    """Serves `Tiers` and `ChangeTier`. Lives on the loop's thread; `tiering` makes one where there is none yet."""
+    """Serves `Tiers` and `ChangeTier`. Lives on the loop's thread."""
 
     def __init__(
         self,
         registry: Registry,
         loop: Loop,
         configured: Mapping[str, TierSettings],
-        tiering: Callable[[], Tiering],
+        tiers: TierOpener,
     ) -> None:
         self._registry = registry
         self._loop = loop
         self._settings = dict(configured)
-        self._tiering = tiering
+        self._tiers = tiers
         self._under_way: set[str] = set()
 
     def describe(self, rid: int) -> m.TiersReply:
         """Every tier in order: its status and its settings, secrets hidden."""
         settings = self._settings
-        tiers = self._tiering().status()["tiers"] if settings else []
+        tiers = self._tiers.opened().status()["tiers"] if settings else []
         return m.TiersReply(rid, [{**tier, "settings": _shown(settings[tier["name"]])} for tier in tiers])
 
     def change(self, session: Session, request: m.ChangeTier) -> m.Message | None:
@@ -62,10 +61,10 @@ class TierChanges:
         if name in self._under_way:
             raise UsageError(f"another change of tier {name!r} is under way: wait for its answer")
         if request.action == "drain":
-            self._tiering().drain_tier(name)
+            self._tiers.opened().drain_tier(name)
             return m.Done(request.rid)
         if request.action == "remove":
-            self._tiering().remove_tier(name)
+            self._tiers.opened().remove_tier(name)
             del self._settings[name]
             return m.Done(request.rid)
         if request.action == "add":
@@ -88,7 +87,7 @@ class TierChanges:
 
         def finish() -> None:
             self._refuse_taken(name)
-            self._tiering().add_tier(tier)
+            self._tiers.opened().add_tier(tier)
             self._settings[name] = settings
 
         return _closing_if_refused(finish, tier)
@@ -98,14 +97,14 @@ class TierChanges:
         if same_but_for_figures(before, settings):
 
             def adjust() -> None:
-                self._tiering().reconfigure_tier(name, tier_config(settings))
+                self._tiers.opened().reconfigure_tier(name, tier_config(settings))
                 self._settings[name] = settings
 
             return adjust
         tier = build_tier(name, settings, self._registry)
 
         def replace() -> None:
-            self._tiering().replace_tier(tier)
+            self._tiers.opened().replace_tier(tier)
             self._settings[name] = settings
 
         return _closing_if_refused(replace, tier)

@@ -71,15 +71,12 @@ class ZmqCarrier:
         self,
         address: str,
         loop: Loop,
-        on_frame: Callable[[Peer, memoryview], None],
-        on_garbage: Callable[[], None],
         curve: CurveServer | None = None,
         access: Access = Access.OWNER,
         gids: Sequence[int] = (),
     ) -> None:
         self._loop = loop
-        self._on_frame = on_frame
-        self._on_garbage = on_garbage
+        self.garbage = 0  # messages that were dropped
         self._peers: dict[bytes, ZmqPeer] = {}
         self.is_ipc = address.startswith("ipc://")
         self._context = zmq.Context()
@@ -137,8 +134,8 @@ class ZmqCarrier:
     def _ready(self, mask: int) -> None:
         """Nothing: the turn that follows pumps. The descriptor only wakes the loop."""
 
-    def pump(self) -> bool:
-        """Serve what has come, up to a bound. True: there is more, come back at once."""
+    def pump(self, on_frame: Callable[[Peer, memoryview], None]) -> bool:
+        """Hand what has come to `on_frame`, up to a bound. True: there is more, come back at once."""
         socket = self._socket
         for _ in range(_MESSAGES_A_TURN):
             if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -152,9 +149,9 @@ class ZmqCarrier:
                 peer, frame = ZmqPeer(self, identity, first), first.buffer
             if socket.getsockopt(zmq.RCVMORE):
                 socket.recv_multipart(zmq.NOBLOCK)
-                self._on_garbage()
+                self.garbage += 1
                 continue
-            self._on_frame(peer, frame)
+            on_frame(peer, frame)
             if peer.session is not None:  # only who has a session is remembered: routing ids cost nothing to make
                 self._peers[identity] = peer
         return True
@@ -164,7 +161,7 @@ class ZmqCarrier:
         try:
             self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
-            self._on_garbage()
+            self.garbage += 1
 
     def forget(self, peer: ZmqPeer) -> None:
         """Drop what is known of a peer."""
@@ -219,8 +216,6 @@ def bind_carriers(
     settings: ZmqSettings,
     directory: Path,
     loop: Loop,
-    on_frame: Callable[[Peer, memoryview], None],
-    on_garbage: Callable[[], None],
     access: Access,
     gids: Sequence[int],
 ) -> list[ZmqCarrier]:
@@ -228,12 +223,12 @@ def bind_carriers(
     carriers = []
     if settings.ipc:
         path = directory / IPC_NAME if settings.ipc is True else settings.ipc
-        carriers.append(ZmqCarrier(f"ipc://{path}", loop, on_frame, on_garbage, None, access, gids))
+        carriers.append(ZmqCarrier(f"ipc://{path}", loop, None, access, gids))
     if settings.tcp is not None:
         assert settings.curve_secret_key_file is not None
         assert settings.curve_clients_dir is not None
         curve = CurveServer(settings.curve_secret_key_file, settings.curve_clients_dir)
-        carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, on_frame, on_garbage, curve))
+        carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, curve))
     return carriers
 
 

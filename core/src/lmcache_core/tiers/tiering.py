@@ -82,6 +82,7 @@ class Tiering:
     ) -> None:
         self._wake = wake
         self._clock = clock
+        self.wants_reuse = store_policy.wants_reuse
         self._ended: deque[Call | Note] = deque()  # appended to by lane threads
         self._turn = 0  # which kind of work comes next
         self._touched = True  # something has changed since the last step
