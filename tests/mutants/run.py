@@ -182,7 +182,7 @@ def _shown(node: ast.AST) -> str:
 
 
 # What every run imports, once for all of them: it takes longer than most tests.
-PRELOADED = ["hypothesis", "hypothesis.stateful", "msgspec", "pluggy", "pydantic_settings", "pytest", "xxhash", "zmq"]
+PRELOADED = ["hypothesis", "hypothesis.stateful", "msgspec", "pluggy", "pydantic", "pytest", "xxhash", "zmq"]
 PRELOADED_FOR_ADAPTERS = ["lmcache_core.testing", "lmcache_core.testing.adapter", "lmcache_core.tiers.tier.parallel"]
 
 

@@ -26,9 +26,9 @@ from lmcache_core.settings.schema import Schema, SettingField, read_text, schema
 from lmcache_core.settings.sources import (
     Leaf,
     Origin,
-    SettingPath,
     Source,
     dotted,
+    overlaid,
     read_environment,
     read_file,
     read_flags,
@@ -97,26 +97,28 @@ def compose_sources(registry: Registry, sources: Sequence[Source]) -> Composed:
     schema, model, choices = prepare(registry, sources)
     sources = _without_replaced(sources, choices)
     check_names(schema, sources)
-    trees = [tree_of({path: leaf.value for path, leaf in _decoded(schema, source).items()}) for source in sources]
-    model.sources = tuple(trees)
     origins = {dotted(path): _provenance(setting, sources) for path, setting in schema.items()}
     try:
-        settings = model()
+        settings = model.model_validate(_merged(schema, sources))
     except ValidationError as error:
         raise settings_error(error, schema, sources) from None
     return Composed(settings, origins, warnings_about(unknown, schema), schema)
 
 
-def _decoded(schema: Schema, source: Source) -> dict[SettingPath, Leaf]:
-    decoded = {}
-    for path, leaf in source.leaves.items():
-        setting = schema.get(path)
-        if leaf.text and setting is not None:
-            leaf = leaf._replace(value=_read(setting, leaf), text=False)
-        if setting is not None and setting.component and isinstance(leaf.value, str) and leaf.value != "none":
-            path = (*path, "type")
-        decoded[path] = leaf
-    return decoded
+def _merged(schema: Schema, sources: Sequence[Source]) -> dict[str, Any]:
+    """One tree of all sources, with texts read as their types."""
+    tree: dict[str, Any] = {}
+    for source in reversed(sources):
+        leaves = {}
+        for path, leaf in source.leaves.items():
+            setting, value = schema.get(path), leaf.value
+            if leaf.text and setting is not None:
+                value = _read(setting, leaf)
+            if setting is not None and setting.component and isinstance(value, str) and value != "none":
+                path = (*path, "type")
+            leaves[path] = value
+        tree = overlaid(tree, tree_of(leaves))
+    return tree
 
 
 def _read(setting: SettingField, leaf: Leaf) -> Any:

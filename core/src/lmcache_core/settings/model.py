@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from lmcache_core import limits
 from lmcache_core.errors import SettingsError, UsageError
@@ -357,13 +356,10 @@ class RecordSettings(Section):
     files: int = Field(default=16, ge=1, le=10_000, description="files kept; the oldest goes")
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Everything a server is told. Frozen; unknown names are refused."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True, case_sensitive=True
-    )
-    sources: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # of a concrete model: trees, the strongest first
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
     companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: those of its tables that are companions'
     helper_names: ClassVar[tuple[str, ...]] = ()  # and helpers'
 
@@ -432,18 +428,6 @@ class Settings(BaseSettings):
             raise ValueError("use lower-case letters, digits, - and _, at most 64")
         return value
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Ours only: the library's own would read the environment without knowing the plugins' models."""
-        return (init_settings, *(_TreeSource(settings_cls, tree) for tree in cls.sources))
-
     def companions(self) -> dict[str, Any]:
         """The settings of each companion, by its name: an instance of its own model."""
         return {name: getattr(self, name) for name in self.companion_names}
@@ -471,20 +455,6 @@ class Settings(BaseSettings):
                 yield Kind.EVICTION_POLICY, tier.eviction.type
             for serde in tier.serde:
                 yield Kind.SERDE, serde.type
-
-
-class _TreeSource(PydanticBaseSettingsSource):
-    """One origin of settings, read and decoded already; pydantic-settings merges it with the others."""
-
-    def __init__(self, settings_cls: type[BaseSettings], tree: Mapping[str, Any]) -> None:
-        super().__init__(settings_cls)
-        self._tree = dict(tree)
-
-    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
-        return self._tree.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return self._tree
 
 
 def default_state_dir() -> Path:

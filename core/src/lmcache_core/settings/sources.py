@@ -159,3 +159,12 @@ def tree_of(leaves: Mapping[SettingPath, Any]) -> dict[str, Any]:
         if not (isinstance(table.get(path[-1]), dict) and not isinstance(value, dict)):
             table[path[-1]] = value
     return tree
+
+
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two trees in one: tables are merged, and of two values that above stands."""
+    tree = dict(below)
+    for name, value in above.items():
+        there = tree.get(name)
+        tree[name] = overlaid(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
+    return tree
