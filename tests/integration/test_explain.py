@@ -118,7 +118,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
 # --- one function for each reason: it loses the key "k" ------------------------------------------------------------
 
 
-def never_seen(at: World) -> None:
+def never_stored(at: World) -> None:
     at.store("another")
 
 
@@ -200,7 +200,7 @@ def other_layout(at: World) -> None:
     assert stored.wait(60)
 
 
-def queue_full(at: World) -> None:
+def throttled(at: World) -> None:
     def lost() -> int:
         return int(at.client.status()["tiers"]["stores"]["counts"].get("lost_throttled", 0))
 
@@ -260,7 +260,7 @@ def gone_from_tier(at: World) -> None:
 @pytest.mark.parametrize(
     ("lose", "reason", "words", "settings"),
     [
-        (never_seen, "never_seen", "nobody has offered it", {}),
+        (never_stored, "never_stored", "nobody has offered it", {}),
         (evicted, "evicted", "evicted from the pool .* ago by lru to make room for session", {}),
         (cleared, "cleared", "cleared .* ago by session", {}),
         (cleared_while_written, "cleared", "cleared .* ago by session", {}),
@@ -272,7 +272,7 @@ def gone_from_tier(at: World) -> None:
          {"holding": {"read_fraction_max": 1.0, "read_fraction_per_session_max": 1.0}}),
         (quota, "quota", "quota", {"lease": {"write_ttl_s": 0.2}, "quarantine": {"fraction_per_uid_max": 0.03}}),
         (other_layout, "other_layout", "another layout", {}),
-        (queue_full, "queue_full", "tier cold: dropped by its full queue .* ago",
+        (throttled, "throttled", "tier cold: dropped by its full queue .* ago",
          {"l2": {"cold": {"type": "mock", "deadline_s": 600}}}),
         (tier_error_at_lookup, "tier_error", r"tier cold: did not answer \(tier_error\): .+", {"l2": TIER}),
         (tier_error_at_store, "tier_error", "tier cold: failed .* ago: .+", {"l2": TIER}),
@@ -292,7 +292,7 @@ def test_every_miss_has_its_reason(
     words: str,
     settings: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 4 if lose is queue_full else 1 << 18)
+    monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 4 if lose is throttled else 1 << 18)
     monkeypatch.setattr("lmcache_core.tiers.flow.whereabouts.TIER_LOOKUP_S", 0.3 if lose is tier_hangs else 5.0)
     at = make(**settings)
     before = time.time()
@@ -304,7 +304,7 @@ def test_every_miss_has_its_reason(
     if told["at_unix_s"] is not None:
         assert before - 0.1 <= told["at_unix_s"] <= time.time() + 0.1
         assert 0 <= told["age_s"] <= time.time() - before + 0.1
-    elif reason not in ("never_seen", "being_written", "other_layout"):
+    elif reason not in ("never_stored", "being_written", "other_layout"):
         assert told["tiers"][0]["found"] is None, "what has no time is happening now"
     if "l2" in settings:
         at.faults()
@@ -413,7 +413,7 @@ def test_the_command_explains_keys_and_tokens_by_description_and_by_id(make: Cal
     assert table.returncode == 0, table.stderr
     lines = table.stdout.splitlines()[2:]
     assert [line.split()[:2] for line in lines] == [[keys[0].hex()[:16], "yes"], [keys[1].hex()[:16], "no"]]
-    assert "never_seen" in lines[1]
+    assert "never_stored" in lines[1]
     by_id = at.command("--namespace", f"{NS.id:016x}", "--json", *(each.hex() for each in keys))
     assert [each["hit"] for each in json.loads(by_id.stdout)] == [True, False]
 

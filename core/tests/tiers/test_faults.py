@@ -388,7 +388,7 @@ def test_no_room_in_the_l1_ends_the_prefix(doubles: Any) -> None:
         loop.l1.evict(doubles.key(i))
     loop.l1.put(doubles.key(90), b"other")
     job = loop.fetch([doubles.key(0), doubles.key(1)])
-    assert (job.hits, job.reasons) == (1, {1: TierReason.FULL})
+    assert (job.hits, job.reasons) == (1, {1: TierReason.NO_ROOM})
 
 
 @pytest.mark.parametrize("tiers", [False, True])

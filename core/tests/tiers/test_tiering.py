@@ -258,7 +258,7 @@ def test_of_loads_that_have_waited_those_without_a_slot_are_misses(doubles: Any)
     loop.l1.make_room()
     loop.until(lambda: job.ended)
     assert job.loaded == {0, 1}
-    assert job.reasons == {2: TierReason.FULL, 3: TierReason.CUT}
+    assert job.reasons == {2: TierReason.NO_ROOM, 3: TierReason.CUT}
     loop.l1.free += taken
     assert not loop.l1.held
 

@@ -22,23 +22,6 @@ _L1_HAS_THE_WORD = {
     Reason.BEING_WRITTEN, Reason.OTHER_LAYOUT, Reason.CLEARED, Reason.EXPIRED, Reason.WRITER_DIED, Reason.ABORTED,
     Reason.QUOTA, Reason.NO_ROOM,
 }  # fmt: skip
-_REASONS = {
-    Reason.NONE: "unknown",
-    Reason.NEVER_STORED: "never_seen",
-    Reason.EVICTED: "evicted",
-    Reason.EXPIRED: "expired",
-    Reason.CLEARED: "cleared",
-    Reason.QUOTA: "quota",
-    Reason.TIER_ERROR: "tier_error",
-    Reason.LATE: "late",
-    Reason.DAMAGED: "damaged",
-    Reason.DROPPED: "dropped",
-    Reason.WRITER_DIED: "writer_died",
-    Reason.BEING_WRITTEN: "being_written",
-    Reason.NO_ROOM: "no_room",
-    Reason.OTHER_LAYOUT: "other_layout",
-    Reason.ABORTED: "aborted",
-}
 _SENTENCES = {
     Reason.NONE: "it is not in the pool",
     Reason.NEVER_STORED: "nobody has offered it to this server{since}",
@@ -55,22 +38,23 @@ _SENTENCES = {
     Reason.NO_ROOM: "refused {age}: the pool was full of what could not be evicted",
     Reason.OTHER_LAYOUT: "the pool has it under another layout than this session registered",
     Reason.ABORTED: "its writer{who} gave up {age}",
+    Reason.UNVERIFIABLE: "its reader wants everything checked, and it has no checksum",
 }
-_TIER_REASONS: dict[str, tuple[str, str]] = {
-    TierReason.THROTTLED: ("queue_full", "dropped by its full queue {age}"),
-    TierReason.EVICTED: ("evicted", "evicted {age}{words}"),
-    TierReason.FULL: ("no_room", "it had no room {age}"),
-    TierReason.TIER_ERROR: ("tier_error", "failed {age}{words}"),
-    TierReason.DAMAGED: ("damaged", "damaged there, found {age}{words}"),
-    TierReason.LATE: ("late", "not done in time {age}{words}"),
-    TierReason.GONE: ("evicted", "gone from it {age}"),
+_TIER_SENTENCES: dict[str, str] = {
+    TierReason.THROTTLED: "dropped by its full queue {age}",
+    TierReason.EVICTED: "evicted {age}{words}",
+    TierReason.NO_ROOM: "it had no room {age}",
+    TierReason.TIER_ERROR: "failed {age}{words}",
+    TierReason.DAMAGED: "damaged there, found {age}{words}",
+    TierReason.LATE: "not done in time {age}{words}",
+    TierReason.GONE: "gone from it {age}",
 }
 
 # What helps against a reason, where something does: docs/operating/why-did-it-miss.md has the same table.
 _HELPS = {
-    "never_seen": "compare namespaces; look at the engine's side",
+    "never_stored": "compare namespaces; look at the engine's side",
     "evicted": "a larger pool or tier; another policy (`lmcache-core simulate`)",
-    "queue_full": 'a faster tier, more `connections`; `dirty = "wait"`',
+    "throttled": 'a faster tier, more `connections`; `dirty = "wait"`',
     "tier_error": "`lmcache-core status`, the tier's logs",
     "late": "`lmcache-core status`, the tier's logs",
     "damaged": "look at the medium",
@@ -80,6 +64,8 @@ _HELPS = {
     "writer_died": "look at the worker",
     "aborted": "look at the worker",
     "other_layout": "one layout for one namespace",
+    "gone": "look for whoever deletes on the tier's medium",
+    "unverifiable": "have writers give checksums, or verify less",
 }
 # Counted without being anybody's answer about one key: the name → what it means, and whose advice holds.
 _COUNTED = {
@@ -101,11 +87,8 @@ class MissReason:
 def counted_reasons() -> dict[str, MissReason]:
     """By the names under which `status` and the metrics count misses."""
     said = sentences()
-    found = {
-        reason.name.lower(): MissReason(word, said[word], _HELPS.get(word, ""))
-        for reason, word in _REASONS.items()
-        if reason is not Reason.NONE
-    }
+    words = [str(reason) for reason in Reason if reason not in (Reason.NONE, Reason.UNVERIFIABLE)]  # that, clients say
+    found = {word: MissReason(word, said[word], _HELPS.get(word, "")) for word in words}
     return found | {name: MissReason(name, means, helps) for name, (means, helps) in _COUNTED.items()}
 
 
@@ -116,9 +99,9 @@ def sentences() -> dict[str, str]:
         "policy": "the eviction policy",
     }
     said: dict[str, list[str]] = {}
-    for reason, word in _REASONS.items():
-        said.setdefault(word, []).append(_SENTENCES[reason].format(**general))
-    for word, sentence in _TIER_REASONS.values():
+    for reason, sentence in _SENTENCES.items():
+        said.setdefault(str(reason), []).append(sentence.format(**general))
+    for word, sentence in _TIER_SENTENCES.items():
         said.setdefault(word, []).append("a tier: " + sentence.format(**general))
     return {word: "; ".join(each) for word, each in said.items()}
 
@@ -207,12 +190,11 @@ def _explain(
         pushed=f" to make room for {session_word}" if session else " to keep headroom",
     )
     why = "; ".join([sentence, *(f"tier {word.tier}: {word.why}" for word in tiers)])
-    chosen = _REASONS[reason]
     if reason not in _L1_HAS_THE_WORD:
         last = max((word for word in tiers if word.reason), key=lambda word: word.at_unix_s or reply.now, default=None)
         if last is not None:
             return KeyExplanation(key, False, (), last.reason, why, last.at_unix_s, last.age_s, last.tier, tiers)
-    return KeyExplanation(key, False, (), chosen, why, at_unix_s, age_s, by, tiers)
+    return KeyExplanation(key, False, (), str(reason), why, at_unix_s, age_s, by, tiers)
 
 
 def _word(now: float, tier: m.TierExplained, times: array[float], at: int) -> TierWord:
@@ -230,9 +212,9 @@ def _word(now: float, tier: m.TierExplained, times: array[float], at: int) -> Ti
         return TierWord(tier.tier, found, why="does not have it")
     age_s, words = max(0.0, now - times[at]), tier.loss_words[tier.lost_words[at]]
     reason = tier.losses[at]
-    name, sentence = _TIER_REASONS.get(reason, (reason, f"{reason} {{age}}{{words}}"))
+    sentence = _TIER_SENTENCES.get(reason, f"{reason} {{age}}{{words}}")
     said = f" by {words}" if reason == TierReason.EVICTED and words else f": {words}" if words else ""
-    return TierWord(tier.tier, found, name, times[at], age_s, words, sentence.format(age=_ago(age_s), words=said))
+    return TierWord(tier.tier, found, reason, times[at], age_s, words, sentence.format(age=_ago(age_s), words=said))
 
 
 def _session(reply: m.Explained, session: int) -> str:

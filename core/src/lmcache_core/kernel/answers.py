@@ -38,9 +38,10 @@ class Settled(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why a key was not served."""
+    """Why a key was not served. Its name in lower case is the word for it everywhere: `str(reason)`, `explain`,
+    `status`, the metrics and the docs."""
 
-    NONE = 0
+    NONE = 0  # it was served, or nothing is known
     NEVER_STORED = 1  # or so long ago that nothing is remembered
     EVICTED = 2
     EXPIRED = 3  # its writer did not commit in time
@@ -56,6 +57,12 @@ class Reason(IntEnum):
     OTHER_LAYOUT = 13  # stored under another layout than the one asked for
     ABORTED = 14  # its writer gave up
     UNVERIFIABLE = 15  # its reader wants everything checked, and it has no checksum
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
 
 
 class LeaseKind(IntEnum):

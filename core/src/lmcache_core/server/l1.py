@@ -63,7 +63,7 @@ REASONS = {
     TierReason.LATE: Reason.LATE,
     TierReason.CANCELLED: Reason.NONE,
     TierReason.CLEARED: Reason.CLEARED,
-    TierReason.FULL: Reason.NO_ROOM,
+    TierReason.NO_ROOM: Reason.NO_ROOM,
     TierReason.BUSY: Reason.BEING_WRITTEN,
     TierReason.EVICTED: Reason.EVICTED,
     TierReason.CUT: Reason.NONE,

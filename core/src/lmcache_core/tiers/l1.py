@@ -14,7 +14,8 @@ from lmcache_core.pool.layout import Layout
 
 
 class TierReason(StrEnum):
-    """Why a key was not served from the tiers, or why an object did not get there."""
+    """Why a key was not served from the tiers, or why an object did not get there. What `Reason` has too is called the
+    same."""
 
     NOWHERE = "nowhere"  # no tier that answered has it
     GONE = "gone"  # a tier had it at the lookup, and not at the load
@@ -24,7 +25,7 @@ class TierReason(StrEnum):
     LATE = "late"  # not done by its deadline
     CANCELLED = "cancelled"  # the request went away
     CLEARED = "cleared"  # a `clear` ended it
-    FULL = "full"  # no room (in the L1 for a load, on the tier for a store)
+    NO_ROOM = "no_room"  # in the L1 for a load, on the tier for a store
     BUSY = "busy"  # the L1 is being written with this key
     EVICTED = "evicted"  # left the L1 before it could be stored
     CUT = "cut"  # a key before it in the prefix was not served

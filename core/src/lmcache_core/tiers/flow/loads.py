@@ -213,7 +213,7 @@ class LoadTable:
             elif grant is LoadGrant.EXISTS:
                 refused.append((load, None))
             else:
-                refused.append((load, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.FULL))
+                refused.append((load, TierReason.BUSY if grant is LoadGrant.BUSY else TierReason.NO_ROOM))
         return refused
 
     def _start(self, loads: Sequence[Load], refused: Sequence[tuple[Load, TierReason | None]]) -> None:

@@ -321,9 +321,9 @@ class StoreController:
             self._lost(name, [queue.popleft()], TierReason.TIER_ERROR, "it cannot hold this layout")
             return True
         room = tier.reclaim.make_room(nbytes, queue[0].object.namespace)
-        if room is TierReason.FULL:
+        if room is TierReason.NO_ROOM:
             self.counts["full"] += 1
-            self._lost(name, [queue.popleft()], TierReason.FULL)
+            self._lost(name, [queue.popleft()], TierReason.NO_ROOM)
             return True
         if room is not None or not tier.stores_allowed():
             return False
@@ -417,7 +417,7 @@ class StoreController:
                     self._enqueue(name, [dirty])  # the tier was replaced before it began: the new one gets it
                 else:
                     full = outcome.result is Result.FULL
-                    self._lost(name, [dirty], TierReason.FULL if full else TierReason.TIER_ERROR, outcome.error)
+                    self._lost(name, [dirty], TierReason.NO_ROOM if full else TierReason.TIER_ERROR, outcome.error)
             if again:
                 self._queues.setdefault(name, deque()).extendleft(reversed(again))
             if finished:

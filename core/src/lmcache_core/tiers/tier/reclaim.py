@@ -106,19 +106,19 @@ class Reclaim:
         """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
         counts = self._accounting
         if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
-            return TierReason.FULL  # and nothing leaves in vain
+            return TierReason.NO_ROOM  # and nothing leaves in vain
         over = counts.over_limit(namespace, nbytes)
         if over:
             if self._clock.now >= self._paused_until:
                 self._evict(counts.victims_of(namespace, over))
             if counts.over_limit(namespace, nbytes):
-                return TierReason.FULL  # what its tenant has cannot go, or is too little
+                return TierReason.NO_ROOM  # what its tenant has cannot go, or is too little
         if not counts.fits(nbytes) and self._clock.now >= self._paused_until:
             self._evict(counts.victims(nbytes, namespace))
         if counts.fits(nbytes):
             return None
         waits = counts.bytes_leaving or counts.bytes_reserved or counts.scanning or self._clock.now < self._paused_until
-        return TierReason.THROTTLED if waits else TierReason.FULL
+        return TierReason.THROTTLED if waits else TierReason.NO_ROOM
 
     def medium_is_full(self) -> None:
         """The medium has less room than its configured capacity: a share of what is there leaves."""
