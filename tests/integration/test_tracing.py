@@ -23,6 +23,9 @@ from opentelemetry import trace as otel
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from lmcache_core import limits, make_settings
+from lmcache_core.client.pages import PageEntry
+from lmcache_core.client.regions import PageGroup, Region
+from lmcache_core.client.results import Status
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.observe.spans import SPANS, table
 from lmcache_core.plugins.loader import load_plugins
@@ -147,6 +150,23 @@ def test_a_store_and_a_lookup_hang_under_the_engines_span_with_their_tiers_below
     sent = b"".join(collector.bodies)
     for content in (b"secret", *(key.hex().encode() for key in keys), b"correct-horse", node.payload(7)[:16]):
         assert content not in sent
+
+
+def test_what_one_store_of_pages_takes_from_several_requests_stands_in_the_trace_of_each(
+    node: Node, collector: Collector
+) -> None:
+    server = node.serve("--otel.endpoint", collector.url, "--otel.sample_ratio", "0")
+    memory = bytearray(4 * NBYTES)
+    with server.client() as client:
+        pages = client.register_pages([PageGroup(node.namespace, [Region(memory, 0, NBYTES, NBYTES, 4)], 1)])
+        other = f"00-{TRACE[::-1]}-{SPAN}-01"
+        entries = [
+            PageEntry(0, [node.key(at)], [at], traceparent=trace) for at, trace in enumerate((ENGINES, other, "", ""))
+        ]
+        assert pages.store(entries[:3]).statuses == [[Status.STORED]] * 3
+        assert pages.store(entries[3:], traceparent=ENGINES).statuses == [[Status.STORED]]
+    stores = collector.named("lmcache.store", 3)
+    assert sorted(span.trace_id.hex() for span in stores) == sorted([TRACE, TRACE, TRACE[::-1]])
 
 
 def test_a_client_that_is_asked_to_takes_the_current_context_along(node: Node, collector: Collector) -> None:

@@ -211,3 +211,13 @@ def test_a_request_with_trace_headers_is_looked_up_within_its_trace(side: Schedu
     assert client.options["traceparent"] == trace
     side.match(Request("plain", 4 * BLOCK), 0)
     assert client.options["traceparent"] == ""
+
+
+def test_what_a_request_makes_is_saved_within_its_trace(side: SchedulerSide) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    requests = [Request("traced", 2 * BLOCK, trace_headers={"traceparent": trace}), Request("plain", 2 * BLOCK)]
+    for request in requests:
+        side.match(request, 0)
+    tables = {"traced": [1, 2], "plain": [3, 4]}
+    saves = side.step(output(dict.fromkeys(tables, (0, 2 * BLOCK)), tables)).saves
+    assert {tuple(each.block_ids): each.traceparent for each in saves} == {(1, 2): trace, (3, 4): ""}

@@ -459,7 +459,7 @@ def test_groups_that_cannot_be_are_refused_in_words(ways: Ways) -> None:
         ways.pages("plain", [])
 
 
-@pytest.mark.parametrize("entry", [(0,), (0, [], [], 0, None, 1), 5, None])
+@pytest.mark.parametrize("entry", [(0,), (0, [], [], 0, None, "", 1), 5, None])
 def test_an_entry_that_is_none_is_refused_in_words(ways: Ways, entry: Any) -> None:
     pages = ways.pages("plain", [PageGroup(space_of(512), [Region(bytearray(4096), **GOOD)], 1)])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="entry 0 is "):

@@ -147,8 +147,8 @@ class SchedulerSide:
             bounds = Bounds(computed, self._limit(request), request.num_tokens)
             if bounds.limit <= computed:
                 return Found(computed, computed, request.num_tokens, self._clock())
-            trace = (getattr(request, "trace_headers", None) or {}).get("traceparent", "")
-            question = Question(self._groups, self._namespaces, self._hashing(), request.block_hashes, bounds, trace)
+            hashing, trace = self._hashing(), _trace_of(request)
+            question = Question(self._groups, self._namespaces, hashing, request.block_hashes, bounds, trace)
             tracked.question = question
             had = question.by_index(self._client, self._clock())
             if had.boundary == bounds.limit or self._patience.over:
@@ -270,7 +270,8 @@ class SchedulerSide:
             ids = list(table[group.number][first:end])
             there = [at for at, block in enumerate(ids) if block]  # what has left the window is block 0
             if there:
-                made.append(Blocks(group.number, [hashes[at] for at in there], [ids[at] for at in there]))
+                chosen = [hashes[at] for at in there], [ids[at] for at in there]
+                made.append(Blocks(group.number, *chosen, traceparent=_trace_of(request)))
                 self._report(request, group, [first + at for at in there])
         return made
 
@@ -295,7 +296,8 @@ class SchedulerSide:
                 block = boundary // group.block_tokens - 1
                 hashes = tracked.request.block_hashes
                 if block < group.hashed_blocks(hashes) and self._wanted(tracked.request, boundary):
-                    made.append(Blocks(number, group.block_hashes(hashes, block, block + 1), [block_id]))
+                    trace, last = _trace_of(tracked.request), group.block_hashes(hashes, block, block + 1)
+                    made.append(Blocks(number, last, [block_id], traceparent=trace))
                     self._report(tracked.request, group, [block])
         return made
 
@@ -388,6 +390,13 @@ class SchedulerSide:
     def requests(self) -> int:
         """How many it knows of."""
         return len(self._requests)
+
+
+def _trace_of(request: Request) -> str:
+    """The trace that a request belongs to, as text of W3C Trace Context; empty: none. vLLM keeps the headers where it
+    exports traces itself."""
+    headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
+    return headers.get("traceparent", "")
 
 
 def _computed_after(output: Any) -> dict[str, int]:

@@ -11,12 +11,14 @@ from lmcache_core_vllm.namespaces import Hashing
 @dataclass
 class Blocks:
     """Blocks of one group: their hashes, and their ids in the engine. `promises`: of what is to be loaded, that which
-    keeps it in the pool, for each shard; empty where nothing does."""
+    keeps it in the pool, for each shard; empty where nothing does. `traceparent`: the trace of the request that they
+    are saved for."""
 
     group: int
     hashes: list[bytes]
     block_ids: list[int]
     promises: list[Promise] = field(default_factory=list)
+    traceparent: str = ""
 
 
 @dataclass

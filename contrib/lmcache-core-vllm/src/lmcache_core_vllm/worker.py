@@ -15,6 +15,7 @@ from typing import Any
 from lmcache_core.client.client import Client
 from lmcache_core.client.copying import threads_to_copy
 from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
+from lmcache_core.client.pages import PageEntry
 from lmcache_core.client.regions import PageGroup
 from lmcache_core.client.results import Status
 from lmcache_core.cpu_share import CpuShare
@@ -296,9 +297,14 @@ class WorkerSide:
 
     # --- both -------------------------------------------------------------------------------------------------
 
-    def _entries(self, chosen: Sequence[Blocks], hashing: Hashing) -> list[tuple[int, list[bytes], list[int]]]:
+    def _entries(self, chosen: Sequence[Blocks], hashing: Hashing) -> list[PageEntry]:
         return [
-            (blocks.group, hashing.keys(blocks.hashes, self._namespaces[blocks.group]), blocks.block_ids)
+            PageEntry(
+                blocks.group,
+                hashing.keys(blocks.hashes, self._namespaces[blocks.group]),
+                blocks.block_ids,
+                traceparent=blocks.traceparent,
+            )
             for blocks in chosen
         ]
 

@@ -67,10 +67,11 @@ class PagesResult:
 
 
 class GroupKeys(NamedTuple):
-    """Keys of one group."""
+    """Keys of one group. `traceparent`: the trace that their store belongs to."""
 
     namespace: Namespace
     keys: list[bytes]
+    traceparent: str = ""
 
 
 class Ground(NamedTuple):
@@ -461,7 +462,7 @@ class RetrieveJob(PagesJob):
         ground = self._ground
         parts: list[tuple[Any, ...]] = []
         rest: list[tuple[int, Sequence[int]]] = []
-        for number, (namespace, keys) in enumerate(self._entries):
+        for number, (namespace, keys, _) in enumerate(self._entries):
             found = ground.hits.find(keys, namespace, False, mark=True) if ground.has_index else None
             link = ground.links.look()
             layout = None if link is None else link.layout_of(namespace)
@@ -744,12 +745,11 @@ class StoreJob(PagesJob):
         batch: Any,
         entries: Sequence[GroupKeys],
         deadline_s: float | None,
-        traceparent: str = "",
     ) -> None:
         super().__init__(ground, batch, entries, deadline_s)
         self._frames: list[Frame] = []
         try:
-            self._ask(traceparent)
+            self._ask()
             self._hear(deadline_s)
             self._copy()
         except BaseException:
@@ -758,7 +758,7 @@ class StoreJob(PagesJob):
                 frame.lease.leave()
             raise
 
-    def _ask(self, traceparent: str) -> None:
+    def _ask(self) -> None:
         ground = self._ground
         for number, entry in enumerate(self._entries):
 
@@ -769,7 +769,7 @@ class StoreJob(PagesJob):
 
             def lease(entry: GroupKeys = entry) -> Lease:
                 made = WriteLease(ground.links, entry.namespace)
-                made.traceparent = traceparent
+                made.traceparent = entry.traceparent
                 return made
 
             positions = range(len(entry.keys))

@@ -25,7 +25,8 @@ class PageEntry(NamedTuple):
     `page_ids`: a buffer of int64 (numpy, array("q"), a torch tensor on the CPU) or a list, `pages_per_object` ids for
     each key in order. `skip_pages`: so many pages at the front of the first object are not written to. `valid_pages`:
     how many pages there are in all, if the last objects are not full; `page_ids` then has so many ids, or one for each
-    page of the keys, of which those behind it are not looked at.
+    page of the keys, of which those behind it are not looked at. `traceparent`: the trace that a store of these belongs
+    to, where that is not the whole call's.
     """
 
     group: int
@@ -33,6 +34,7 @@ class PageEntry(NamedTuple):
     page_ids: Any
     skip_pages: int = 0
     valid_pages: int | None = None
+    traceparent: str = ""
 
 
 class Pages:
@@ -74,9 +76,8 @@ class Pages:
         `traceparent`: the trace that this belongs to; see `Client.connect`. Raises `UsageError` before anything is
         touched.
         """
-        trace = check_traceparent(traceparent)
-        given, batch = self._batch(entries, writes=False)
-        return StoreJob(self._ground, batch, given, deadline_s, trace)
+        given, batch = self._batch(entries, writes=False, traceparent=check_traceparent(traceparent))
+        return StoreJob(self._ground, batch, given, deadline_s)
 
     def store(
         self,
@@ -143,7 +144,9 @@ class Pages:
         level = self._verify if verify is None else verify_level(verify)
         return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits)
 
-    def _batch(self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool) -> tuple[list[GroupKeys], Any]:
+    def _batch(
+        self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool, traceparent: str = ""
+    ) -> tuple[list[GroupKeys], Any]:
         """The entries, checked, and what the engine made of their pages."""
         given: list[GroupKeys] = []
         words = []
@@ -156,7 +159,7 @@ class Pages:
                 raise UsageError(f"entry {number}: skip_pages is {entry.skip_pages}: a store reads all valid pages")
             valid = all_pages if entry.valid_pages is None else entry.valid_pages
             words.append((entry.group, len(keys), _ids_of(number, entry.page_ids), entry.skip_pages, valid))
-            given.append(GroupKeys(group.namespace, keys))
+            given.append(GroupKeys(group.namespace, keys, check_traceparent(entry.traceparent) or traceparent))
         try:
             return given, self._ground.engine.PageBatch(self._tables, tuple(words), writes)
         except (ValueError, OverflowError, TypeError) as error:
