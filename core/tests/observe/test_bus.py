@@ -12,7 +12,15 @@ import pytest
 from lmcache_core.limits import EVENT_BUS_OBJECTS_MAX
 from lmcache_core.observe import bus as bus_module
 from lmcache_core.observe.bus import EventBus
-from lmcache_core.observe.events import CacheEvent, DrainBegun, ObjectsEvicted, ServerFault, of_objects, one
+from lmcache_core.observe.events import (
+    CacheEvent,
+    DrainBegun,
+    ObjectsEvicted,
+    PoolAdopted,
+    ServerFault,
+    of_objects,
+    one,
+)
 from lmcache_core.observe.subscriber import EventSubscriber
 
 WAIT_S = 60.0
@@ -102,11 +110,11 @@ def test_objects_that_wait_are_bounded_too(make: Callable[..., EventBus]) -> Non
     emit(bus, 0)
     assert heard.inside.wait(WAIT_S)
     for _ in range(3):
-        bus.emit(one, DrainBegun, drain_s=1.0, objects=EVENT_BUS_OBJECTS_MAX)
+        bus.emit(one, DrainBegun, drain_s=1.0, keeps=EVENT_BUS_OBJECTS_MAX)
     assert bus.dropped == 2  # one alone is taken, however many it is about
     heard.gate.set()
     until(lambda: not bus.status()["queue"])
-    bus.emit(one, DrainBegun, drain_s=2.0, objects=EVENT_BUS_OBJECTS_MAX)
+    bus.emit(one, DrainBegun, drain_s=2.0, keeps=EVENT_BUS_OBJECTS_MAX)
     bus.close()
     assert bus.dropped == 2
     assert heard.numbers == [0, 1, 2]
@@ -157,6 +165,18 @@ def test_closing_does_not_wait_for_one_that_hangs(
     assert hangs.inside.wait(WAIT_S)
     bus.close()  # comes back
     assert "hangs did not come back" in caplog.text
+
+
+def test_an_event_is_told_with_its_fields_whatever_they_are_called(make: Callable[..., EventBus]) -> None:
+    """Adopted pools were not told of: their event has a field that the bus took for its own."""
+    kinds = sorted(CacheEvent.__subclasses__(), key=lambda kind: kind.__name__)
+    assert PoolAdopted in kinds
+    heard = Heard()
+    bus = make(heard=heard)
+    for kind in kinds:
+        bus.emit(one, kind, **{name: None for name in kind.__struct_fields__ if name != "at_s"})
+    bus.close()
+    assert [type(event) for event in heard.events] == kinds
 
 
 def test_an_event_that_cannot_be_made_costs_that_event_alone(make: Callable[..., EventBus]) -> None:

@@ -269,7 +269,7 @@ def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
     bus = EventBus({"one": Hears()}, 2)
     with bus._lock:  # its thread stands at the first batch
         for _ in range(200):
-            bus.emit(of_objects, ObjectsAdmitted, [One()], objects=1)
+            bus.emit(of_objects, ObjectsAdmitted, [One()], keeps=1)
     end = time.monotonic() + 60
     while bus.status()["queue"] or not heard:
         assert time.monotonic() < end

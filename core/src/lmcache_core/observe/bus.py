@@ -71,18 +71,19 @@ class EventBus:
 
     # --- the loop's side ------------------------------------------------------------------------------------
 
-    def emit(self, make: Maker, *arguments: Any, objects: int = 0, **more: Any) -> None:
+    def emit(self, make: Maker, *arguments: Any, keeps: int = 0, **more: Any) -> None:
         """Leave what happened: `make(at_s, *arguments, **more)` gives its events. Never waits, and builds nothing. What
-        is given is not changed any more. `objects`: how many it keeps in memory until it is told."""
+        is given is not changed any more. `keeps`: how many objects it keeps in memory until it is told; no event has a
+        field of that name."""
         waiting = self._objects_in - self._objects_out
-        if len(self._queue) >= self.queue_size or (waiting and waiting + objects > EVENT_BUS_OBJECTS_MAX):
+        if len(self._queue) >= self.queue_size or (waiting and waiting + keeps > EVENT_BUS_OBJECTS_MAX):
             self.dropped += 1
             self._untold += 1
             return
         if self._untold:
             self._tell_missed()
-        self._queue.append(_Happened(self._now(), make, arguments, more, objects))
-        self._objects_in += objects
+        self._queue.append(_Happened(self._now(), make, arguments, more, keeps))
+        self._objects_in += keeps
         self.emitted += 1
         if not self._awake:
             self._awake = True

@@ -172,7 +172,7 @@ class Recording:
             0 if layout is None else layout.nbytes,
             request,
             reply,
-            objects=len(getattr(request, "keys", b"")) // KEY_BYTES,
+            keeps=len(getattr(request, "keys", b"")) // KEY_BYTES,
         )
 
 

@@ -55,12 +55,12 @@ class EventTaps:
         match effect:
             case Committed():
                 kind = ObjectsLoaded if effect.loaded else ObjectsAdmitted
-                emit(of_objects, kind, effect.objects, objects=len(effect.objects))
+                emit(of_objects, kind, effect.objects, keeps=len(effect.objects))
             case Evicted():
-                emit(of_objects, ObjectsEvicted, effect.objects, objects=len(effect.objects), policy=self._policy)
+                emit(of_objects, ObjectsEvicted, effect.objects, keeps=len(effect.objects), policy=self._policy)
             case Removed():
                 reason = effect.reason.name.lower()
-                emit(of_objects, ObjectsRemoved, effect.objects, objects=len(effect.objects), reason=reason)
+                emit(of_objects, ObjectsRemoved, effect.objects, keeps=len(effect.objects), reason=reason)
             case LeaseExpired():
                 kind_of_lease = effect.kind.name.lower()
                 emit(one, LeaseTimedOut, session=effect.session_id, lease=effect.lease_id, kind=kind_of_lease)
@@ -69,17 +69,17 @@ class EventTaps:
                 emit(one, SlotsQuarantined, slots=len(effect.offsets), row=row)
 
     def stored(self, tier: str, objects: Sequence[CommittedObject]) -> None:
-        self.bus.emit(of_objects, ObjectsTiered, objects, objects=len(objects), tier=tier)
+        self.bus.emit(of_objects, ObjectsTiered, objects, keeps=len(objects), tier=tier)
 
     def removed(self, tier: str, namespace: int, keys: Sequence[bytes]) -> None:
-        self.bus.emit(one, ObjectsUntiered, objects=len(keys), namespace=namespace, keys=list(keys), tier=tier)
+        self.bus.emit(one, ObjectsUntiered, keeps=len(keys), namespace=namespace, keys=list(keys), tier=tier)
 
     def blocks(self, request: m.ReportBlocks, keys: Sequence[bytes], media: bytes) -> None:
         """An engine has said which of its blocks these keys hold."""
         self.bus.emit(
             one,
             BlocksReported,
-            objects=len(keys) + len(request.hashes),
+            keeps=len(keys) + len(request.hashes),
             namespace=request.namespace,
             keys=list(keys),
             hashes=request.hashes,
