@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_bench.engine.pairs import OUTSIDE, Interval, abba, interval, ratios
+from lmcache_bench.pairs import OUTSIDE, Interval, abba, interval, ratios
 
 RATIOS = st.lists(st.floats(0.5, 2.0), min_size=1, max_size=40)
 

@@ -45,7 +45,7 @@ def test_the_page_asks_nobody_for_anything_and_shows_what_would_not_run(tmp_path
     assert "no &lt;disk&gt;" in page
     assert "<tr class=missed>" in page
     told = (tmp_path / "report.md").read_text()
-    assert "![rpc: ours beside its floor](rpc.svg)" in told
+    assert "![rpc: ours beside its floor or peer](rpc.svg)" in told
     assert "- l2: no <disk>" in told
     assert len(json.loads((tmp_path / "figures.json").read_text())["figures"]) == 2
 

@@ -16,13 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from lmcache_bench.peer import PEERS, tell
+from lmcache_bench.peer.environment import lmcache_python
 from lmcache_core.cli.bench.harness import BenchResult
 from lmcache_core.errors import UsageError
 
 if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
-NOT_BY_DEFAULT = ("all", "engine")  # the second needs vLLM or transformers, and more time than all others together
+# An engine needs vLLM or transformers, and more time than all others together; a peer is installed first.
+NOT_BY_DEFAULT = ("all", "engine", "peer")
 TIMEOUT_S = 1800.0  # for one bench
 
 
@@ -52,7 +55,12 @@ def add_options(parser: ArgumentParser) -> None:
         "--benches",
         nargs="+",
         metavar="NAME",
-        help="these, also of other packages (default: all of this one but engine)",
+        help="these, also of other packages (default: all of this one but engine and peer)",
+    )
+    parser.add_argument(
+        "--peer",
+        choices=PEERS,
+        help="run bench peer, too: store, lookup and retrieve beside it, in an environment of its own",
     )
 
 
@@ -66,6 +74,9 @@ def run(options: Namespace, bench: Bench) -> None:
     from lmcache_bench.report import write_report
 
     names = options.benches or [name for name in BENCHES if name not in NOT_BY_DEFAULT]
+    if options.peer:
+        lmcache_python(tell)  # if it cannot be had, that is said before hours have gone into the others
+        names = [*names, *({"peer"} - {*names})]
     options.report.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
     failed: dict[str, str] = {}

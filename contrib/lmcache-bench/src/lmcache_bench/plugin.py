@@ -22,6 +22,7 @@ BENCHES: dict[str, str] = {
     "lookup": "512 hits in one call, against a dict, up to 16 million entries",
     "restart": "a million objects adopted from a dead server's pool, to the first hit",
     "engine": "time to first token of vLLM or transformers, and what traffic without reuse loses",
+    "peer": "store, lookup and retrieve beside LMCache's own server, in turns",
     "observe": "what it costs others that a server tells all that it does, against one that tells nothing",
     "hooks": "a hook call against a direct method",
 }

@@ -92,7 +92,7 @@ def _markdown(
     for name, group in groups.items():
         lines += [f"## {name}", ""]
         if pictures[name]:
-            lines += [f"![{name}: ours beside its floor]({name}.svg)", ""]
+            lines += [f"![{name}: ours beside its floor or peer]({name}.svg)", ""]
         lines += [f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}"]
         lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(figure))} |" for figure in group]
         lines.append("")
@@ -140,9 +140,9 @@ def picture(bench: str, figures: Sequence[Figure]) -> str:
     height = TOP + ROW * len(drawn) + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" font-size="12" '
-        f'font-family="system-ui, sans-serif" fill="{FLOOR}"><title>{escape(bench)}: ours ÷ floor</title>',
+        f'font-family="system-ui, sans-serif" fill="{FLOOR}"><title>{escape(bench)}: ours ÷ floor or peer</title>',
         f'<line x1="{at(1):.1f}" x2="{at(1):.1f}" y1="{TOP - 6}" y2="{height}" stroke="{FLOOR}"/>',
-        f'<text x="{at(1):.1f}" y="14" text-anchor="middle">the floor</text>',
+        f'<text x="{at(1):.1f}" y="14" text-anchor="middle">floor or peer</text>',
     ]
     for row, figure in enumerate(drawn):
         y, ratio = TOP + ROW * row + ROW / 2, figure.ratio or 1.0

@@ -44,7 +44,7 @@ ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
 BENCHES_ELSEWHERE = dict.fromkeys(
     [
         *("rpc", "copy", "pages", "prompt", "alloc", "clear", "l2", "policy"),
-        *("serde", "hash", "lookup", "restart", "engine", "observe", "hooks", "all"),
+        *("serde", "hash", "lookup", "restart", "engine", "peer", "observe", "hooks", "all"),
     ],
     "lmcache-bench",
 )

@@ -4,7 +4,8 @@
 that keeps the same blocks in a dict of the engine's own process; loads into the engine's memory beside the best bare
 copy of the same blocks; and traffic without any reuse, with our connector and without, in pairs in ABBA order in one
 engine that has the connector switched at run time. `--engine transformers`: time to first token cold, from the pool,
-from a disk, and from a dict of the same tensors. `--quick` leaves the tier on a disk out.
+from a disk, and from a dict of the same tensors. `--quick` leaves the tier on a disk out. `--peer lmcache` adds an
+engine with LMCache's own connector and server, in an environment of its own, in turns with one that has ours.
 
 What is compared by pairs stands beside pairs of the same with itself: where those are not within 1.02 the machine is
 too busy to tell, and the target is "too noisy", never met.
@@ -16,6 +17,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from lmcache_bench.engine.models import SHAPES
+from lmcache_bench.peer import PEERS
 from lmcache_bench.workers import ending_cleanly
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ PARTS = {
     "load": "vLLM: loads into the engine's memory, beside bare copies",
     "loss": "vLLM: prompts without reuse",
     "tier": "vLLM: prompts without reuse, with a tier on a disk",
+    "peer": "vLLM: time to first token beside LMCache's connector and server, with --peer",
 }
 
 
@@ -34,6 +37,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm", help="default: %(default)s")
     parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     parser.add_argument("--parts", nargs="+", choices=PARTS, help=f"only these ({parts})")
+    parser.add_argument("--peer", choices=PEERS, help="vLLM: beside this one's connector and server, too")
     parser.add_argument("--model", choices=SHAPES, help="parameters of the model (default: as fits the part)")
     parser.add_argument("--tokens", type=int, help="tokens of a prompt (default: as fits the part)")
     parser.add_argument("--pairs", type=int, help="pairs of runs (default: 20 warm ones, 80 without reuse)")

@@ -15,9 +15,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_bench.engine.models import SHAPES, VOCABULARY, make
-from lmcache_bench.engine.pairs import interval, ratios
 from lmcache_bench.engine.verdicts import doubt, record_noise
 from lmcache_bench.engine.vllm_bench import MIB, TierServer, is_written
+from lmcache_bench.pairs import interval, ratios
 from lmcache_core.errors import PoolError, UsageError
 
 if TYPE_CHECKING:

