@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lmcache_core.clock import Clock
 from lmcache_core.tiers.l1 import TierReason
-from lmcache_core.tiers.tier.losses import Losses
+from lmcache_core.tiers.tier.trouble import Losses
 
 
 def test_the_last_loss_of_a_key_is_found_with_its_time_and_words() -> None:

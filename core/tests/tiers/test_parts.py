@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from lmcache_core.errors import SettingsError, TierError
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.jobs import TierLookup, Wanted
-from lmcache_core.tiers.flow.selection import select
+from lmcache_core.tiers.flow.jobs import TierLookup, Wanted, select
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.retry import ask_batch, call_batch
 from lmcache_core.tiers.tier.breaker import Breaker, BreakerState

@@ -10,7 +10,7 @@ import pytest
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
-from lmcache_core.tiers.tier.sizes import Sizes
+from lmcache_core.tiers.tier.accounting import Sizes
 
 PLAIN_BYTES = 5000  # of the doubles' layout
 SMALL_BYTES = 400

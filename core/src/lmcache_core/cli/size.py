@@ -11,7 +11,7 @@ from typing import Any
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import UsageError
 from lmcache_core.observe.readable import duration, size
-from lmcache_core.tiers.format import HEADER_BYTES
+from lmcache_core.tiers.object.format import HEADER_BYTES
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 

@@ -22,7 +22,7 @@ from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
 from lmcache_core.tiers.flow.whereabouts import TierAnswer, Whereabouts
-from lmcache_core.tiers.tier.losses import TierLoss
+from lmcache_core.tiers.tier.trouble import TierLoss
 
 _WORDS_MAX = 16  # distinct words of all tiers in one reply, which is one frame
 _NAMES_MAX = 16

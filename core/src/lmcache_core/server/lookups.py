@@ -26,9 +26,8 @@ from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
 from lmcache_core.server.traffic import missed
-from lmcache_core.tiers.flow.jobs import Job, Wanted
+from lmcache_core.tiers.flow.jobs import Job, Wanted, window_end
 from lmcache_core.tiers.flow.jobs import TierLookup as TierLookup
-from lmcache_core.tiers.flow.selection import window_end
 
 if TYPE_CHECKING:
     from lmcache_core.server.tracing import Span

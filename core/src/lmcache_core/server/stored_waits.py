@@ -13,7 +13,7 @@ from lmcache_core.server.explains import Explains
 from lmcache_core.server.l1 import L1
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
-from lmcache_core.tiers.flow.stored import StoredWatch
+from lmcache_core.tiers.flow.whereabouts import StoredWatch
 
 
 @dataclass(eq=False)

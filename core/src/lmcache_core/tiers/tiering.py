@@ -33,8 +33,7 @@ from lmcache_core.policies.contracts import PrefetchPolicy, StorePolicy
 from lmcache_core.tiers.flow.jobs import Job, TierLookup
 from lmcache_core.tiers.flow.lookup import LookupController
 from lmcache_core.tiers.flow.store import StoreController
-from lmcache_core.tiers.flow.stored import StoredWatch
-from lmcache_core.tiers.flow.whereabouts import Whereabouts
+from lmcache_core.tiers.flow.whereabouts import StoredWatch, Whereabouts
 from lmcache_core.tiers.l1 import CommittedObject, L1Port
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys

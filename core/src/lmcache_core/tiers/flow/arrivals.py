@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, Named
 
 PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
+_SHARDS = 64  # a large dictionary that grows stalls the loop: some hundred thousand objects may wait for a tier
 NAMESPACE = attrgetter("namespace")
 
 
@@ -59,6 +60,29 @@ class Dirty:
         self.reached = False  # some tier has it, or a clear made an end of it
         self.shielded = False
         self.nbytes_on_tier = 0  # as the last lane that encoded it in vain has found; 0: none has
+
+
+class Going:
+    """Which objects are planned for one tier, and neither stored there nor lost for it yet. A key may be on its way
+    more than once: committed again while its former incarnation waits."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+
+    def add(self, tier_key: bytes) -> None:
+        shard = self._shards[tier_key[0] % _SHARDS]
+        shard[tier_key] = shard.get(tier_key, 0) + 1
+
+    def end(self, tier_keys: Iterable[bytes]) -> None:
+        """Each is on its way once less."""
+        for tier_key in tier_keys:
+            shard = self._shards[tier_key[0] % _SHARDS]
+            left = shard.pop(tier_key, 0) - 1
+            if left > 0:
+                shard[tier_key] = left
+
+    def __contains__(self, tier_key: bytes) -> bool:
+        return tier_key in self._shards[tier_key[0] % _SHARDS]
 
 
 class Shields:

@@ -13,9 +13,8 @@ from lmcache_core.clock import Clock
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
-from lmcache_core.tiers.flow.jobs import Job, JobStatus, TierLookup, Wanted
+from lmcache_core.tiers.flow.jobs import Job, JobStatus, TierLookup, Wanted, select
 from lmcache_core.tiers.flow.loads import LoadTable
-from lmcache_core.tiers.flow.selection import select
 from lmcache_core.tiers.l1 import L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_key

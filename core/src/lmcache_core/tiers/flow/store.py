@@ -19,8 +19,7 @@ from lmcache_core.limits import DIRTY_OBJECTS_MAX, TIER_BATCH_BYTES_MAX
 from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Shields
-from lmcache_core.tiers.flow.going import Going
+from lmcache_core.tiers.flow.arrivals import NAMESPACE, PLAN_KEYS, Arrival, Arrivals, Dirty, Going, Shields
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys

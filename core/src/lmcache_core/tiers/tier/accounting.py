@@ -23,6 +23,7 @@ from lmcache_core.tiers.tier.order import Watch
 InDoubt = Callable[[Mapping[bytes, int]], None]
 """Told of keys, and their bytes, that a scan has found and that may have left since."""
 _SHARDS = 1 << 10  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
+_DECAY = 8  # how many smaller objects it takes until about as much less is expected
 
 
 class TierEntry:
@@ -447,3 +448,20 @@ class Accounting:
             lost = [entry for entry in shard if entry.seen != self._rescan and not entry.holds]
             self.remove([entry.tier_key for entry in lost])
             yield len(lost)
+
+
+class Sizes:
+    """How large objects turn out to be, which is known once they are encoded: of each layout the most of late. Too much
+    is held back from others until an object is encoded; too little, and it has to be encoded again."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}  # fingerprint → bytes
+
+    def learn(self, fingerprint: int, nbytes: int) -> None:
+        """An object of this layout takes so many bytes."""
+        seen = self._seen.get(fingerprint, nbytes)
+        self._seen[fingerprint] = max(nbytes, seen - (seen - nbytes) // _DECAY)
+
+    def expected(self, fingerprint: int) -> int | None:
+        """Bytes; None where nothing is known yet."""
+        return self._seen.get(fingerprint)

@@ -14,8 +14,8 @@ from lmcache_core.tiers.retry import call_batch
 from lmcache_core.tiers.tier.accounting import Accounting, TierEntry
 from lmcache_core.tiers.tier.doubts import Doubts
 from lmcache_core.tiers.tier.lanes import DELETE, Call, CallState, Lane
-from lmcache_core.tiers.tier.losses import Losses
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
+from lmcache_core.tiers.tier.trouble import Losses
 
 _TENANT_BATCHES_OUT = 4  # of deletes, while what is beyond limits leaves
 _SHARDS_A_STEP = 16  # some hundred entries of a million

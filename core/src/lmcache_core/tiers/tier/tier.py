@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from lmcache_core.clock import Clock
 from lmcache_core.cpu_share import CpuShare
 from lmcache_core.errors import SettingsError
 from lmcache_core.kernel.guard import GuardedPolicy
+from lmcache_core.kernel.tenants import TenantUsage
 from lmcache_core.limits import (
     ERROR_EXCERPT_CHARS_MAX,
     TIER_BATCH_KEYS_MAX,
@@ -31,29 +32,26 @@ from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Outcome, Reco
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import HEADER_BYTES, TIER_KEY_BYTES, ObjectKind, object_kind, split_tier_key
-from lmcache_core.tiers.object.transfer import Carrier, Loaded, Transfer
+from lmcache_core.tiers.object.transfer import Carrier, Loaded, NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.retry import ask_batch
-from lmcache_core.tiers.tier.accounting import Accounting
-from lmcache_core.tiers.tier.books import Books
+from lmcache_core.tiers.tier.accounting import Accounting, Sizes
 from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
 from lmcache_core.tiers.tier.config import TierConfig
 from lmcache_core.tiers.tier.doubts import Doubts
 from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.tier.latency import Latency
-from lmcache_core.tiers.tier.losses import Losses
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder, Watch
 from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_core.tiers.tier.rebuild import Rebuild
 from lmcache_core.tiers.tier.reclaim import Reclaim
-from lmcache_core.tiers.tier.sizes import Sizes
-from lmcache_core.tiers.tier.status import tier_status
-from lmcache_core.tiers.tier.trouble import Trouble
+from lmcache_core.tiers.tier.trouble import Losses, Trouble
 
 __all__ = ["Tier", "TierConfig", "adapter_context"]
 
 log = logging.getLogger(__name__)
 
+TENANTS_SHOWN_MAX = 50  # of one tier: `status` is one frame, and `quota` tells all
 _LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing about the tier's health
 _PROBE_KEY = bytes(8)  # shorter than any tier key: it is never there
 
@@ -153,7 +151,6 @@ class Tier:
             self.batch_keys_max,
             self._stop,
         )
-        self._books = Books(self.counts, self.accounting, self.losses, self.reclaim, self.doubts, self._trouble)
         # Objects of former epochs may have come to light: a clear just before a restart.
         self.rebuild = Rebuild(
             self.adapter,
@@ -303,7 +300,7 @@ class Tier:
             ]
             if not self._returned_late(call, self.reads):
                 self._judge(self.reads, "load", results)
-            self._books.loaded(keys, results, changed)
+            self._note_loaded(keys, results, changed)
             on_end(results)
 
         def late(call: Call) -> None:
@@ -312,8 +309,9 @@ class Tier:
             # Not "is LATE": it may have come back since its deadline was noticed, and its end follows all the same.
             on_late(call.state is not CallState.EXPIRED)
 
-        call = Call(lambda: self._carrier.load(batch, deadline), deadline, priority, ended, late)
-        return self._submit_ordered(self._loads, call, keys, KeyAccess.LOAD, changed) or call
+        call = Call(partial(self._carrier.load, batch, deadline), deadline, priority, ended, late)
+        call.allowed_s = deadline - self._clock.now
+        return call if self.order.submit(self._loads, call, keys, KeyAccess.LOAD, changed) else self._throttled()
 
     def store(
         self, batch: Sequence[Transfer], reserved: Sequence[int], on_end: Callable[[Sequence[Outcome]], None]
@@ -358,7 +356,7 @@ class Tier:
             ]
             if not self._returned_late(call, self.writes):
                 self._judge(self.writes, "store", outcomes)
-            self._books.stored(keys, outcomes)
+            self._note_stored(keys, outcomes)
             on_end(outcomes)
 
         def late(call: Call) -> None:
@@ -368,10 +366,11 @@ class Tier:
                 on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
 
         call = Call(work, deadline, WRITE_BACK, ended, late)
-        refused = self._submit_ordered(self._stores, call, keys, KeyAccess.STORE)
-        if refused is None:
-            hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
-        return refused
+        call.allowed_s = deadline - self._clock.now
+        if not self.order.submit(self._stores, call, keys, KeyAccess.STORE):
+            return self._throttled()
+        hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
+        return None
 
     def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """Delete tier keys, and take them for not there from now on: those of which it was not so."""
@@ -457,8 +456,44 @@ class Tier:
         return all(idle)
 
     def status(self) -> dict[str, Any]:
-        """For `status`."""
-        return tier_status(self)
+        """For `status`: plain values, cheap to make."""
+        counts = self.accounting
+        return {
+            "name": self.name,
+            "draining": self.draining,
+            "wrap": self.wrap,
+            "reads": {"breaker": str(self.reads.state), "opened": self.reads.opened},
+            "writes": {"breaker": str(self.writes.state), "opened": self.writes.opened},
+            "last_error": self.last_error,
+            "last_error_age_s": self.last_error_age_s,
+            "bytes_used": counts.bytes_used,
+            "bytes_reserved": counts.bytes_reserved,
+            "bytes_leaving": counts.bytes_leaving,
+            "objects": counts.objects,
+            "capacity_bytes": counts.capacity_bytes,
+            "tenants": [] if counts.tenancy is None else _tenants(counts.tenancy.usage()),
+            "scan": str(self.rebuild.state),
+            "leads": counts.leads,
+            "deletes": {
+                "done": self.reclaim.deleted,
+                "evicted": self.reclaim.evicted,
+                "failed": self.reclaim.failed,  # tries: an object that the medium does not let go of counts each time
+                "waiting": self.reclaim.waiting,
+                "by_others": self.rebuild.forgotten,
+                "last_error": self.reclaim.last_error,
+                "in_doubt": len(self.doubts),
+            },
+            "lanes": {
+                lane.name: {"queued": lane.queued, "running": lane.running, "hung": lane.hung} for lane in self.lanes
+            },
+            "counts": dict(self.counts),
+            "store_cpu": {
+                "used_s": self.store_cpu.used_s,
+                "share": None if math.isinf(self.store_cpu.share) else self.store_cpu.share,
+                "rests": self.store_cpu.rests,
+            },
+            "latencies": {what: latency.status() for what, latency in self.latencies.items()},
+        }
 
     def _probe(self) -> None:
         """Ask for a key that is never there: any answer means that the tier is back."""
@@ -494,18 +529,9 @@ class Tier:
 
     def _submit(self, lane: Lane, call: Call) -> TierReason | None:
         call.allowed_s = call.deadline - self._clock.now
-        if lane.submit(call):
-            return None
-        self.counts["throttled"] += 1
-        return TierReason.THROTTLED
+        return None if lane.submit(call) else self._throttled()
 
-    def _submit_ordered(
-        self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None = None
-    ) -> TierReason | None:
-        """As `_submit`, once nothing else changes these keys."""
-        call.allowed_s = call.deadline - self._clock.now
-        if self.order.submit(lane, call, keys, access, watch):
-            return None
+    def _throttled(self) -> TierReason:
         self.counts["throttled"] += 1
         return TierReason.THROTTLED
 
@@ -552,6 +578,64 @@ class Tier:
         self.counts[f"{what}_failed"] += 1
         self._trouble(what, error)
 
+    # --- the books: whole batches at once, for this runs on the loop, and a batch may have hundreds of objects --------
+    def _note_loaded(self, keys: Sequence[bytes], results: Sequence[Loaded], changed: Watch) -> None:
+        """A load has ended. What it found of a key that was `changed` meanwhile is of no object that is still there."""
+        there: list[tuple[bytes, int]] = []
+        gone: list[bytes] = []
+        damaged: list[bytes] = []
+        broken: list[bytes] = []
+        for key, result in zip(keys, results, strict=True):
+            if result.reason is None:
+                there.append((key, result.nbytes))
+                continue
+            self.counts[f"load_{result.reason}"] += 1
+            if changed.saw(key):
+                continue
+            self.losses.note([key], result.reason, result.error)
+            if result.reason is TierReason.GONE:
+                gone.append(key)
+            if result.reason is TierReason.DAMAGED:
+                self._trouble("load", result.error)
+                damaged.append(key)
+                if not result.mismatched:
+                    broken.append(key)
+        self.counts["loaded"] += len(there)
+        self.counts["loaded_bytes"] += sum(nbytes for _, nbytes in there)
+        found = [each for each in there if not changed.saw(each[0])]
+        self.accounting.add(found)  # also what another server stored
+        self.reclaim.delete_former([key for key, _ in found])
+        self.accounting.remove(gone)
+        self.accounting.damaged(damaged)
+        self.reclaim.set_aside(broken)
+
+    def _note_stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
+        """A store has ended."""
+        there: list[tuple[bytes, int]] = []
+        unknown: dict[bytes, int | None] = {}  # what failed may have been done all the same, as may an earlier try
+        full = False
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome.result is Result.DONE:
+                there.append((key, outcome.nbytes))
+                continue
+            if isinstance(outcome, NoRoom):
+                self.counts["store_encoded_again"] += 1
+                continue
+            self.counts[f"store_{outcome.result}"] += 1
+            unknown[key] = outcome.nbytes
+            full |= outcome.result is Result.FULL
+            if outcome.error:
+                self._trouble("store", outcome.error)
+        self.counts["store_done"] += len(there)
+        self.counts["stored_bytes"] += sum(nbytes for _, nbytes in there)
+        self.accounting.add(there)
+        self.doubts.add(unknown)
+        if full:
+            self.reclaim.medium_is_full()
+        # A clear may have come while they were stored.
+        self.reclaim.delete_former([key for key, _ in there])
+
+    # --- health -------------------------------------------------------------------------------------------
     def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
         """Tell the breaker how a batch went: one failure of the tier makes the call a failed one."""
         for result in results:
@@ -566,3 +650,8 @@ class Tier:
     def _went_well(self, breaker: Breaker, what: str) -> None:
         breaker.succeeded()
         self._troubles.well(what, self._clock.now)
+
+
+def _tenants(usage: list[TenantUsage]) -> list[dict[str, Any]]:
+    """Those that use most."""
+    return [asdict(each) for each in sorted(usage, key=lambda each: -each.used_bytes)[:TENANTS_SHOWN_MAX]]

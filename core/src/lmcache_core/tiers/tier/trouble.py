@@ -1,8 +1,13 @@
-"""What went wrong with a tier last. Pure: `now` comes in."""
+"""What went wrong with a tier: its last errors, and the objects that it lost. Bounded; on the loop's thread."""
 
 from __future__ import annotations
 
-from lmcache_core.limits import TIER_ERROR_KEPT_S
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from lmcache_core.clock import Clock
+from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, TIER_ERROR_KEPT_S, TIER_LOSSES_REMEMBERED
+from lmcache_core.tiers.l1 import TierReason
 
 
 class Trouble:
@@ -34,3 +39,40 @@ class Trouble:
     def age_s(self, now: float) -> float | None:
         """How long ago it was; None when the tier is well."""
         return now - next(reversed(self._errors.values()))[0] if self._errors else None
+
+
+class TierLoss(NamedTuple):
+    """How a tier lost an object, or never got it. One stands for all that went together."""
+
+    reason: TierReason
+    at_s: float  # monotonic
+    text: str  # the tier's own words, or who chose it; empty where the reason says all
+
+
+class Losses:
+    """What one tier was to have and does not have, by tier key: the last of it. The older half is forgotten at once
+    when the younger one is full: nothing here ever stalls."""
+
+    def __init__(self, clock: Clock, remembered_max: int = TIER_LOSSES_REMEMBERED) -> None:
+        self._clock = clock
+        self._half_max = max(1, remembered_max // 2)
+        self._young: dict[bytes, TierLoss] = {}
+        self._old: dict[bytes, TierLoss] = {}
+
+    def note(self, tier_keys: Iterable[bytes], reason: TierReason, text: str = "") -> None:
+        """These are not on the tier."""
+        loss = TierLoss(reason, self._clock.now, text[:ERROR_EXCERPT_CHARS_MAX])
+        young = self._young
+        for key in tier_keys:
+            young[key] = loss
+            if len(young) >= self._half_max:
+                self._old = young
+                young = self._young = {}
+
+    def find(self, tier_key: bytes) -> TierLoss | None:
+        """The last loss of this key, if it is remembered."""
+        return self._young.get(tier_key) or self._old.get(tier_key)
+
+    def __len__(self) -> int:
+        """Keys that are remembered."""
+        return len(self._young) + len(self._old)
