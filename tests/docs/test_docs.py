@@ -14,6 +14,7 @@ import pytest
 from lmcache_core.client.explaining import counted_reasons
 from lmcache_core.client.link_states import link_diagram
 from lmcache_core.kernel.states import diagram
+from lmcache_core.observe.events import EVENTS
 from lmcache_core.server.session_states import session_diagram
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,18 @@ def test_what_helps_against_a_miss_is_what_the_code_says() -> None:
     }
     assert {word: helps for word, helps in told.items() if word in said} == {
         word: helps for word, helps in said.items() if word != "behind_a_miss"
+    }
+
+
+def test_the_table_of_events_is_the_codes() -> None:
+    page = (ROOT / "docs/operating/events.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .*? \| (.*?) \|$", page, re.MULTILINE)
+    told = {name: set(re.findall(r"`(\w+)`", fields)) for name, fields in rows}
+    unseen = {"at_s", "token_ids"}  # every event has a time; tokens are for KV events alone
+    assert told == {
+        str(kind.__struct_config__.tag): set(kind.__struct_fields__) - unseen
+        for kind in EVENTS
+        if kind.__struct_config__.tag
     }
 
 
