@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from vllm_engines import Engine, Server, prompt, save_adapter, until
+from vllm_engines import Engine, Server, prompt, save_adapter, save_model, until
 
 BLOCK = 128
 
@@ -68,9 +69,13 @@ def sockets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., Server], sockets: Path) -> Server:
+    return serve(*telling(sockets), "--subscribers.kv_events.token_ids", "true")
+
+
+def telling(sockets: Path) -> list[str]:
+    """For a server to publish its blocks."""
     table = "--subscribers.kv_events."
-    endpoints = [f"{table}endpoint", f"ipc://{sockets}/s", f"{table}replay_endpoint", f"ipc://{sockets}/sr"]
-    return serve(*endpoints, f"{table}token_ids", "true")
+    return [f"{table}endpoint", f"ipc://{sockets}/s", f"{table}replay_endpoint", f"ipc://{sockets}/sr"]
 
 
 def own_events(sockets: Path, name: str) -> dict[str, Any]:
@@ -112,4 +117,63 @@ def test_what_is_stored_is_told_under_the_engines_own_hashes(
     assert {each.group for each in told} == {0}
     assert {(each.lora_id, each.lora_name) for each in told} == {(None, None), (1, "tuned")}
     assert token_ids == []  # the server would pass them on; the engine does not say them
+    engine.end()
+
+
+@pytest.mark.slow
+def test_blocks_of_several_groups_are_told_with_their_group_and_their_parent(
+    start: Callable[..., Engine], serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Of a sliding window vLLM keeps for itself what a hit at the end of the prompt needs, and tells of the first of
+    those blocks as if none came before it. Ours keeps every block, for hits at any boundary, and tells the true parent.
+    """
+    changes = {"sliding_window": 256, "query_pre_attn_scalar": 64, "num_hidden_layers": 6, "config": "Gemma3Text"}
+    model = save_model(tmp_path / "gemma3", "Gemma3", **changes)
+    server = serve(*telling(tmp_path))
+    engine = start(model, server.settings(), **own_events(tmp_path, "g"))
+    engine.generate(prompt(3, 900))
+    engine.saved()
+    own, told, _ = both(tmp_path, "g", 6 * 7)
+    full = max(each.group or 0 for each in own)
+    assert full == 5
+    assert {each for each in told if each.group == full} == {each for each in own if each.group == full}
+    prefix = {each._replace(group=0) for each in told if each.group == full}
+    assert len(prefix) == 7
+    for group in range(full):
+        assert {each._replace(group=0) for each in told if each.group == group} == prefix
+    assert {(each.group, each.block_hash) for each in own} < {(each.group, each.block_hash) for each in told}
+    with server.client() as client:
+        assert client.status()["l1"]["objects_by_state"]["ready"] == len(told)
+    engine.end()
+
+
+@pytest.mark.slow
+def test_after_a_restart_the_engine_reports_again_what_the_new_server_adopted(
+    start: Callable[..., Engine], llama: Path, serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A server knows nothing of the hashes that the one before it was told: its stream begins with what engines say of
+    blocks that they find there, once they are connected to it."""
+    server, tokens = serve(*telling(tmp_path)), prompt(4, 700)
+    engine = start(llama, server.settings(), **own_events(tmp_path, "r"))
+    engine.generate(tokens)
+    engine.saved()
+    own, told, _ = both(tmp_path, "r", 5)
+    assert told == own
+    server.signal(signal.SIGKILL)
+    server.end()
+    server.start()
+    with server.client() as client:
+        assert client.status()["l1"]["objects_by_state"]["ready"] == 5  # adopted
+    new = Router(f"ipc://{tmp_path}/sr")
+    new.hear()
+    assert new.stored == {}
+
+    def told_again() -> bool:
+        engine.forget()
+        assert engine.generate(tokens)[0]["cached"] == 5 * BLOCK  # at first by the pool alone, which has a new owner
+        again = Router(f"ipc://{tmp_path}/sr")
+        again.hear()
+        return again.stored.get("CPU") == own
+
+    until(told_again)
     engine.end()
