@@ -160,6 +160,22 @@ def test_a_load_goes_into_the_blocks_behind_what_the_engine_has(side: SchedulerS
     assert side.step(output({})).loads == []
 
 
+def test_steps_name_the_loads_that_nobody_has_told_the_end_of(side: SchedulerSide, client: SilentClient) -> None:
+    client.tokens = 1000
+    request = Request("a", 6 * BLOCK)
+    for _ in range(2):
+        side.match(request, 0)
+        side.allocated(request, [[1, 2, 3, 4, 5, 6]], 5 * BLOCK)
+        first, second = side.step(output({})), side.step(output({}))
+        assert (len(first.loads), first.awaited) == (1, [])
+        assert second.awaited == first.loads
+        side.finished(request)  # as when it is aborted: its blocks are kept all the same
+        assert side.step(output({})).awaited == first.loads
+        side.heard(["a"], [], [])
+        assert side.step(output({})).awaited == []
+    assert first.loads[0].number == 2
+
+
 def test_each_block_is_saved_once_and_none_that_was_loaded(side: SchedulerSide, client: SilentClient) -> None:
     client.tokens = 2 * BLOCK
     request = Request("a", 6 * BLOCK + 3)

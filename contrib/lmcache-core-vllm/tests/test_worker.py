@@ -95,6 +95,28 @@ def test_a_load_that_is_given_up_is_told_of_once(rank: Rank) -> None:
     assert rank.side.arrived(["a"], idle=True).received == set()
 
 
+def test_a_load_of_a_step_that_was_interrupted_before_it_began_has_failed(rank: Rank) -> None:
+    """vLLM keeps the blocks of a request until it is told that its load has ended. So it is told, and once: again only
+    if after the steps that it makes ahead nobody has heard of it."""
+    load, told = Load("a", False, blocks(rank, [1, 2, 3, 4]), 7), []
+    for number in (2, 3, 4, 5):
+        rank.side.begin_step(Step(HASHING, number=number, awaited=[load]))
+        told.append(rank.side.arrived((), idle=False))
+    assert [each.received for each in told] == [{"a"}, set(), set(), {"a"}]
+    assert told[0].failed == {"a"}
+    assert told[0].invalid == ({1, 2, 3, 4} if len(rank.memory) == 1 else set())
+
+
+def test_a_load_that_is_under_way_is_not_taken_for_lost(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+    load = Load("a", False, blocks(rank, [5, 6, 7, 8]), 7)
+    first = Step(HASHING, number=1, loads=[load])
+    rank.side.begin_step(first)
+    rank.side.start_loads(first)
+    rank.side.begin_step(Step(HASHING, number=2, awaited=[load]))
+    assert rank.load(Step(HASHING)) == ({"a"}, set(), set())
+
+
 def test_nothing_is_stored_until_a_failed_step_is_confirmed(rank: Rank) -> None:
     missing = Load("a", True, [Blocks(0, hashes(90, 92), [1, 2])])
     rank.save(Step(HASHING, 3, loads=[missing], saves=blocks(rank, [5, 6, 7, 8])))

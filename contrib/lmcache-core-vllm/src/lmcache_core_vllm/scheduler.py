@@ -22,12 +22,11 @@ from lmcache_core_vllm.messages import Messages
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
 from lmcache_core_vllm.reports import Reports
-from lmcache_core_vllm.steps import Blocks, Load, Step
+from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 
 log = logging.getLogger("vllm.lmcache_core")
 
 ANSWER_KEPT_S = 5.0  # a request that found no room in the engine is looked up again after that
-STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that has ended
 
 
 class Request(Protocol):
@@ -85,6 +84,10 @@ class SchedulerSide:
         self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
+        self._awaited: dict[
+            str, Load
+        ] = {}  # told to the workers, by request; those that have ended may not be heard of
+        self._load_number = 0
         self._messages = Messages(client)
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
         self._step_loads: deque[list[Tracked]] = deque([[]])  # whose loads each step waits for; the last one is to come
@@ -215,7 +218,8 @@ class SchedulerSide:
         tracked.loaded = found
         if self._waits:
             self._step_loads[-1].append(tracked)
-        self._pending.append(Load(request.request_id, self._waits, blocks))
+        self._load_number += 1
+        self._pending.append(Load(request.request_id, self._waits, blocks, self._load_number))
 
     def from_tiers(self, request: Request, external: int) -> int:
         """Of so many tokens that are to be loaded for it, those that tiers had to bring into the pool first."""
@@ -230,7 +234,9 @@ class SchedulerSide:
         self._waited_s = 0.0
         self._steps += 1
         made = Step(self._hashing(), self._epoch, self._steps, idle=not output.total_num_scheduled_tokens)
+        made.awaited = list(self._awaited.values())
         made.loads, self._pending = self._pending, []
+        self._awaited |= {load.request_id: load for load in made.loads if not load.waits}
         self._give_back_ended()
         if self._saves and self._namespaces:
             state = output.kv_connector_block_state
@@ -315,6 +321,7 @@ class SchedulerSide:
         for request_id in failed:
             self._veto(request_id)
         for request_id in received:
+            self._awaited.pop(request_id, None)
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.loading = False

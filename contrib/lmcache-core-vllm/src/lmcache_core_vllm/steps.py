@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from lmcache_core.client.promises import Promise
 from lmcache_core_vllm.namespaces import Hashing
 
+STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that has ended
+
 
 @dataclass
 class Blocks:
@@ -23,21 +25,24 @@ class Blocks:
 
 @dataclass
 class Load:
-    """Blocks to be read for a request."""
+    """Blocks to be read for a request. `number`: no two loads of an engine have the same."""
 
     request_id: str
     waits: bool  # the step needs them, and waits
     blocks: list[Blocks]
+    number: int = 0
 
 
 @dataclass
 class Step:
     """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler has heard of a
-    load that failed within a step. `idle`: no tokens are computed in it."""
+    load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads between steps that earlier
+    ones have asked for, and of which the scheduler has not heard that they ended."""
 
     hashing: Hashing
     epoch: int = 0
     number: int = 0
     idle: bool = False
     loads: list[Load] = field(default_factory=list)
+    awaited: list[Load] = field(default_factory=list)
     saves: list[Blocks] = field(default_factory=list)

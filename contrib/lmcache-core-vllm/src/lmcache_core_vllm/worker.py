@@ -25,7 +25,7 @@ from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
 from lmcache_core_vllm.namespaces import Hashing, RankFacts, introduce, namespaces_of
 from lmcache_core_vllm.patience import Patience
-from lmcache_core_vllm.steps import Blocks, Load, Step
+from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
 
 log = logging.getLogger("vllm.lmcache_core")
@@ -93,6 +93,7 @@ class WorkerSide:
         self._loading: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._arrived = Arrived()
+        self._told: dict[int, int] = {}  # by the number of a load, in which step it was told that it has ended
         self._tainted_epoch = -1
         self._step_number = 0  # of the last step that began
         self._step_is_open = False
@@ -116,6 +117,20 @@ class WorkerSide:
             self._unsound = True
             self.end_step_loads(step)
         self._step_number, self._step_is_open = step.number, True
+        self._find_lost(step)
+
+    def _find_lost(self, step: Step) -> None:
+        """Loads that the scheduler waits for, and that are not under way: an interrupt came before they began, or
+        before anybody heard that they had ended. vLLM would keep their requests for ever; so they have failed."""
+        for load in step.awaited:
+            loading, told = self._loading.get(load.request_id), self._told.get(load.number)
+            if loading is not None and loading.load.number == load.number:
+                continue
+            if told is None or step.number - told > STEPS_AHEAD:
+                self._loading[load.request_id] = _Loading(load, None, self._clock())
+        oldest = step.number - STEPS_AHEAD
+        awaited = {load.number for load in step.awaited}
+        self._told = {number: at for number, at in self._told.items() if at >= oldest or number in awaited}
 
     def end_step(self, step: Step) -> None:
         """It has been computed: read what it made, after the last of what it needed."""
@@ -197,6 +212,7 @@ class WorkerSide:
     def _note_arrival(self, request_id: str, loading: _Loading) -> None:
         invalid = self._note_end(loading)
         self._arrived.received.add(request_id)
+        self._told[loading.load.number] = self._step_number
         if invalid:
             self._arrived.failed.add(request_id)
             if len(self._memory) == 1:  # of several groups vLLM wants to hear of requests only

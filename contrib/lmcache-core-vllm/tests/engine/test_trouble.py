@@ -134,6 +134,39 @@ def test_a_load_that_ends_in_a_step_that_fails_is_told_of_in_the_next(
     failing.end()
 
 
+INTERRUPTED = """
+begin = worker.start_loads
+def interrupted(step):
+    if step.loads:
+        worker.start_loads = begin
+        {during}
+        raise KeyboardInterrupt('by a signal, in the middle of a load')
+    begin(step)
+worker.start_loads = interrupted
+try:
+    generate([{tokens!r}])
+except KeyboardInterrupt:
+    said = 'interrupted'
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["async", "sync"])
+@pytest.mark.parametrize("during", ["pass", "begin(step)"], ids=["before it began", "once it was under way"])
+def test_a_load_that_is_interrupted_keeps_no_request(
+    plain: Engine, start: Callable[..., Engine], llama: Path, server: Server, load: str, during: str
+) -> None:
+    cached = start(llama, server.settings(load=load, salt=f"{load}{during}"), max_num_batched_tokens=512)
+    tokens = prompt(63, 1100)
+    stored(plain, cached, tokens)
+    assert cached.run(INTERRUPTED.format(tokens=tokens, during=during)) == "interrupted"
+    assert cached.run(ABORTS) is False
+    cached.forget()
+    asked(plain, cached, tokens)
+    assert cached.run("said = [len(worker._loading), len(core.scheduler.requests), scheduler.requests]") == [0, 0, 0]
+    cached.end()
+
+
 def test_a_request_that_is_aborted_while_it_loads_leaves_the_engine_well(plain: Engine, cached: Engine) -> None:
     tokens = prompt(3, 1100)
     stored(plain, cached, tokens)
