@@ -2,7 +2,7 @@
 
     python beside_driver.py '{"model": "…", "connector": {…}, "max_tokens": …, "kv_bytes": …, "threads": …}'
 
-Each line is a JSON object, `{"do": "run", "prompt": [ids]}`; what comes back is one line. Both sides run this very file
+Each line is a JSON object, `{"do": "run", "prompt": [ids]}`; what comes back is one line. Both sides run this file
 with the same options but for the connector, and nothing else of lmcache-bench is imported.
 """
 
