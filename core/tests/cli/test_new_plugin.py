@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import os
+import shutil
 import subprocess
+import sys
+import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ import pytest
 
 from lmcache_core.cli.main import main
 from lmcache_core.cli.new_plugin import TEMPLATES
+
+NOBODY = 65534
 
 
 def new(*words: str) -> int:
@@ -45,9 +52,24 @@ def test_a_package_of_each_kind_is_whole(kind: str, tmp_path: Path, capsys: pyte
     [
         (["acme"], "plugins new NAME --kind l2_adapter|eviction|serde|store|prefetch|subscriber|operation"),
         (["--kind", "serde"], "say what to write"),
-        (["Acme", "--kind", "serde"], "'Acme' is no name"),
-        (["a__b", "--kind", "serde"], "is no name"),
-        (["a" * 41, "--kind", "serde"], "is no name"),
+        (["Acme", "--kind", "serde"], "'Acme' cannot be the name of a component"),
+        (["Acme", "--kind", "serde"], "single _ between words: 'acme', for example"),
+        (["a--b", "--kind", "serde"], "'a--b' cannot be the name of a component"),
+        (["a--b", "--kind", "serde"], "'a_b', for example"),
+        (["a" * 41, "--kind", "serde"], "cannot be the name of a component: use up to 40"),
+        (["a" * 200, "--kind", "serde"], f"'{'a' * 40}'… cannot be the name of a component"),
+        (["", "--kind", "serde"], "'' cannot be the name of a component"),
+        (["1a", "--kind", "serde"], "'1a' cannot be the name of a component"),
+        (["\u00e9t\u00e9", "--kind", "serde"], "'\u00e9t\u00e9' cannot be the name of a component"),
+        (["../acme", "--kind", "serde"], "'../acme' cannot be the name of a component"),
+        (["-x", "--kind", "serde"], "unrecognized arguments: -x"),
+        (["--kind", "serde", "--", "-x"], "'-x' cannot be the name of a component"),
+        (["l2", "--kind", "l2_adapter"], "'l2' would make a class L2Adapter, and lmcache-core has one of that name"),
+        (["eviction", "--kind", "eviction"], "'eviction' would make a class EvictionPolicy"),
+        (["store", "--kind", "store"], "'store' would make a class StorePolicy"),
+        (["prefetch", "--kind", "prefetch"], "'prefetch' would make a class PrefetchPolicy"),
+        (["event", "--kind", "subscriber"], "'event' would make a class EventSubscriber"),
+        (["server", "--kind", "operation"], "'server' would make a class ServerOperation"),
         (["lru", "--kind", "eviction"], "eviction_policy 'lru' is builtin (lmcache-core"),
         (["core", "--kind", "serde"], "a package lmcache_core is installed here"),
     ],
@@ -55,9 +77,93 @@ def test_a_package_of_each_kind_is_whole(kind: str, tmp_path: Path, capsys: pyte
 def test_what_cannot_be_written_is_refused_in_words(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert new(*words, "--directory", str(tmp_path)) == 2
+    assert new("--directory", str(tmp_path), *words) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [["--kind", "serde", "acme"], ["lmcache-acme", "--kind", "serde"], ["lmcache_acme", "--kind", "serde"]]
+)
+def test_the_name_may_stand_behind_options_and_be_the_packages(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new("--directory", str(tmp_path), *words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["lmcache-acme"]
+
+
+def test_a_folder_that_may_not_be_written_to_is_said_to_another_user() -> None:
+    """As somebody who is not root, whom no mode of a folder keeps out, and in a folder that everybody comes to."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        roots, nobodys = folder / "roots", folder / "nobodys"
+        roots.mkdir(mode=0o755)
+        nobodys.mkdir()
+        os.chown(nobodys, NOBODY, NOBODY)
+        status, said = as_nobody(folder / "said", "acme", "--kind", "serde", "--directory", str(roots))
+        assert status == 2
+        assert f"{roots}/lmcache-acme cannot be written: Permission denied: name a folder where you may write" in said
+        assert list(roots.iterdir()) == []
+        status, said = as_nobody(folder / "said", "acme", "--kind", "serde", "--directory", str(nobodys))
+        assert status == 0, said
+        assert (nobodys / "lmcache-acme/pyproject.toml").stat().st_uid == NOBODY
+
+
+def as_nobody(out: Path, *words: str) -> tuple[int, str]:
+    """`plugins new` in a child that may do little: its status, and what it printed."""
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            with out.open("w") as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+                status = new(*words)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), out.read_text()
+
+
+def test_packages_with_odd_names_are_green_at_once(tmp_path: Path) -> None:
+    """A keyword and a module of the standard library."""
+    odd = {"class": "prefetch", "json": "store"}
+    site = tmp_path / "site"
+    site.mkdir()
+    for name, kind in odd.items():
+        assert new(name, "--kind", kind, "--directory", str(tmp_path)) == 0
+        installed(tmp_path / f"lmcache-{name}", site)
+    tests = [str(tmp_path / f"lmcache-{name}/tests") for name in odd]
+    run = [sys.executable, "-W", "error", "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    where = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [*run, f"--rootdir={tmp_path}", *tests],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": where},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def installed(package: Path, site: Path) -> None:
+    """As pip leaves it: its modules on the path, and a `.dist-info` beside them."""
+    project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    shutil.copytree(package / "src", site, dirs_exist_ok=True)
+    about = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    about.mkdir()
+    needs = "".join(f"Requires-Dist: {each}\n" for each in project["dependencies"])
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n{needs}"
+    )
+    entries = project["entry-points"]["lmcache_core"]
+    (about / "entry_points.txt").write_text(
+        "[lmcache_core]\n" + "".join(f"{name} = {module}\n" for name, module in entries.items())
+    )
 
 
 def test_what_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

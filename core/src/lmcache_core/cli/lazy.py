@@ -28,11 +28,15 @@ class LazyParser(CommandParser):
         kwargs.setdefault("allow_abbrev", False)  # an abbreviation would swallow a setting's name
         super().__init__(*args, **kwargs)
         self._module = module
+        self.mixes_words = False  # True: a word that may be left out may also stand behind options
 
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         self.load()
+        if self.mixes_words:
+            self.mixes_words = False  # argparse comes back here, for the options and for the words
+            return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
     def load(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from importlib.util import find_spec
@@ -47,6 +49,8 @@ def write_package(registry: Registry, name: str, kind: str, parent: Path) -> Pat
     used, and `SettingsError` for a folder that cannot be written."""
     template = TEMPLATES[kind]
     words = _names(registry, name, template)
+    filled = [(path.replace(_MODULE, f"src/{words['module']}/"), _filled(text, words)) for path, text in _files(kind)]
+    _expect_one_meaning_each(name, filled)
     folder = parent / words["distribution"]
     if os.path.lexists(folder):
         raise SettingsError(f"{folder} is there already: remove it, choose another name, or --directory")
@@ -55,21 +59,27 @@ def write_package(registry: Registry, name: str, kind: str, parent: Path) -> Pat
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as beside:
             whole = Path(beside) / folder.name
             whole.mkdir()  # with the rights that a folder of the caller's has
-            for path, text in _files(kind):
-                target = whole / path.replace(_MODULE, f"src/{words['module']}/")
+            for path, text in filled:
+                target = whole / path
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(_filled(text, words), encoding="utf-8")
+                target.write_text(text, encoding="utf-8")
             whole.rename(folder)  # all of it or nothing: a half is in the way of the next try
     except OSError as error:
-        raise SettingsError(f"{folder} cannot be written: {error.strerror}") from error
+        raise SettingsError(
+            f"{folder} cannot be written: {error.strerror}: name a folder where you may write by --directory"
+        ) from error
     return folder
 
 
 def _names(registry: Registry, name: str, template: _Template) -> dict[str, str]:
     """Every word that the files are filled in with."""
-    name = name.removeprefix("lmcache-").replace("-", "_")
+    given, name = name, re.sub("^lmcache[-_]", "", name).replace("-", "_")
     if not COMPONENT_NAME.fullmatch(name) or len(name) > _NAME_CHARS_MAX:
-        raise PluginError(f"{name!r} is no name: use up to {_NAME_CHARS_MAX} lower-case letters, digits and single _")
+        raise PluginError(
+            f"{given[:_NAME_CHARS_MAX]!r}{'…' * (len(given) > _NAME_CHARS_MAX)} cannot be the name of a component: use "
+            f"up to {_NAME_CHARS_MAX} letters from a to z and digits, a letter first, and single _ between words"
+            + _similar(name)
+        )
     for spec in registry.components(template.kind):
         if spec.name == name:
             owner = registry.owner(template.kind, name)
@@ -90,6 +100,28 @@ def _names(registry: Registry, name: str, template: _Template) -> dict[str, str]
     if find_spec(words["module"]) is not None:
         raise PluginError(f"a package {words['module']} is installed here: choose another name, or uninstall it")
     return {**words, "summary": _filled(template.summary, words)}
+
+
+def _similar(name: str) -> str:
+    """A name that would do, as advice; "": none is near."""
+    near = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_")
+    usable = COMPONENT_NAME.fullmatch(near) and len(near) <= _NAME_CHARS_MAX and name.isascii()
+    return f": {near!r}, for example" if usable else ""
+
+
+def _expect_one_meaning_each(name: str, filled: Sequence[tuple[str, str]]) -> None:
+    """No class is to be called as one that its module imports: `l2` would give an L2Adapter that is an L2Adapter."""
+    for path, text in filled:
+        if not path.endswith(".py"):
+            continue
+        parts = list(ast.walk(ast.parse(text)))
+        imported = [alias.name for part in parts if isinstance(part, ast.ImportFrom) for alias in part.names]
+        meanings = Counter([*imported, *(part.name for part in parts if isinstance(part, ast.ClassDef))])
+        twice = sorted(each for each, count in meanings.items() if count > 1)
+        if twice:
+            raise PluginError(
+                f"{name!r} would make a class {twice[0]}, and lmcache-core has one of that name: choose another name"
+            )
 
 
 def _bounds(version: str) -> str:

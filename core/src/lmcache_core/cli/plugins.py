@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_core.cli import certify
+from lmcache_core.cli.lazy import LazyParser
 from lmcache_core.cli.new_plugin import TEMPLATES, write_package
 from lmcache_core.cli.table import print_table
 from lmcache_core.errors import CacheError, PluginError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
+    if isinstance(parser, LazyParser):
+        parser.mixes_words = True  # `plugins new --kind serde NAME`
     parser.add_argument(
         "action", nargs="?", choices=["list", "show", "new", "certify"], default="list", help="default: list"
     )
