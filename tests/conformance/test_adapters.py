@@ -76,6 +76,8 @@ class TestFs(L2AdapterContract):
     component = "fs"
     io_mode = "buffered"
     notices_wipe = True
+    tells_last_use = True
+    scan_wait_s = 0.1
 
     def _settings(self, path: Path) -> FsSettings:
         return FsSettings(path=path, io_mode=self.io_mode)

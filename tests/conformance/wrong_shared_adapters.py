@@ -50,7 +50,7 @@ class Shelf(MemoryAdapter):
             self.objects = self.shared_objects
 
     def medium(self) -> str | None:
-        return "the shelf"
+        return "the shelf" if self._medium_bytes is None else "a small shelf"
 
     # --- the medium's own trouble, which a correct adapter passes on
     def _ask(self, deadline: float) -> None:
@@ -1203,7 +1203,7 @@ class TestExpectsWhatItHasSeen(Wrong):
 
 
 class TestExpectsWhatItHasListed(Wrong):
-    caught_by = "test_a_scan_outlives_what_goes_meanwhile"
+    caught_by = "test_a_scan_outlives_what_comes_and_goes_meanwhile"
 
     class faulty(Shelf):
         def scan(self, cursor: str | None, deadline: float) -> ScanPage:
@@ -1551,3 +1551,71 @@ class TestLeadsOnceItIsClosed(Wrong):
     class faulty(Shelf):
         def try_to_lead(self) -> bool:
             return bool(self.state.setdefault("leader", id(self)) == id(self))  # type: ignore[arg-type]
+
+
+class TestLooksBeforeItListsAnObject(Wrong):
+    caught_by = "test_a_scan_outlives_what_comes_and_goes_meanwhile"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            entries = []
+            for key in sorted(self.objects):
+                if key in self.objects:  # it may be gone since it was listed
+                    content, used_at_s = self.objects[key]
+                    entries.append(ScanEntry(key, len(content), used_at_s))
+            return ScanPage(entries, None)
+
+
+class TestListsWhatIsLeftOfItsMedium(Wrong):
+    caught_by = "test_a_scan_whose_medium_goes_away_is_not_called_whole"
+
+    class faulty(Shelf):
+        def scan(self, cursor: str | None, deadline: float) -> ScanPage:
+            self._ask(deadline)
+            entries = []
+            for key in sorted(self.objects):
+                content, used_at_s = (b"", 0.0) if self.state.get("gone") else self.objects.get(key, (b"", 0.0))
+                if used_at_s:  # else it is gone since it was listed
+                    entries.append(ScanEntry(key, len(content), used_at_s))
+            return ScanPage(entries, None)
+
+
+class TestForgetsThatALoadIsAUse(Wrong):
+    caught_by = "test_a_load_is_a_use_that_a_scan_tells"
+    tells_last_use = True
+    scan_wait_s = 0.05
+
+    class faulty(Shelf):
+        def _load_one(self, item: LoadItem) -> Outcome:
+            before = self.objects.get(item.key)
+            outcome = super()._load_one(item)
+            if before is not None:
+                self.objects[item.key] = before
+            return outcome
+
+
+class TestSaysThatNothingIsFreeWhereItCannotTell(Wrong):
+    caught_by = "test_what_is_stored_was_free_before"
+
+    class faulty(Shelf):
+        def usage(self) -> Usage:
+            return super().usage()._replace(bytes_free=0)
+
+
+class TestKeepsTheFirstPartOfWhatDidNotFit(Wrong):
+    caught_by = "test_what_did_not_fit_takes_no_room"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            outcome = super()._store_one(item)
+            if outcome.result is Result.FULL:  # the file that was begun
+                self._medium_bytes = sum(len(content) for content, _ in self.objects.values())
+            return outcome
+
+
+class TestCallsAllItsMediaAlike(Wrong):
+    caught_by = "test_two_media_have_two_names"
+
+    class faulty(Shelf):
+        def medium(self) -> str | None:
+            return "a shelf"

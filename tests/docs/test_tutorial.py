@@ -26,7 +26,7 @@ ODD_NAMES = {
     "serde": "json",
     "store": "none",
     "prefetch": "lmcache",
-    "subscriber": "test",
+    "subscriber": "settings",
     "operation": "asyncio",
 }
 

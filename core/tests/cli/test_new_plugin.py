@@ -64,6 +64,7 @@ def test_a_package_of_each_kind_is_whole(kind: str, tmp_path: Path, capsys: pyte
         (["../acme", "--kind", "serde"], "'../acme' cannot be the name of a component"),
         (["-x", "--kind", "serde"], "unrecognized arguments: -x"),
         (["--kind", "serde", "--", "-x"], "'-x' cannot be the name of a component"),
+        (["tests", "--kind", "serde"], "'tests' would make classes that pytest takes for tests"),
         (["l2", "--kind", "l2_adapter"], "'l2' would make a class L2Adapter, and lmcache-core has one of that name"),
         (["eviction", "--kind", "eviction"], "'eviction' would make a class EvictionPolicy"),
         (["store", "--kind", "store"], "'store' would make a class StorePolicy"),

@@ -40,6 +40,7 @@ class RedisContract(L2AdapterContract):
     """What both transports have in common."""
 
     component = "redis"
+    tells_last_use = True
     prefix: ClassVar[str] = "lmcache:"
 
     settings: ClassVar[dict[str, Any]]

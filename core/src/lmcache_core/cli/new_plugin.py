@@ -80,6 +80,8 @@ def _names(registry: Registry, name: str, template: _Template) -> dict[str, str]
             f"up to {_NAME_CHARS_MAX} letters from a to z and digits, a letter first, and single _ between words"
             + _similar(name)
         )
+    if name.startswith("test"):
+        raise PluginError(f"{name!r} would make classes that pytest takes for tests: choose another name")
     for spec in registry.components(template.kind):
         if spec.name == name:
             owner = registry.owner(template.kind, name)

@@ -89,6 +89,7 @@ class L2AdapterContract(
     scan_pages_objects: ClassVar[int] = 1100  # of a byte or two: more than a page of a scan holds
     quick_scan_pages_objects: ClassVar[int | None] = None  # with --kit=quick, where a store takes milliseconds
     scan_wait_s: ClassVar[float] = 2.5  # between two scans: more than twice what the medium counts time by
+    tells_last_use: ClassVar[bool] = False  # True: a scan tells when an object was loaded, and not only when stored
 
     @pytest.fixture
     def adapter(self) -> L2Adapter:

@@ -23,6 +23,7 @@ class AccountTests(Contract):
     scan_pages_objects: ClassVar[int]
     quick_scan_pages_objects: ClassVar[int | None]
     scan_wait_s: ClassVar[float]
+    tells_last_use: ClassVar[bool]
 
     def _pages_objects(self, kit: Kit) -> int:
         few = self.quick_scan_pages_objects
@@ -149,13 +150,30 @@ class AccountTests(Contract):
             not_judged(f"--kit=full unlocks it: it waits {self.scan_wait_s:g} s between two scans")
         material.expect_stored(adapter, material.key(1), b"object")
         (before,) = material.scan(adapter)
-        began_s = time.time()
-        while (waited_s := time.time() - began_s) < self.scan_wait_s:
-            time.sleep(self.scan_wait_s - waited_s)
+        waited_s = _wait(self.scan_wait_s)
         (after,) = material.scan(adapter)
         moved_s = after.used_at_s - before.used_at_s
         assert moved_s < waited_s / 2, (
             f"scanned twice, {waited_s:.2f} s apart: the last use of an object nobody used moved by {moved_s:.2f} s"
+        )
+
+    def test_a_load_is_a_use_that_a_scan_tells(self, adapter: L2Adapter, kit: Kit) -> None:
+        """Where `tells_last_use` is promised: else what was stored first is evicted first after a start."""
+        _needs_scan(adapter)
+        if not self.tells_last_use:
+            not_claimed("tells_last_use, a class attribute: that a scan knows of loads, and not of stores alone")
+        if kit.quick and self.scan_wait_s > QUICK_WAIT_S:
+            not_judged(f"--kit=full unlocks it: it waits {self.scan_wait_s:g} s between a store and a load")
+        used, unused = material.key(1), material.key(2)
+        for key in (used, unused):
+            material.expect_stored(adapter, key, b"object")
+        waited_s = _wait(self.scan_wait_s)
+        material.expect_holds(adapter, used, b"object", "two objects stored")
+        told_s = {entry.key: entry.used_at_s for entry in material.scan(adapter)}
+        later_s = told_s[used] - told_s[unused]
+        assert later_s > waited_s / 2, (
+            f"two objects stored, and one of them loaded {waited_s:.2f} s later: a scan says that it was used "
+            f"{later_s:.2f} s later than the other one"
         )
 
     # --- usage ----------------------------------------------------------------------------------------------
@@ -234,6 +252,20 @@ class AccountTests(Contract):
         if small_adapter is not None:
             assert less >= 4 * nbytes, f"eight objects of {nbytes:,} bytes stored: bytes_free is {less:,} less"
 
+    def test_what_is_stored_was_free_before(self, adapter: L2Adapter) -> None:
+        """A medium of which 0 bytes are free is kept empty: by what is free the kernel makes room."""
+        before = _usage(adapter)
+        if before.bytes_free is None:
+            not_claimed("usage does not tell bytes_free")
+        nbytes = material.fitting(adapter, 100_000)
+        keys = [material.key(number) for number in range(4)]
+        expect_all_stored(adapter, items_of(range(4), nbytes))
+        there = sum(map(bool, adapter.exists(keys, material.soon())))
+        assert before.bytes_free >= (there - 2) * nbytes, (  # a medium may be smaller than it thinks, or compress
+            f"usage said that {before.bytes_free:,} bytes are free, and then {there} objects of {nbytes:,} bytes were "
+            "stored, and are there: None is what it cannot tell"
+        )
+
     def test_a_full_medium_is_an_ordinary_answer(self, adapter: L2Adapter, small_adapter: Any) -> None:
         able = adapter.capabilities
         if small_adapter is None:
@@ -284,6 +316,33 @@ class AccountTests(Contract):
                 assert done or outcome.result is Result.FULL, f"{words}: DONE or FULL"
                 assert done == bool(found), f"{words}, and exists says {bool(found)} for it"
 
+    def test_what_did_not_fit_takes_no_room(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        """A part of it that stays on the medium would be in the way of what fits, until somebody finds it."""
+        if small_adapter is None:
+            not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
+        if adapter.capabilities.evicts or not adapter.capabilities.delete:
+            not_claimed("a medium that is full and can be emptied: it evicts, or does not delete")
+        nbytes, large = material.fitting(adapter, 200_000), material.content(600, material.fitting(adapter, 8 << 20))
+        stored: list[int] = []
+        for item in items_of(range(1 + (8 << 20) // nbytes), nbytes):
+            if small_adapter.store([item], material.soon())[0].result is not Result.DONE:
+                break
+            stored.append(len(stored))
+        going = [material.key(number) for number in stored[-4:]]
+        for key in going:
+            material.expect_deleted(small_adapter, [key], "on a full medium")
+        refused = material.store(small_adapter, material.key(600), large)
+        if refused.result is Result.DONE:
+            not_judged(f"what is free once four objects of {nbytes:,} bytes are deleted holds its largest object, too")
+        again = small_adapter.store(items_of(stored[-4:][:1], nbytes), material.soon())[0]
+        material.expect_result(
+            again,
+            Result.DONE,
+            f"a medium was filled with {len(stored)} objects of {nbytes:,} bytes, {len(going)} of them were deleted, "
+            f"a store of {len(large):,} bytes was answered {refused.result.upper()}, and then one of those that were "
+            "deleted was stored again",
+        )
+
     def test_what_does_not_fit_leaves_the_former_object_as_it_was(self, adapter: L2Adapter, small_adapter: Any) -> None:
         if small_adapter is None:
             not_judged("a fixture 'small_adapter' unlocks it: an adapter on a medium of 1 to 4 MiB")
@@ -299,6 +358,14 @@ class AccountTests(Contract):
         done = f"a larger object stored in the place of another on a full medium, and answered {material.seen(outcome)}"
         expected = larger if outcome.result is Result.DONE else former
         material.expect_holds(small_adapter, material.key(500), expected, done)
+
+
+def _wait(seconds: float) -> float:
+    """By the wall clock, which media go by; how long it was."""
+    began_s = time.time()
+    while (waited_s := time.time() - began_s) < seconds:
+        time.sleep(seconds - waited_s)
+    return waited_s
 
 
 def _needs_scan(adapter: L2Adapter) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract, not_judged
+from lmcache_core.testing.contract import Contract, not_judged, raised
 from lmcache_core.testing.held import held
 from lmcache_core.testing.speeds import Kit
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem
@@ -120,7 +120,7 @@ def _work(adapter: L2Adapter, kit: Kit, fault: Any = None, name: str = "") -> No
             except TierError as error:
                 seen = "" if error.retryable or fault is not None else f"a call raised {error}, and it is well"
             except Exception as error:  # noqa: BLE001 - of a thread: told by the test
-                seen = f"a call raised {type(error).__name__}: {error}"
+                seen = f"a call raised {raised(error)}"
             if seen and not (fault is not None and seen.startswith(_FAILED)):
                 wrong.append(seen)
 

@@ -73,6 +73,16 @@ class MediumTests(Contract):
             if fresh.capabilities.shared:
                 assert name is not None, "an adapter that claims shared says where it stores: see L2Adapter.medium"
 
+    def test_two_media_have_two_names(self, adapter: L2Adapter, small_adapter: Any) -> None:
+        """By its name the server finds that two tiers of the settings would be one medium."""
+        if small_adapter is None:
+            not_judged("a fixture 'small_adapter' unlocks it: an adapter on another medium")
+        name = adapter.medium()
+        if name is None:
+            not_claimed("a name of its medium")
+        other = small_adapter.medium()
+        assert other != name, f"the medium and another one, of the fixture 'small_adapter', are both called {name!r}"
+
     @contextmanager
     def _second(self, adapter: L2Adapter, second: Any, reopen: Any) -> Iterator[L2Adapter]:
         """Another server's adapter on the medium."""

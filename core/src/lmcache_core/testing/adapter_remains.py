@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from lmcache_core.testing import material
 from lmcache_core.testing.contract import Contract, not_judged
-from lmcache_core.testing.speeds import Kit
+from lmcache_core.testing.speeds import Allowance, Kit, spread
 from lmcache_core.testing.stepping import STOPS_MAX, Stepped, own_modules
 from lmcache_core.tiers.contract import AdapterContext, L2Adapter, Result
 
-QUICK_KILLS = 24
+QUICK_KILLS, QUICK_KILLS_S = 24, 3.0
 CHILD_S = 30.0  # a net
 BYTES = 9000
 
@@ -104,7 +104,10 @@ class RemainsTests(Contract):
         if not lines:
             not_judged("no line of the adapter ran in a store: what happens within C, or a library, cannot be stopped")
         at_most = QUICK_KILLS if kit.quick else STOPS_MAX
-        for line in sorted({number * lines // at_most for number in range(at_most)}):
+        at, allowance = sorted({number * lines // at_most for number in range(at_most)}), Allowance(kit, QUICK_KILLS_S)
+        for line in (at[number] for number in spread(len(at))):
+            if not allowance.left():
+                break
             material.expect_stored(adapter, material.key(1), versions["the old"])
             _store_in_child(reopen, versions["the new"], line)
             done = f"a process was killed at line {line + 1} of the {lines} that its store ran"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,7 +11,8 @@ import pytest
 
 from lmcache_core.errors import TierError
 from lmcache_core.testing import material
-from lmcache_core.testing.contract import Contract, not_judged
+from lmcache_core.testing.contract import Contract, not_claimed, not_judged
+from lmcache_core.testing.stepping import Stepped, own_modules
 from lmcache_core.testing.watch import NotBackError, watched
 from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, StoreItem, Usage
 
@@ -133,6 +135,36 @@ class TroubleTests(Contract):
         with outage:
             self._expect_errors(adapter, "on a medium that has gone away")
         self._expect_well(adapter, "once the medium was back")
+
+    @pytest.mark.parametrize("part", [0.3, 0.8])
+    def test_a_scan_whose_medium_goes_away_is_not_called_whole(
+        self, adapter: L2Adapter, outage: Any, part: float
+    ) -> None:
+        """It goes between two lines of the scan. What is not listed is forgotten: its room, and that it is to go."""
+        if not adapter.capabilities.scan:
+            not_claimed("scan")
+        if outage is None:
+            not_judged("a fixture 'outage' unlocks it: StallingProxy.outage() takes any medium behind TCP away")
+        keys = [material.key(number) for number in range(12)]
+        for key in keys:
+            material.expect_stored(adapter, key, b"object")
+        lines = Stepped(lambda: material.scan(adapter), own_modules(adapter), lambda: None)
+        lines.run(material.DEADLINE_S)
+        if not lines.stops:
+            not_judged("no line of the adapter ran in a scan: what happens within C, or a library, cannot be stopped")
+        at = int(part * lines.stops)
+        with contextlib.ExitStack() as gone:
+            going = Stepped(
+                lambda: material.scan(adapter), own_modules(adapter), lambda: gone.enter_context(outage), only=at
+            )
+            try:
+                found = [entry.key for entry in going.run(material.DEADLINE_S)]
+            except TierError:
+                found = None
+        done = f"the medium went away at line {at + 1} of the {lines.stops} that a scan of 12 objects runs"
+        lost = len(set(keys) - set(found if found is not None else keys))
+        assert not lost, f"{done}: the scan ended without {lost} of them, as if they were gone: it raises TierError"
+        self._expect_well(adapter, f"{done}, and came back")
 
     def _expect_errors(self, adapter: L2Adapter, when: str) -> None:
         for name in [*claimed(adapter), "usage"]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
@@ -10,6 +12,8 @@ import pytest
 
 from lmcache_core.testing.watch import NotBackError, alarm
 
+_DUMP = re.compile(r"""\bb(?P<quote>['"])(?:\\.|(?!(?P=quote)).){24,}(?P=quote)""", re.DOTALL)  # of more than a few
+_WORDS_MAX = 500
 _KIT = __name__.rpartition(".")[0] + "."
 _OUTCOMES = pytest.skip.Exception, pytest.fail.Exception, pytest.xfail.Exception
 _HUNG_MAX = 2  # tests of one class that may hang before the others are not run any more
@@ -105,5 +109,22 @@ def run_watched(cls: type[Contract], test: str, call: Callable[[], Any]) -> None
         error.args = (f"{claim_of(test)}: {words or 'it does not'}",)
         raise
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-        raise AssertionError(f"{claim_of(test)}: a call raised {words[:500]}, and was to answer") from error
+        first = _first_of(error)
+        if isinstance(first, AssertionError):
+            raise AssertionError(f"{claim_of(test)}: {first}") from error
+        raise AssertionError(f"{claim_of(test)}: a call raised {raised(first)}, and was to answer") from error
+
+
+def raised(error: BaseException) -> str:
+    """An exception for people: its type, its words without dumps of bytes, and the line that raised it."""
+    words = _DUMP.sub("some bytes", str(error))[:_WORDS_MAX]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name} ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{f': {words}' if words else ''}{where}"
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """Of several at once (Hypothesis found two faults, or another one at the second try) the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from lmcache_core.kernel.contracts import EvictionPolicy
@@ -123,14 +123,18 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 60), evict=st.booleans())
     def victims(self, nbytes: int, evict: bool) -> None:
         named = self.policy.victims(nbytes)
-        assert len({id(entry) for entry in named}) == len(named), "an entry was named twice"
-        assert not [entry for entry in named if entry not in self.resident], "an entry was named that is gone"
-        assert not [entry for entry in named if entry.holds], "an entry with holds was named"
+        told = f"asked for {nbytes} bytes with {len(self.resident)} entries resident, it named {len(named)}"
+        assert len({id(entry) for entry in named}) == len(named), f"{told}, some of them twice"
+        gone = sum(entry not in self.resident for entry in named)
+        assert not gone, f"{told}, {gone} of which were removed before"
+        held = sum(entry.holds > 0 for entry in named)
+        assert not held, f"{told}, {held} of which are held"
         if self.never_evicts:
-            assert named == [], f"it promises to name nobody, and named {len(named)}"
+            assert list(named) == [], f"{told}, and promises never_evicts"
             return
         loose = sum(entry.nbytes for entry in self.resident if not entry.holds)
-        assert sum(entry.nbytes for entry in named) >= min(nbytes, loose), "fewer bytes than were asked for"
+        covered = sum(entry.nbytes for entry in named)
+        assert covered >= min(nbytes, loose), f"{told} of {covered} bytes together, and {loose} bytes are not held"
         if evict:
             self.policy.remove(named)
             self.resident = [entry for entry in self.resident if entry not in named]
@@ -139,8 +143,11 @@ class EvictionMachine(RuleBasedStateMachine):
         return list({id(entry): entry for entry in (self.resident[n % len(self.resident)] for n in picks)}.values())
 
 
-def run_machine(make: Callable[[], EvictionPolicy], *, never_evicts: bool = False, runs: int = 25) -> None:
-    """Raises what the machine asserts, with the shortest story."""
+def run_machine(
+    make: Callable[[], EvictionPolicy], *, never_evicts: bool = False, runs: int = 25, shortest: bool = True
+) -> None:
+    """Raises what the machine asserts, with the shortest story that leads there, which may take minutes to find, or
+    without `shortest` with the first one."""
     run_state_machine_as_test(
         lambda: EvictionMachine(make, never_evicts=never_evicts),  # type: ignore[arg-type]  # any callable will do, says its documentation
         settings=settings(
@@ -150,5 +157,7 @@ def run_machine(make: Callable[[], EvictionPolicy], *, never_evicts: bool = Fals
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,  # one sentence
+            phases=tuple(Phase) if shortest else (Phase.generate,),
         ),
     )

@@ -99,6 +99,7 @@ def run_machine(adapter: L2Adapter, *, runs: int = 12, steps: int = 20, shortest
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,  # one sentence
             phases=tuple(Phase) if shortest else (Phase.generate,),
         ),
     )

@@ -15,7 +15,7 @@ from lmcache_core.errors import UsageError
 from lmcache_core.plugins.components import Kind
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.operation import OperationContext, PoolView, ServerOperation
-from lmcache_core.testing.contract import Contract, not_claimed
+from lmcache_core.testing.contract import Contract, not_claimed, raised
 from lmcache_core.testing.held import expect_level
 from lmcache_core.testing.watch import NotBackError, watched
 
@@ -90,7 +90,9 @@ class OperationContract(Contract):
         assert issubclass(operation, ServerOperation), f"{operation.__name__} is no ServerOperation"
         assert operation.runs in ("loop", "lane"), f"runs is {operation.runs!r}: loop or lane"
         for what in ("request", "reply"):
-            assert issubclass(getattr(operation, what), msgspec.Struct), f"{what} is no struct of msgspec"
+            found = getattr(operation, what, None)
+            struct = isinstance(found, type) and issubclass(found, msgspec.Struct)
+            assert struct, f"its {what} is {found!r:.80}, and has to be a msgspec.Struct of its own"
         config = operation.request.__struct_config__
         assert config.forbid_unknown_fields, "its request takes any field: a misspelt one would be ignored"
 
@@ -153,7 +155,7 @@ class OperationContract(Contract):
                     for _ in range(_CALLS):
                         client.call_operation(self.component, sample_request, operation.reply)
             except Exception as error:  # noqa: BLE001 - of a thread: told by the test
-                faults.append(f"{type(error).__name__}: {error}")
+                faults.append(raised(error))
 
         threads = [threading.Thread(target=work, name="kit-caller", daemon=True) for _ in range(_CALLERS)]
         for thread in threads:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import NamedTuple
+
+QUICK_S = 1.0  # of processor time: a local medium needs a quarter of it, and does everything
 
 
 class Kit(NamedTuple):
@@ -15,3 +19,30 @@ class Kit(NamedTuple):
     @property
     def quick(self) -> bool:
         return self.speed == "quick"
+
+
+class Allowance:
+    """How long a test that does the same again and again may go on at the quick speed: so much processor time of this
+    process and its children, so that a busy machine tests no less, and a slow medium is no reason to wait. The other
+    speeds know no limit."""
+
+    def __init__(self, kit: Kit, seconds: float = QUICK_S) -> None:
+        self._end_s = _used_s() + seconds if kit.quick else None
+
+    def left(self) -> bool:
+        """Whether to go on."""
+        return self._end_s is None or _used_s() < self._end_s
+
+
+def _used_s() -> float:
+    return sum(os.times()[:4])
+
+
+def spread(count: int) -> Iterator[int]:
+    """0 to `count` - 1, far from each other first: wherever one ends, all of the range was looked at."""
+    step = 1 << max(0, count - 1).bit_length()
+    if count:
+        yield 0
+    while step > 1:
+        yield from range(step // 2, count, step)
+        step //= 2

@@ -18,7 +18,7 @@ from lmcache_core.observe.events import EVENTS, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.plugins.components import Kind
 from lmcache_core.pool.layout import Layout
-from lmcache_core.testing.contract import Contract
+from lmcache_core.testing.contract import Contract, raised
 from lmcache_core.testing.held import expect_level
 from lmcache_core.testing.purity import kept_bytes
 from lmcache_core.testing.watch import NotBackError, watched
@@ -52,6 +52,13 @@ def samples(at_s: float = 1_700_000_000.0) -> list[CacheEvent]:
         fields = {each.name: _SAMPLES[each.type] for each in msgspec.structs.fields(kind) if each.name != "at_s"}
         made.append(kind(at_s=at_s, **fields))
     return made
+
+
+def _hear(subscriber: EventSubscriber, events: list[CacheEvent], told: str) -> None:
+    try:
+        subscriber.hear(events)
+    except Exception as error:
+        raise AssertionError(f"told {told}, it raised {raised(error)}") from error
 
 
 class EventSubscriberContract(Contract):
@@ -108,9 +115,9 @@ class EventSubscriberContract(Contract):
         assert isinstance(subscriber, EventSubscriber), f"a {type(subscriber).__name__} is no EventSubscriber"
 
     def test_it_takes_every_event_that_there_is(self, subscriber: EventSubscriber) -> None:
-        subscriber.hear(samples())
-        for event in samples():
-            subscriber.hear([event])
+        for told in ([each] for each in samples()):
+            _hear(subscriber, told, f"one event of the kind {type(told[0]).__name__}")
+        _hear(subscriber, samples(), "one event of every kind in one batch")
 
     def test_it_takes_events_that_it_does_not_know(self, subscriber: EventSubscriber) -> None:
         """A later version of the server may tell more."""
@@ -118,7 +125,7 @@ class EventSubscriberContract(Contract):
         class Later(CacheEvent, tag="of_a_later_version", frozen=True):
             more: str
 
-        subscriber.hear([Later(at_s=1.0, more="words"), *samples()])
+        _hear(subscriber, [Later(at_s=1.0, more="words"), *samples()], "an event of a later version among others")
 
     def test_it_leaves_events_as_they_are(self, subscriber: EventSubscriber) -> None:
         events = samples()
@@ -132,8 +139,11 @@ class EventSubscriberContract(Contract):
 
     def test_it_may_be_closed_twice(self, subscriber: EventSubscriber) -> None:
         subscriber.hear(samples())
-        subscriber.close()
-        subscriber.close()
+        for time_ in ("once", "twice"):
+            try:
+                subscriber.close()
+            except Exception as error:
+                raise AssertionError(f"told of events and closed {time_}, its close raised {raised(error)}") from error
 
     def test_one_that_heard_nothing_can_be_closed(self, make_subscriber: Callable[[], EventSubscriber]) -> None:
         """A server that ends at once, or was never used."""
@@ -141,9 +151,7 @@ class EventSubscriberContract(Contract):
         try:
             made.close()
         except Exception as error:
-            raise AssertionError(
-                f"it was told nothing, and its close raised {type(error).__name__}: {error}"
-            ) from error
+            raise AssertionError(f"it was told nothing, and its close raised {raised(error)}") from error
 
     def test_it_is_told_and_closed_by_other_threads_than_made_it(
         self, make_subscriber: Callable[[], EventSubscriber]
@@ -154,9 +162,7 @@ class EventSubscriberContract(Contract):
             try:
                 watched(call, _WAIT_S)
             except Exception as error:
-                raise AssertionError(
-                    f"{name} in another thread than made it raised {type(error).__name__}: {error}"
-                ) from error
+                raise AssertionError(f"{name} in another thread than made it raised {raised(error)}") from error
 
     def test_a_thousand_events_take_no_seconds(self, subscriber: EventSubscriber) -> None:
         """Who does not come back from a batch within 5 s is put aside, and told nothing more."""
@@ -208,7 +214,9 @@ class EventSubscriberContract(Contract):
                 assert cleared == len(_KEYS), f"turn {turn}: {cleared} of {len(_KEYS)} objects were cleared"
             end = time.monotonic() + _WAIT_S
             while (told := client.status()["events"])["queue"] or not told["subscribers"][self.component]["events"]:
-                assert time.monotonic() < end, "events wait, and nobody takes them"
+                heard = told["subscribers"][self.component]["events"]
+                words = f"a server told what became of 160 objects: {told['queue']} events wait, and it heard {heard}"
+                assert time.monotonic() < end, f"{words} in {_WAIT_S:.0f} s"
                 time.sleep(0.005)
         assert told["dropped"] == 0, f"{told['dropped']} events were dropped while it heard those of a quiet server"
         aside = told["subscribers"][self.component]["aside"]

@@ -286,10 +286,12 @@ class FsAdapter(L2Adapter):
                         continue
                     used_at_s = max(about.st_atime, about.st_mtime)
                     entries.append(ScanEntry(key, max(0, about.st_size - TRAILER.size), used_at_s))
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # deleted since it was listed, or not ours
+        except FileNotFoundError:
+            pass  # deleted since it was listed
         except OSError as error:
-            raise self._tier_error("scan", error) from error
+            stray = isinstance(error, NotADirectoryError) and os.path.isdir(self._paths.objects)
+            if not stray:  # a file between the shards is not ours; one in the place of all of them has taken them away
+                raise self._tier_error("scan", error) from error
         return entries
 
     def _check_open(self) -> None:
