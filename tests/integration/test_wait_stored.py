@@ -211,6 +211,42 @@ def test_what_nobody_stored_is_not_waited_for(make: Callable[..., At]) -> None:
     assert "tier cold: does not have it" in told.why
 
 
+def test_a_tier_that_is_full_by_its_turn_ends_the_wait(make: Callable[..., At]) -> None:
+    """The key waits behind others when the medium has no room any more."""
+    at = make(l2={"cold": NEVER_LATE}, store_in_flight_bytes_max="1MiB")
+    at.faults("store hang")
+    at.store(keys(*range(200)))
+    thread, told = in_thread(lambda: at.wait(keys(199), 3600))
+    until(lambda: at.client.status()["stored_waits"] == 1, "a call that waits")
+    at.faults("store full")
+    thread.join(60)
+    (each,) = told[0]
+    assert (each.stored, each.waiting) == (False, ())
+    assert [lost.reason for lost in each.lost] == ["no_room"]
+    assert "tier cold: it had no room" in each.why
+
+
+def test_a_tier_that_evicts_meanwhile_has_the_last_ones_and_says_what_went(make: Callable[..., At]) -> None:
+    """It holds some of what is waited for: the first ones have gone again when the last one is there."""
+    at = make(l2={"cold": {**NEVER_LATE, "capacity_bytes": "2MiB"}}, store_in_flight_bytes_max="1MiB")
+    at.faults("store hang")
+    wanted = keys(*range(100))
+    at.store(wanted)
+    thread, told = in_thread(lambda: at.wait(wanted, 3600))
+    until(lambda: at.client.status()["stored_waits"] == 1, "a call that waits")
+    at.faults()
+    thread.join(60)
+    (found,) = told
+    assert [each.key for each in found] == wanted
+    assert not any(each.waiting for each in found)
+    stored = {each.key for each in found if each.stored}
+    assert 0 < len(stored) < 100
+    assert {lost.reason for each in found if not each.stored for lost in each.lost} == {"evicted"}
+    assert all("tier cold" in each.why for each in found)
+    again = at.wait(wanted)
+    assert {each.key for each in again if each.stored} <= stored, "nothing is stored once more by being waited for"
+
+
 def test_a_clear_ends_the_wait(make: Callable[..., At]) -> None:
     at = make(l2={"cold": NEVER_LATE}, store_in_flight_bytes_max="1MiB")  # what is in flight goes on
     at.faults("store hang")
@@ -250,7 +286,7 @@ def test_a_server_that_is_killed_meanwhile_ends_the_wait(node: Any) -> None:
 # --- trouble meanwhile ----------------------------------------------------------------------------------------------
 def test_a_server_that_is_stopped_meanwhile_ends_the_wait_and_is_asked_again_once_it_goes_on(node: Any) -> None:
     server = node.serve("--l2.cold.type", "mock", "--l2.cold.faults", "store hang", "--l2.cold.deadline_s", "600")
-    client, asker = node.client(), node.client()
+    client, asker = node.client(call_timeout_s=2.0), node.client()  # of that its patience is made
     key = node.key("k")
     assert client.store([key], [node.payload(1)], namespace=node.namespace).stored == 1
     thread, told = in_thread(lambda: client.wait_stored([key], namespace=node.namespace, timeout_s=0.5))
