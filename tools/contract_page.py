@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from enum import EnumType
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ForwardRef
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/plugins/contract.md"
 
@@ -88,7 +88,8 @@ def _fields(shown: Any) -> Iterator[str]:
     for name, annotation in vars(shown).get("__annotations__", {}).items():
         default = defaults.get(name, vars(shown).get(name, dataclasses.MISSING))
         plain = default is None or isinstance(default, (bool, int, float)) or default in ("", "0")
-        yield f"{name}: {annotation}" + (f" = {default!r}" if plain else "")
+        written = annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else annotation  # of named tuples
+        yield f"{name}: {written}" + (f" = {default!r}" if plain else "")
 
 
 def _signature(function: Any) -> str:
