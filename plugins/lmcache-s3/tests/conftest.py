@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import boto3
+import botocore.loaders
 import pytest
 
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, StoreItem
@@ -48,6 +49,15 @@ threading.Thread(target=server.serve_forever, daemon=True).start()
 print(server.server_port, flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _models_are_read_once() -> Iterator[None]:
+    """boto3 reads its description of S3 for each session: 0.1 s for each adapter that a test opens."""
+    shared = botocore.loaders.create_loader()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(botocore.loaders, "create_loader", lambda search_path_string=None: shared)
+        yield
 
 
 class Bucket:
