@@ -86,9 +86,10 @@ class MemoryAdapter(L2Adapter):
         self._check_open()
         after = bytes.fromhex(cursor) if cursor is not None else None
         with self.lock:
-            keys = sorted(key for key in self.objects if after is None or key > after)
+            keys = sorted(key for key in list(self.objects) if after is None or key > after)
             page = keys[:_SCAN_PAGE_ENTRIES]
-            entries = [ScanEntry(key, len(self.objects[key][0]), self.objects[key][1]) for key in page]
+            found = [(key, self.objects.get(key)) for key in page]  # another adapter on them has a lock of its own
+        entries = [ScanEntry(key, len(held[0]), held[1]) for key, held in found if held is not None]
         return ScanPage(entries, page[-1].hex() if len(keys) > len(page) else None)
 
     def close(self) -> None:
