@@ -58,7 +58,7 @@ def garbage(seed: int) -> Iterator[bytes]:
         m.CommitStore(7, 2**63, 0, 4),
         m.CommitStore(7, 12345, 0, 4, b"", bytes(32)),
         m.ReportDamaged(7, 12345, 0, 1),
-        m.LookupRequest(7, 1, key, hold=True),
+        m.LookupRequest(7, 1, key, m.LookupOptions(hold=True)),
         m.FinishRead(7, 12345, 0, 1),
         m.PrepareRetrieve(7, 1, key, 99, 98),
         m.PrepareRetrieve(7, 1, key, 0, 0, True, True),

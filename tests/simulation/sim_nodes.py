@@ -229,14 +229,12 @@ class ServerNode:
             inode = os.fstat(self.server.segment.fileno()).st_ino
             places = self.granted.setdefault(reply.lease, [])
             places += [(inode, offset) if offset else None for offset in unpack_u64(reply.offsets)]
-        elif isinstance(reply, m.LookupReply) and isinstance(request, m.LookupRequest) and request.wait_s > 0:
-            waited = self.world.now - came
-            if not reply.done and waited < request.wait_s - 1e-6:
-                raise Broken(
-                    f"a lookup was to wait for {request.wait_s} s, and was answered undone after {waited:.6f} s"
-                )
-            if waited > request.wait_s + LATE_S and self.ran_since <= came:
-                raise Broken(f"a lookup was to wait for {request.wait_s} s, and was answered after {waited:.6f} s")
+        elif isinstance(reply, m.LookupReply) and isinstance(request, m.LookupRequest) and request.options.wait_s > 0:
+            waited, wait_s = self.world.now - came, request.options.wait_s
+            if not reply.done and waited < wait_s - 1e-6:
+                raise Broken(f"a lookup was to wait for {wait_s} s, and was answered undone after {waited:.6f} s")
+            if waited > wait_s + LATE_S and self.ran_since <= came:
+                raise Broken(f"a lookup was to wait for {wait_s} s, and was answered after {waited:.6f} s")
 
 
 class ClientNode:

@@ -226,7 +226,9 @@ def found(rid: int, promise: int) -> m.LookupReply:
 def test_what_an_answer_granted_that_nobody_took_is_undone_by_whoever_reads_next(
     script: Script, channel: Channel, way: str
 ) -> None:
-    pending: Pending | None = channel.start(lambda rid: m.LookupRequest(rid, 1, b"", hold=True), undo_of)
+    pending: Pending | None = channel.start(
+        lambda rid: m.LookupRequest(rid, 1, b"", m.LookupOptions(hold=True)), undo_of
+    )
     assert pending is not None
     answer = found(pending.rid, 7)
     if way in ("dropped late", "abandoned late", "told"):

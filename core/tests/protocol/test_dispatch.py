@@ -121,6 +121,9 @@ def packed(positions: list[int]) -> bytes:
 
 
 rid = st.integers(1, 2**32)
+lookup_options = st.builds(
+    m.LookupOptions, st.booleans(), st.booleans(), seconds, st.none() | st.lists(text, max_size=3)
+)
 
 
 def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
@@ -131,8 +134,7 @@ def requests(leases: list[int]) -> st.SearchStrategy[m.Message]:
         st.builds(m.PrepareStore, rid, namespace, keys, lease),
         st.builds(m.PrepareRetrieve, rid, namespace, keys, lease, lease, st.booleans()),
         *(settle(kind, lease) for kind in (m.CommitStore, m.AbortStore, m.FinishRead)),
-        st.builds(m.LookupRequest, rid, namespace, keys, st.booleans(), st.booleans(), seconds, st.none()),
-        st.builds(m.LookupRequest, rid, namespace, keys, tiers=st.lists(text, max_size=3)),
+        st.builds(m.LookupRequest, rid, namespace, keys, lookup_options),
         st.builds(m.TracedLookup, rid, namespace, keys, traceparent=text),
         st.builds(m.TracedPrepareStore, rid, namespace, keys, lease, traceparent=text),
         st.builds(m.RegisterLayout, rid, wire_int, st.sampled_from([*DTYPE_BYTES, "x"]), shape, text, wire_int),
@@ -310,15 +312,16 @@ def test_leases_of_a_session_are_bounded_and_nobody_else_is_refused(desk: Desk) 
     granted: Any = desk.say(greedy, m.PrepareStore(5, NAMESPACE, key))
     desk.say(greedy, m.CommitStore(6, granted.lease, 0, 1))
     replies: list[Any] = [
-        desk.say(greedy, m.LookupRequest(7, NAMESPACE, key, hold=True)) for _ in range(LEASES_PER_SESSION_MAX + 1)
+        desk.say(greedy, m.LookupRequest(7, NAMESPACE, key, m.LookupOptions(hold=True)))
+        for _ in range(LEASES_PER_SESSION_MAX + 1)
     ]
     assert all(reply.promise for reply in replies[:-1])
     assert replies[-1].code == "LIMIT"
-    held: Any = desk.say(modest, m.LookupRequest(8, NAMESPACE, key, hold=True))
+    held: Any = desk.say(modest, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)))
     assert held.promise
     freed: Any = desk.say(greedy, m.FreeLookupLocks(9, [reply.promise for reply in replies[:3]]))
     assert freed.count == 3
-    again: Any = desk.say(greedy, m.LookupRequest(10, NAMESPACE, key, hold=True))
+    again: Any = desk.say(greedy, m.LookupRequest(10, NAMESPACE, key, m.LookupOptions(hold=True)))
     assert again.promise
     for peer in (greedy, modest):
         desk.say(peer, m.EndSession(11, goodbye=True))
@@ -335,7 +338,7 @@ def test_sessions_that_hold_something_are_bounded_and_a_goodbye_makes_room(
     desk.say(writer, m.PrepareRetrieve(7, NAMESPACE, key))
     holders = [desk.peer(attached=False) for _ in range(2)]
     for peer in holders:
-        promised: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key, hold=True))
+        promised: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)))
         assert promised.promise
     late = Mouth()
     refused = desk.say(late, m.Hello(1, 1, 1, os.urandom(16), "late", 0))

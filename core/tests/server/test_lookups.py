@@ -168,7 +168,9 @@ def test_a_held_back_lookup_whose_session_has_all_its_leases_by_then_is_answered
             client_link = client._links.current()
             lease.finish()
             held_back = client_link.channel.start(
-                lambda rid: m.LookupRequest(rid, namespace.id, join_keys(keys(1, 1)), hold=True, wait_s=60.0)
+                lambda rid: m.LookupRequest(
+                    rid, namespace.id, join_keys(keys(1, 1)), m.LookupOptions(hold=True, wait_s=60.0)
+                )
             )
             client.noop()  # the server waits for the tier from here on
         with client.prepare_retrieve(keys(1, 0), namespace=namespace):
@@ -189,7 +191,9 @@ def test_an_end_of_a_session_takes_the_promises_so_far_and_a_lookup_that_waits_p
         client.store(keys(1, 0), [bytes(namespace.layout.nbytes)], namespace=namespace)
         channel = client._links.current().channel
         held_back = channel.start(
-            lambda rid: m.LookupRequest(rid, namespace.id, join_keys(keys(2, 0)), hold=True, wait_s=60.0)
+            lambda rid: m.LookupRequest(
+                rid, namespace.id, join_keys(keys(2, 0)), m.LookupOptions(hold=True, wait_s=60.0)
+            )
         )
         client.noop()  # the server waits for the tier from here on
         assert client.status()["l1"]["leases_by_kind"]["promise"] == 1

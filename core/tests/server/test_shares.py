@@ -323,7 +323,7 @@ def test_lookups_of_one_user_leave_room_for_those_of_others(
             session = join(server, origin)
             server.namespaces.register(session, namespace.id, namespace.layout)
             for rid in range(each):
-                request = m.LookupRequest(rid, namespace.id, join_keys(keys_of(rid)), wait_s=WAIT_S)
+                request = m.LookupRequest(rid, namespace.id, join_keys(keys_of(rid)), m.LookupOptions(wait_s=WAIT_S))
                 answers.append(server.lookups.lookup(session, request, keys_of(rid)))
         return answers
 

@@ -18,6 +18,7 @@ from lmcache_core.limits import PAGE_BYTES
 from lmcache_core.policies.prefetch import DefaultPrefetch
 from lmcache_core.policies.store import DefaultStore
 from lmcache_core.pool.layout import Layout
+from lmcache_core.protocol.requests import LookupOptions
 from lmcache_core.tiers.contract import (
     AdapterContext,
     Capabilities,
@@ -411,7 +412,8 @@ class Loop:
     def ask(self, keys: Sequence[bytes], seconds: float = 1000.0, **options: object) -> Job:
         missing = [i for i, key in enumerate(keys) if (NAMESPACE, key) not in self.l1.ready]
         self.clock.turn()
-        request = TierLookup(NAMESPACE, 1, keys, missing, self.now() + seconds, **options)  # type: ignore[arg-type]
+        wanted = LookupOptions(**options)  # type: ignore[arg-type]
+        request = TierLookup(NAMESPACE, 1, keys, missing, self.now() + seconds, wanted)
         return self.tiering.lookup(request, self.done.append)
 
     def fetch(self, keys: Sequence[bytes], **options: object) -> Job:

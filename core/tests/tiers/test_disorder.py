@@ -18,7 +18,6 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import DefaultStore, SkipL1Store
 from lmcache_core.tiers.contract import AdapterContext, Outcome, Result
-from lmcache_core.tiers.flow.jobs import Wanted
 
 KEYS = 24
 
@@ -87,8 +86,8 @@ def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Any, 
             loop.store({doubles.key(number): doubles.content(number)})
         elif action < 0.65:
             keys = [doubles.key((number + i) % KEYS) for i in range(chance.randrange(1, 8))]
-            wanted = chance.choice([Wanted.PREFIX, Wanted.PREFIX, Wanted.SPARSE, Wanted.WINDOW])
-            jobs.append(loop.ask(keys, seconds=chance.choice([1.0, 100.0]), wanted=wanted, window=2))
+            wanted = chance.choice([{}, {}, {"prefix": False}, {"window": 2}])
+            jobs.append(loop.ask(keys, seconds=chance.choice([1.0, 100.0]), **wanted))
         elif action < 0.72 and jobs:
             loop.tiering.cancel(chance.choice(jobs))
         elif action < 0.76:
@@ -180,7 +179,7 @@ def test_on_a_real_disk_bytes_survive_restarts_and_flipped_bits_are_misses(doubl
     content = bytearray(victim.read_bytes())
     content[6000] ^= 4
     victim.write_bytes(content)
-    job = second.fetch(list(contents), wanted=Wanted.SPARSE)
+    job = second.fetch(list(contents), prefix=False)
     (bad,) = job.reasons
     assert job.hits == 11
     assert list(contents)[bad].hex() in victim.name

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_core.errors import SettingsError, TierError
+from lmcache_core.protocol.requests import LookupOptions
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.jobs import TierLookup, Wanted, select
+from lmcache_core.tiers.flow.jobs import TierLookup, select
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.retry import ask_batch, call_batch
 from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
@@ -352,7 +353,7 @@ def test_an_epoch_that_cannot_be_kept_is_not_used_and_the_error_says_where_to_le
 @given(st.lists(st.sampled_from("LTN"), max_size=12), st.integers(1, 5))
 def test_a_window_is_the_last_run_that_can_be_served(where: list[str], window: int) -> None:
     missing = [i for i, place in enumerate(where) if place != "L"]  # L: in the L1, T: on a tier, N: nowhere
-    request = TierLookup(1, 1, [b""] * len(where), missing, 0.0, wanted=Wanted.WINDOW, window=window)
+    request = TierLookup(1, 1, [b""] * len(where), missing, 0.0, LookupOptions(window=window))
     chosen = select(request, {i: "t" for i, place in enumerate(where) if place == "T"})
     ends = [e for e in range(len(where) + 1) if "N" not in where[max(0, e - window) : e]]
     assert chosen.hits == max(ends)

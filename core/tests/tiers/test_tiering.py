@@ -9,7 +9,7 @@ import pytest
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.jobs import JobStatus, Wanted
+from lmcache_core.tiers.flow.jobs import JobStatus
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import tier_key
 
@@ -132,7 +132,7 @@ def test_sparse_lookups_load_any_position(doubles: Any) -> None:
     loop.store(contents)
     loop.idle()
     _evict_all(loop)
-    job = loop.fetch([doubles.key(0), *contents], wanted=Wanted.SPARSE)
+    job = loop.fetch([doubles.key(0), *contents], prefix=False)
     assert (job.hits, job.loaded, job.reasons) == (3, {1, 2, 3}, {0: TierReason.NOWHERE})
 
 
@@ -146,7 +146,7 @@ def test_a_window_loads_only_the_last_keys_of_the_longest_run(doubles: Any) -> N
     keys = list(contents)
     for hole in (1, 7):
         del adapter.objects[tier_key(keys[hole], doubles.namespace, 0)]
-    job = loop.fetch(keys, wanted=Wanted.WINDOW, window=3)
+    job = loop.fetch(keys, window=3)
     assert (job.hits, job.loaded) == (7, {4, 5, 6})
 
 

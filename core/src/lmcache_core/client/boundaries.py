@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
+from msgspec import structs
+
 from lmcache_core.client.hits import COUNT_IF_ALL, COUNT_NOTHING, Hits, checked_keys
-from lmcache_core.client.lookups import ClientLookups, LookupOptions
+from lmcache_core.client.lookups import ClientLookupOptions, ClientLookups
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import LookupResult, Status
 from lmcache_core.errors import UsageError
@@ -106,13 +108,13 @@ class CommonLookups:
         self,
         groups: Sequence[KeyGroup | tuple[Any, ...]],
         units: int | Sequence[int],
-        options: LookupOptions,
+        options: ClientLookupOptions,
         ask: bool,
     ) -> CommonHits:
         """See `Client.lookup_many`."""
         if not options.hold:
             return self._search(groups, units, options, ask)
-        unheld = options._replace(hold=False)
+        unheld = structs.replace(options, hold=False)
         for _ in range(_HOLD_TRIES):
             found = self._search(groups, units, unheld, ask)
             if not found.tokens:
@@ -120,7 +122,7 @@ class CommonLookups:
             held = self._held(groups, found)
             if held is not None:
                 return held
-            if options.hold == "if_possible" and self._lookups.unreachable:
+            if options.if_possible and self._lookups.unreachable:
                 return found
         return CommonHits(0, [GroupHits(0, 0, hits.unit_tokens) for hits in found.groups])
 
@@ -142,7 +144,7 @@ class CommonLookups:
         self,
         groups: Sequence[KeyGroup | tuple[Any, ...]],
         units: int | Sequence[int],
-        options: LookupOptions,
+        options: ClientLookupOptions,
         ask: bool,
     ) -> CommonHits:
         asking = TierQuestions(self._lookups, options) if ask else None
@@ -189,7 +191,7 @@ def _promise_of(held: LookupResult, hits: GroupHits) -> Promise:
 class TierQuestions:
     """How the server is asked for what the index does not have."""
 
-    def __init__(self, lookups: ClientLookups, options: LookupOptions) -> None:
+    def __init__(self, lookups: ClientLookups, options: ClientLookupOptions) -> None:
         self._lookups = lookups
         self._options = options
         self._until = lookups.now() + options.wait_s if options.wait_s > 0 else 0.0
@@ -197,7 +199,7 @@ class TierQuestions:
     def ask(self, keys: Sequence[bytes], namespace: Namespace, window: int) -> tuple[int, bool]:
         """Where the server sees the end, tiers included, and whether that is all there now."""
         wait_s = max(0.0, self._until - self._lookups.now()) if self._until else 0.0
-        found = self._lookups.lookup(keys, namespace, self._options._replace(window=window, wait_s=wait_s))
+        found = self._lookups.lookup(keys, namespace, structs.replace(self._options, window=window, wait_s=wait_s))
         return found.hits, found.done
 
 

@@ -26,7 +26,7 @@ from lmcache_core.client.hits import Hits, checked_keys, verify_level
 from lmcache_core.client.leases import ReadLease, WriteLease
 from lmcache_core.client.link import Link, Target
 from lmcache_core.client.links import Links
-from lmcache_core.client.lookups import ClientLookups, LookupHandle, LookupOptions
+from lmcache_core.client.lookups import ClientLookupOptions, ClientLookups, LookupHandle
 from lmcache_core.client.page_jobs import PagesResult
 from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.presence import Presence
@@ -304,13 +304,17 @@ class Client:
         `traceparent`: the trace that this belongs to; see `connect`.
         """
         keys = checked_keys(keys)
-        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy)
         if traceparent:
-            options = options._replace(traceparent=check_traceparent(traceparent))
+            traceparent = check_traceparent(traceparent)
+        # By position, in the order of their declaration: by name it would cost each lookup 0.2 µs.
+        options = ClientLookupOptions(
+            bool(hold), prefix, wait_s, tiers, window, deadline_s, pin_s, policy, False, identify,
+            hold == "if_possible", traceparent,
+        )  # fmt: skip
         if not ask:
-            return self._lookups.by_index(keys, namespace, options._replace(identify=identify))
+            return self._lookups.by_index(keys, namespace, options)
         if identify:
-            return self._lookups.identified(keys, namespace, options._replace(identify=True))
+            return self._lookups.identified(keys, namespace, options)
         return self._lookups.lookup(keys, namespace, options)
 
     def lookup_nowait(
@@ -335,9 +339,13 @@ class Client:
         keys = checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
             raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
-        options = LookupOptions(hold, prefix, wait_s, tiers, window, deadline_s, pin_s, policy, identify=identify)
         if traceparent:
-            options = options._replace(traceparent=check_traceparent(traceparent))
+            traceparent = check_traceparent(traceparent)
+        # By position, in the order of their declaration: by name it would cost each lookup 0.2 µs.
+        options = ClientLookupOptions(
+            bool(hold), prefix, wait_s, tiers, window, deadline_s, pin_s, policy, False, identify,
+            hold == "if_possible", traceparent,
+        )  # fmt: skip
         return self._lookups.start(keys, namespace, options)
 
     def lookup_many(
@@ -364,9 +372,15 @@ class Client:
         something to load keeps that in the pool; `found.promise` is one for all, `found.promises` has it by group. The
         other options are those of `lookup`.
         """
-        options = LookupOptions(hold, True, wait_s, tiers, 0, deadline_s, 0.0, policy)
-        if traceparent:
-            options = options._replace(traceparent=check_traceparent(traceparent))
+        options = ClientLookupOptions(
+            hold=bool(hold),
+            wait_s=wait_s,
+            tiers=tiers,
+            deadline_s=deadline_s,
+            policy=policy,
+            if_possible=hold == "if_possible",
+            traceparent=check_traceparent(traceparent) if traceparent else "",
+        )
         return self._common.lookup(groups, unit_tokens, options, ask)
 
     # --- the two phases -----------------------------------------------------------------------------------
@@ -721,16 +735,12 @@ class Client:
         For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
         """
         keys = checked_keys(keys)
-        blob, named = join_keys(keys), list(tiers)
+        blob = join_keys(keys)
+        options = m.LookupOptions(prefix=False, wait_s=wait_s, tiers=list(tiers), policy="retain", warm_up=True)
 
         def warm(link: Link) -> m.Reply:
             link.bind_id(namespace_id, layout)
-            return link.channel.call(
-                lambda rid: m.LookupRequest(
-                    rid, namespace_id, blob, prefix=False, wait_s=wait_s, tiers=named, policy="retain", warm_up=True
-                ),
-                wait_s,
-            )
+            return link.channel.call(lambda rid: m.LookupRequest(rid, namespace_id, blob, options), wait_s)
 
         return expect(self._links.asked(warm, patient=True), m.LookupReply).hits
 

@@ -7,7 +7,7 @@ import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
@@ -37,19 +37,11 @@ _UNPROMISED = frozenset((Status.UNREACHABLE, Status.QUOTA))  # no server, or non
 _GRANTED, _NO_REASON = Status.GRANTED, Reason.NONE  # Python 3.11 finds a member of an enum in 0.15 µs
 
 
-class LookupOptions(NamedTuple):
-    """What a lookup asks for, beside its keys. See `protocol.messages.Lookup`."""
+class ClientLookupOptions(m.LookupOptions, frozen=True):
+    """What a lookup asks for, and what never travels with it. `if_possible`, with `hold`: where the server makes no
+    promise, the index answers without one. `traceparent`: the trace that it belongs to."""
 
-    hold: bool | Literal["if_possible"] = False
-    prefix: bool = True
-    wait_s: float = 0.0
-    tiers: Sequence[str] | None = None
-    window: int = 0
-    deadline_s: float = 0.0
-    pin_s: float = 0.0
-    policy: str = ""
-    warm_up: bool = False
-    identify: bool = False
+    if_possible: bool = False
     traceparent: str = ""
 
 
@@ -114,7 +106,7 @@ class Answers:
 
 
 def lookup_pages(
-    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, answers: Answers
 ) -> LookupResult:
     """Look up any number of keys, a frame at a time. A prefix ends with its first short page."""
     if options.window:
@@ -129,7 +121,7 @@ def lookup_pages(
 
 
 def _lookup_window(
-    link: Link, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
+    link: Link, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, answers: Answers
 ) -> LookupResult:
     """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
     keys with the next that every window is whole in one of them."""
@@ -156,7 +148,7 @@ def _lookup_window(
 
 
 def _page(
-    link: Link, page: Sequence[bytes], namespace: Namespace, options: LookupOptions, answers: Answers
+    link: Link, page: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, answers: Answers
 ) -> LookupResult:
     make, undo = asking(namespace, join_keys(page), options), answers.hearer.undo if options.hold else None
 
@@ -168,22 +160,21 @@ def _page(
     return result_of(link.in_namespace(namespace, ask), page, time.monotonic())
 
 
-def asking(namespace: Namespace, blob: bytes, options: LookupOptions) -> Callable[[int], m.LookupRequest]:
+def asking(namespace: Namespace, blob: bytes, options: m.LookupOptions) -> Callable[[int], m.LookupRequest]:
     """The request, for a channel to number. Raises `UsageError` for what is of the wrong kind."""
-    tiers = None if options.tiers is None else list(options.tiers)
-    sent = options._replace(
-        tiers=tiers,
-        hold=bool(options.hold),
+    sent = m.LookupOptions(
+        hold=options.hold,
+        prefix=bool(options.prefix),
         wait_s=_seconds("wait_s", options.wait_s),
+        tiers=None if options.tiers is None else list(options.tiers),
         window=_whole("window", options.window),
         deadline_s=_seconds("deadline_s", options.deadline_s),
         pin_s=_seconds("pin_s", options.pin_s),
         policy=_text("policy", options.policy),
+        warm_up=options.warm_up,
         identify=bool(options.identify),
     )
-    fields = sent._asdict()
-    del fields["traceparent"]
-    return lambda rid: m.LookupRequest(rid, namespace.id, blob, **fields)
+    return lambda rid: m.LookupRequest(rid, namespace.id, blob, sent)
 
 
 def _seconds(name: str, given: Any) -> float:
@@ -262,13 +253,13 @@ class ClientLookups:
         self._trace = trace
         self._parts: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # by the server's epoch and the job
 
-    def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
         """The index first; the server is asked for what is not there and may be elsewhere."""
-        if options.hold == "if_possible":
+        if options.hold and options.if_possible:
             held = self._ask(keys, namespace, options)
             if _UNPROMISED.isdisjoint(held.statuses):
                 return held
-            options = options._replace(hold=False)
+            options = structs.replace(options, hold=False)
         found = self._find(keys, namespace, options)
         if not found:
             return self._ask(keys, namespace, options)
@@ -283,7 +274,7 @@ class ClientLookups:
             rest = [at for at, byte in enumerate(found) if not byte]
         return self._ask_rest(keys, rest, namespace, options)
 
-    def identified(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    def identified(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
         """As `lookup`, and which incarnations were found."""
         if self._find(keys, namespace, options) is None:
             return self._ask(keys, namespace, options)
@@ -297,12 +288,12 @@ class ClientLookups:
             seen[at] = number
         return structs.replace(found, incarnations=seen)
 
-    def by_index(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    def by_index(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
         """What the index has, and, if that is to be held, a call that holds it. What is elsewhere is a miss."""
         for name in ("window", "pin_s", "policy"):
             if getattr(options, name):
                 raise UsageError(f"{name} is the server's business: leave it out, or ask=False")
-        found = self._find(keys, namespace, options._replace(hold=False), 0 if options.hold else COUNT_HITS)
+        found = self._find(keys, namespace, structs.replace(options, hold=False), 0 if options.hold else COUNT_HITS)
         if not found or not (there := found.count(1)):
             return unserved(len(keys), Status.MISS)
         if options.hold:
@@ -324,7 +315,7 @@ class ClientLookups:
 
     def hold(self, keys: Sequence[bytes], namespace: Namespace) -> LookupResult:
         """Hold these as far as the pool has them, each for itself: no tier is asked."""
-        return self._ask(keys, namespace, LookupOptions(hold=True, prefix=False, tiers=[]))
+        return self._ask(keys, namespace, ClientLookupOptions(hold=True, prefix=False, tiers=[]))
 
     def give_back(self, promise: Promise) -> None:
         """It is not wanted. Waits for nothing."""
@@ -333,12 +324,12 @@ class ClientLookups:
             link.channel.post(lambda rid: m.FreeLookupLocks(rid, promise.numbers))
 
     def _hold(
-        self, keys: Sequence[bytes], there: Sequence[int], namespace: Namespace, options: LookupOptions
+        self, keys: Sequence[bytes], there: Sequence[int], namespace: Namespace, options: ClientLookupOptions
     ) -> LookupResult:
         """Hold these, if they are still there: no tier is asked."""
-        held = self._ask([keys[at] for at in there], namespace, options._replace(tiers=[], wait_s=0.0))
-        if options.hold == "if_possible" and not _UNPROMISED.isdisjoint(held.statuses):
-            return self.by_index(keys, namespace, options._replace(hold=False))
+        held = self._ask([keys[at] for at in there], namespace, structs.replace(options, tiers=[], wait_s=0.0))
+        if options.hold and options.if_possible and not _UNPROMISED.isdisjoint(held.statuses):
+            return self.by_index(keys, namespace, structs.replace(options, hold=False))
         if len(there) == len(keys):
             return held
         whole = unserved(len(keys), Status.MISS)
@@ -349,7 +340,7 @@ class ClientLookups:
         return structs.replace(held, statuses=statuses, reasons=reasons, incarnations=seen if held.incarnations else ())
 
     def _ask_rest(
-        self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, options: LookupOptions
+        self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, options: ClientLookupOptions
     ) -> LookupResult:
         """Ask the server for the keys at `rest`; the index has the others."""
         asked = self._ask([keys[at] for at in rest], namespace, options)
@@ -368,12 +359,12 @@ class ClientLookups:
         hits = count - len(rest) + asked.hits
         return LookupResult(statuses, reasons, hits, asked.done, asked.promise, asked.job, asked.incarnations)
 
-    def start(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupHandle:
+    def start(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupHandle:
         """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
         count = len(keys)
         rest: Sequence[int] = range(count)
-        asks_for_all = bool(options.hold) or options.identify  # one moment has to say it of all of them
-        found = self._find(keys, namespace, options._replace(hold=False), 0 if asks_for_all else COUNT_HITS)
+        asks_for_all = options.hold or options.identify  # one moment has to say it of all of them
+        found = self._find(keys, namespace, structs.replace(options, hold=False), 0 if asks_for_all else COUNT_HITS)
         so_far = _found_by_index(found or b"", count)
         if options.identify and so_far.hits:
             seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
@@ -385,7 +376,7 @@ class ClientLookups:
             rest = range(there, count) if options.prefix else [at for at, byte in enumerate(found) if not byte]
         blob = join_keys(keys if len(rest) == count else [keys[at] for at in rest])
         if rest and self._trace and not options.traceparent:  # it may be sent when something else is current
-            options = options._replace(traceparent=current_traceparent())
+            options = structs.replace(options, traceparent=current_traceparent())
         handle = LookupHandle(self, _Asking(keys, rest, namespace, options, blob), so_far)
         if not rest and count:
             handle.found_all()
@@ -414,7 +405,7 @@ class ClientLookups:
 
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
         """What is answered in place of the server."""
-        if wanted.options.hold == "if_possible" and isinstance(error, DisconnectedError | LimitError):
+        if wanted.options.hold and wanted.options.if_possible and isinstance(error, DisconnectedError | LimitError):
             return self._without_promise(wanted, self._links.refused(error)[0])
         return self.whole_of(wanted, unserved(len(wanted.rest), *self._links.refused(error)))
 
@@ -426,7 +417,7 @@ class ClientLookups:
 
     def _without_promise(self, wanted: _Asking, otherwise: Status) -> LookupResult:
         """The index alone, with no promise."""
-        keys, options = wanted.keys, wanted.options._replace(hold=False)
+        keys, options = wanted.keys, structs.replace(wanted.options, hold=False)
         found = self._find(keys, wanted.namespace, options) or b""
         statuses = [Status.GRANTED if byte else otherwise for byte in found.ljust(len(keys), b"\0")]
         hits = len(found) if options.prefix else found.count(1)
@@ -452,7 +443,7 @@ class ClientLookups:
             return found
         count, rest = len(part.keys), set(part.rest)
         had = [at for at in range(count) if at not in rest]
-        options = LookupOptions(prefix=part.prefix, tiers=[])
+        options = m.LookupOptions(prefix=part.prefix, tiers=[])
         # Looked up again, as the server does: they may have been evicted since.
         blob = join_keys([part.keys[at] for at in had])
         make, space = asking(part.namespace, blob, options), part.namespace
@@ -466,7 +457,7 @@ class ClientLookups:
         return structs.replace(found, statuses=bytes(statuses), reasons=bytes(reasons), hits=hits)
 
     def _find(
-        self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions, counts: int = COUNT_HITS
+        self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, counts: int = COUNT_HITS
     ) -> bytes | None:
         """What the index says, where it may answer: promises and pins are given by the server alone, and it alone
         knows policies, and what makes no sense."""
@@ -481,7 +472,7 @@ class ClientLookups:
             return None
         return self._hits.find(keys, namespace, options.prefix, False, counts)
 
-    def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: LookupOptions) -> LookupResult:
+    def _ask(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
         answers = Answers()
 
         def ask(link: Link) -> LookupResult:
@@ -535,7 +526,7 @@ class _Asking(NamedTuple):
     keys: Sequence[bytes]
     rest: Sequence[int]
     namespace: Namespace
-    options: LookupOptions
+    options: ClientLookupOptions
     blob: bytes
 
 

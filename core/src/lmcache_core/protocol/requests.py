@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -48,29 +49,39 @@ class RegisterLayout(Message, tag="register_layout"):
     label: str = ""
 
 
-class LookupRequest(Message, tag="lookup"):
-    """Which keys can be served? `wait_s` > 0: the reply may come later, when loads from tiers have ended. `tiers`:
-    search these only; None: all; []: none.
+class LookupOptions(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What a lookup asks for beside its keys, from the client's call to the tiers.
 
-    `prefix`: the keys from the first on; without it each key for itself; `window` > 0: the last `window` keys of
-    the longest run that ends in them. `deadline_s` > 0: the tiers have so long, whether or not the reply waits for
-    them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than by the server's.
-    `warm_up`: nobody waits for it; everyone else goes first. `identify`: say which incarnations were found.
+    `hold`: promise what is found. `prefix`: the keys from the first on; without it each key for itself; `window` > 0:
+    the last `window` keys of the longest run that ends in them. `wait_s` > 0: the reply may come later, when loads from
+    tiers have ended. `tiers`: search these only; None: all; []: none. `deadline_s` > 0: the tiers have so long, whether
+    or not the reply waits for them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than
+    by the server's. `warm_up`: nobody waits for it; everyone else goes first. `identify`: say which incarnations were
+    found.
     """
 
-    rid: int
-    namespace: int
-    keys: bytes
     hold: bool = False
     prefix: bool = True
     wait_s: float = 0.0
-    tiers: list[str] | None = None
+    tiers: Sequence[str] | None = None
     window: int = 0
     deadline_s: float = 0.0
     pin_s: float = 0.0
     policy: str = ""
     warm_up: bool = False
     identify: bool = False
+
+
+ORDINARY_LOOKUP = LookupOptions()
+
+
+class LookupRequest(Message, tag="lookup"):
+    """Which keys can be served?"""
+
+    rid: int
+    namespace: int
+    keys: bytes
+    options: LookupOptions = ORDINARY_LOOKUP
 
 
 class TracedLookup(LookupRequest, tag="traced_lookup"):

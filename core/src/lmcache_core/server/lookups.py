@@ -6,6 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_core.errors import CacheError, LimitError, UsageError
@@ -21,13 +22,12 @@ from lmcache_core.limits import (
 )
 from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.protocol.codec import error_reply, pack_u64
-from lmcache_core.protocol.messages import LookupReply, LookupRequest, Message
+from lmcache_core.protocol.messages import LookupOptions, LookupReply, LookupRequest, Message
 from lmcache_core.server.l1 import L1, REASONS
 from lmcache_core.server.session import Session
 from lmcache_core.server.shares import Share
 from lmcache_core.server.traffic import missed
-from lmcache_core.tiers.flow.jobs import Job, Wanted, window_end
-from lmcache_core.tiers.flow.jobs import TierLookup as TierLookup
+from lmcache_core.tiers.flow.jobs import Job, TierLookup, Wanted, wanted_by, window_end
 
 if TYPE_CHECKING:
     from lmcache_core.server.tracing import Span
@@ -73,40 +73,40 @@ class Lookups:
 
     def lookup(self, session: Session, request: LookupRequest, keys: Sequence[bytes]) -> LookupReply | None:
         """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
-        now = self._l1.clock.now
-        _check(request)
-        policy = self._policy_named(request.policy) if request.policy else None
+        now, options = self._l1.clock.now, request.options
+        _check(options)
+        policy = self._policy_named(options.policy) if options.policy else None
         span = None if self._l1.tracing is None else self._l1.tracing.begin(request)
         found = self._kernel.lookup(
             session.id,
             request.namespace,
             keys,
             now,
-            hold=request.hold,
-            prefix=_wanted(request) is Wanted.PREFIX,
-            identify=request.identify,
+            hold=options.hold,
+            prefix=wanted_by(options) is Wanted.PREFIX,
+            identify=options.identify,
         )
         missing = [at for at, status in enumerate(found.statuses) if status in _ABSENT]
         tiering = self._l1.tiering
-        served = not missing or (request.window > 0 and missing[-1] < len(keys) - request.window)
-        served = served or tiering is None or request.tiers == []
+        served = not missing or (options.window > 0 and missing[-1] < len(keys) - options.window)
+        served = served or tiering is None or options.tiers == []
         if not served and self._throttles(session):
             served = True  # with what the L1 has; the rest is a miss for now
             for at in missing:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
-            self._pin(session, request, keys, found.statuses)
+            self._pin(session, request.namespace, options, keys, found.statuses)
             self._count(request.namespace, found, len(missing), span)
-            return self._found(request, request.rid, found)
-        allowed_s = request.deadline_s or (request.wait_s if request.wait_s > 0 else TIER_DEADLINE_S)
+            return self._found(options, request.rid, found)
+        allowed_s = options.deadline_s or (options.wait_s if options.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
             session,
             request.rid,
             request,
             keys,
             found.promise_id,
-            request.wait_s > 0,
-            reply_at_s=now + request.wait_s,
+            options.wait_s > 0,
+            reply_at_s=now + options.wait_s,
             asked_at_s=now,
             first=found,
             span=span,
@@ -119,13 +119,10 @@ class Lookups:
                     keys,
                     missing,
                     now + allowed_s,
-                    request.tiers,
-                    _wanted(request),
-                    request.window,
-                    request.warm_up,
+                    options,
                     span,
                 ),
-                lambda job: self._ended(wait, job),
+                partial(self._ended, wait),
                 policy,
             )
         except BaseException:  # a tier that is not there, a policy that fails: the caller hears of no promise
@@ -137,17 +134,17 @@ class Lookups:
         self._share.take(session.origin)
         self._waits[job.id] = wait
         if wait.holds_reply:
-            if request.wait_s < allowed_s:
+            if options.wait_s < allowed_s:
                 self._timed[wait] = None
             return None
-        return self._found(request, request.rid, found, job=job, done=False)
+        return self._found(options, request.rid, found, job=job, done=False)
 
     def status_of(self, session: Session, rid: int, job_id: int) -> LookupReply:
         """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its
         loads have ended, for this is who hears of it."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
-        hold = wait.request.hold and wait.job.ended and not wait.promise
+        hold = wait.request.options.hold and wait.job.ended and not wait.promise
         found = self._look_again(session, wait, rid, hold=hold)
         if hold and wait.promise:
             self._made_late[wait.promise] = wait
@@ -230,9 +227,9 @@ class Lookups:
             return
         if wait.promise:  # the one that its holder was told of keeps what was loaded, too
             request, now = wait.request, self._l1.clock.now
-            prefix = _wanted(request) is Wanted.PREFIX
+            prefix = wanted_by(request.options) is Wanted.PREFIX
             self._kernel.promise_more(wait.promise, request.namespace, wait.keys, now, prefix=prefix)
-        if wait.request.pin_s > 0 and wait.session.peer is not None:
+        if wait.request.options.pin_s > 0 and wait.session.peer is not None:
             self._look_again(wait.session, wait, 0, hold=False, pin=True)
 
     def _count(self, namespace: int, found: KernelLookup, absent: int, span: Span | None) -> None:
@@ -269,7 +266,7 @@ class Lookups:
         if wait.session.peer is None:
             return
         try:
-            reply: Message = self._look_again(wait.session, wait, wait.rid, hold=wait.request.hold, pin=True)
+            reply: Message = self._look_again(wait.session, wait, wait.rid, hold=wait.request.options.hold, pin=True)
         except CacheError as error:  # meanwhile the session has come to hold as many leases as it may, say
             reply = error_reply(wait.rid, error)
         self._l1.answer(wait.session, reply)
@@ -283,41 +280,43 @@ class Lookups:
 
     def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> LookupReply:
         """`session`: who asks now, which may be a later one of the client whose lookup it was."""
-        request, job = wait.request, wait.job
+        request, options, job = wait.request, wait.request.options, wait.job
         found = self._kernel.lookup(
             session.id,
             request.namespace,
             wait.keys,
             self._l1.clock.now,
             hold=hold,
-            prefix=_wanted(request) is Wanted.PREFIX,
-            identify=request.identify,
+            prefix=wanted_by(options) is Wanted.PREFIX,
+            identify=options.identify,
         )
         wait.promise = found.promise_id = found.promise_id or wait.promise
         if pin:
-            self._pin(session, request, wait.keys, found.statuses)
-        return self._found(request, rid, found, job=job)
+            self._pin(session, request.namespace, options, wait.keys, found.statuses)
+        return self._found(options, rid, found, job=job)
 
-    def _pin(self, session: Session, request: LookupRequest, keys: Sequence[bytes], statuses: bytearray) -> None:
+    def _pin(
+        self, session: Session, namespace: int, options: LookupOptions, keys: Sequence[bytes], statuses: bytearray
+    ) -> None:
         """Keep what this lookup is about, where the request says so."""
-        if not request.pin_s > 0:
+        if not options.pin_s > 0:
             return
-        end = len(keys) if _wanted(request) is Wanted.SPARSE else _hits(request, statuses)
-        first = max(0, end - request.window) if request.window else 0
+        end = len(keys) if wanted_by(options) is Wanted.SPARSE else _hits(options, statuses)
+        first = max(0, end - options.window) if options.window else 0
         chosen = [keys[at] for at in range(first, end) if statuses[at] == Grant.GRANTED]
         if chosen:
-            self._kernel.pin(session.id, request.namespace, chosen, request.pin_s, self._l1.clock.now)
+            self._kernel.pin(session.id, namespace, chosen, options.pin_s, self._l1.clock.now)
 
     def _found(
         self,
-        request: LookupRequest,
+        options: LookupOptions,
         rid: int,
         found: KernelLookup,
         job: Job | None = None,
         done: bool = True,
     ) -> LookupReply:
         statuses, reasons, promise = found.statuses, found.reasons, found.promise_id
-        hits = _hits(request, statuses)
+        hits = _hits(options, statuses)
         if job is not None:
             done = job.ended
             if not done and job.hits is not None:
@@ -355,29 +354,23 @@ class Lookups:
                 del self._waits[oldest.job.id]
 
 
-def _check(request: LookupRequest) -> None:
+def _check(options: LookupOptions) -> None:
     """Raise `UsageError` for figures that mean nothing."""
-    if not 0 <= request.window <= BATCH_KEYS_MAX:
-        raise UsageError(f"a window of {request.window} keys: give 1 to {BATCH_KEYS_MAX}, or 0 for none")
+    if not 0 <= options.window <= BATCH_KEYS_MAX:
+        raise UsageError(f"a window of {options.window} keys: give 1 to {BATCH_KEYS_MAX}, or 0 for none")
     for name in ("wait_s", "deadline_s", "pin_s"):
-        if not getattr(request, name) >= 0:
-            raise UsageError(f"{name} is {getattr(request, name)}: give seconds, or 0")
-    if request.pin_s == math.inf:
+        if not getattr(options, name) >= 0:
+            raise UsageError(f"{name} is {getattr(options, name)}: give seconds, or 0")
+    if options.pin_s == math.inf:
         raise UsageError("pin_s is infinite, and every pin ends: give seconds")
 
 
-def _wanted(request: LookupRequest) -> Wanted:
-    if request.window:
-        return Wanted.WINDOW
-    return Wanted.PREFIX if request.prefix else Wanted.SPARSE
-
-
-def _hits(request: LookupRequest, statuses: bytearray) -> int:
+def _hits(options: LookupOptions, statuses: bytearray) -> int:
     """See `Found`."""
-    wanted = _wanted(request)
+    wanted = wanted_by(options)
     if wanted is Wanted.SPARSE:
         return statuses.count(Grant.GRANTED)
     if wanted is Wanted.PREFIX:
         return next((at for at, status in enumerate(statuses) if status != Grant.GRANTED), len(statuses))
     absent = [at for at, status in enumerate(statuses) if status != Grant.GRANTED]
-    return window_end(len(statuses), request.window, absent)
+    return window_end(len(statuses), options.window, absent)

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
+
 from lmcache_core.clock import Clock
 from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.limits import HOUSEKEEPING_S, PREFETCH_IN_FLIGHT_MAX, STORE_IN_FLIGHT_BYTES_MAX, TIERING_STEP_S
@@ -131,7 +133,7 @@ class Tiering:
         """
         self._settled = True
         if self._draining:
-            request = request._replace(tiers=())
+            request = request._replace(options=structs.replace(request.options, tiers=()))
         return self._lookups.lookup(request, on_done, policy)
 
     def whereabouts(self, namespace: int, keys: Sequence[bytes], on_done: Callable[[Whereabouts], None]) -> Whereabouts:

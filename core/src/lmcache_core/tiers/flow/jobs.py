@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from lmcache_core.protocol.requests import ORDINARY_LOOKUP, LookupOptions
 from lmcache_core.tiers.l1 import TierReason
 
 
@@ -15,7 +16,14 @@ class Wanted(StrEnum):
 
     PREFIX = "prefix"  # the contiguous prefix; a first key that is nowhere means nothing
     SPARSE = "sparse"  # any position on its own
-    WINDOW = "window"  # the last `Lookup.window` keys of the longest run that ends in them (sliding attention)
+    WINDOW = "window"  # the last `LookupOptions.window` keys of the longest run that ends in them (sliding attention)
+
+
+def wanted_by(options: LookupOptions) -> Wanted:
+    """Which keys a lookup with these options is about."""
+    if options.window:
+        return Wanted.WINDOW
+    return Wanted.PREFIX if options.prefix else Wanted.SPARSE
 
 
 class JobStatus(StrEnum):
@@ -27,19 +35,20 @@ class JobStatus(StrEnum):
 
 
 class TierLookup(NamedTuple):
-    """One request. `keys` are all keys in order; `missing` are the positions that the L1 lacks, ascending;
-    `tiers` names the tiers to ask (None: all); `deadline` is monotonic seconds."""
+    """One request. `keys` are all keys in order; `missing` are the positions that the L1 lacks, ascending; `deadline`
+    is monotonic seconds."""
 
     namespace: int
     layout_id: int
     keys: Sequence[bytes]
     missing: Sequence[int]
     deadline: float
-    tiers: Sequence[str] | None = None
-    wanted: Wanted = Wanted.PREFIX
-    window: int = 0
-    warm_up: bool = False  # nobody waits for it: everyone else goes first
+    options: LookupOptions = ORDINARY_LOOKUP
     trace: Hashable | None = None  # what a `TierTracer` is told of its loads; None: nothing
+
+    @property
+    def wanted(self) -> Wanted:
+        return wanted_by(self.options)
 
 
 @dataclass(eq=False)
@@ -83,8 +92,8 @@ def select(request: TierLookup, sources: Mapping[int, str]) -> Selection:
     if request.wanted is Wanted.PREFIX:
         end = nowhere[0] if nowhere else count
         return Selection([position for position in request.missing if position < end], end, end)
-    end = window_end(count, request.window, nowhere)
-    start = max(0, end - request.window)
+    end = window_end(count, request.options.window, nowhere)
+    start = max(0, end - request.options.window)
     return Selection([position for position in request.missing if start <= position < end], end, end)
 
 

@@ -70,17 +70,17 @@ class LookupController:
 
     # --- from the loop ------------------------------------------------------------------------------------
     def lookup(self, request: TierLookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None) -> Job:
-        for name in request.tiers or ():
+        for name in request.options.tiers or ():
             if name not in self._tiers:
                 raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
         job = Job(next(self._ids), request, on_done)
-        priority = WARM_UP if request.warm_up else WAITED_FOR
+        priority = WARM_UP if request.options.warm_up else WAITED_FOR
         self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
         self._soonest = min(self._soonest, request.deadline)
         if len(self._waiting) + len(self._warm_ups) >= LOOKUPS_WAITING_MAX:
             self._give_up(job, TierReason.THROTTLED)
             return job
-        (self._warm_ups if request.warm_up else self._waiting).append(job)
+        (self._warm_ups if request.options.warm_up else self._waiting).append(job)
         self._start_waiting()
         return job
 
@@ -155,7 +155,8 @@ class LookupController:
         epoch = self._epochs.of(request.namespace)
         keys = [tier_key(request.keys[position], request.namespace, epoch) for position in request.missing]
         deadline = min(request.deadline, self._clock.now + TIER_LOOKUP_S)
-        names = [name for name in self._tiers if request.tiers is None or name in request.tiers]
+        tiers = request.options.tiers
+        names = [name for name in self._tiers if tiers is None or name in tiers]
         if keys:
             work.asked = names
             for name in names:
