@@ -282,7 +282,8 @@ class LoadTable:
             else:
                 load.move(LoadEvent.RETURN)
                 bad.append((load, result.reason))
-        self._commit(good)
+        for load, reason in self._commit(good):
+            self._tell(load, reason)
         if bad:
             self._elsewhere(bad)
         if batch.tracer is not None and traces:
@@ -307,16 +308,19 @@ class LoadTable:
         self._batches.pop(batch, None)
         batch.call = None
 
-    def _commit(self, loads: Sequence[Load]) -> None:
+    def _commit(self, loads: Sequence[Load]) -> list[tuple[Load, TierReason | None]]:
+        """Publish what was brought. What became of each: None, or CLEARED where a clear came first."""
         together: dict[tuple[int, bool], list[Load]] = defaultdict(list)
         for load in loads:
             together[load.lease, load.retain].append(load)
+        outcomes: list[tuple[Load, TierReason | None]] = []
         for (lease, retain), group in together.items():
             positions, checksums = [load.position for load in group], [load.checksum for load in group]
             ready = set(self._l1.commit_load(lease, positions, retain, checksums))
             for load in group:
                 load.move(LoadEvent.COMMIT)
-                self._tell(load, None if load.position in ready else TierReason.CLEARED)
+                outcomes.append((load, None if load.position in ready else TierReason.CLEARED))
+        return outcomes
 
     def _elsewhere(self, failed: Iterable[tuple[Load, TierReason]]) -> None:
         """These did not come from their tier: try the next that has them, into the same slots."""
