@@ -126,6 +126,14 @@ def test_figures_have_three_digits(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
+def test_columns_that_wrap_share_what_there_is_and_break_no_word_that_fits() -> None:
+    rows = [["ok", "eviction_policy", "a word " * 30, "a cure " * 20], ["ok", "lru", "well", ""]]
+    table = plain_table(("", "subject", "finding", "cure"), rows)
+    first = table.splitlines()[1].split("  ")
+    assert [len(dashes) for dashes in first] == [2, 15, 28, 29]
+    assert "eviction_policy" in table
+
+
 def test_a_plain_table_cuts_nothing_off() -> None:
     text = plain_table(("a", "n"), [("x" * 200, "1"), ("[red]", "22")], title="t", right=(1,))
     assert text.splitlines() == [

@@ -50,7 +50,7 @@ def findings(settings: Settings) -> list[Finding]:
             status = client.status()
     except CacheError as error:
         cure = "start it: lmcache-core serve. Engines start without it, and find it once it is there"
-        return [*found, Finding(False, "server", str(error), cure)]
+        return [*found, Finding.of_error("server", error, cure)]
     return [*found, *server_findings(status)]
 
 

@@ -17,6 +17,7 @@ from lmcache_l0.records import L0_KEY_BYTES_MAX
 from lmcache_l0.settings import L0Settings
 from lmcache_l0.sizing import GIB, Plan, plan_table
 
+_SMALLER = "make it smaller (l0.size_gb, l0.hash_slots), or give the mount more"
 WAIT_S = 0.001  # the loop waits no longer for a stopped writer
 
 
@@ -32,11 +33,13 @@ def room_for(settings: L0Settings, server: str) -> Finding:
         file_bytes = _planned(settings).file_bytes
         held = path.stat().st_size if path.exists() else 0
         available_bytes, where = room_at(path)
-    except (CacheError, OSError) as error:
-        return Finding(False, "l0", str(error))
+    except CacheError as error:
+        return Finding.of_error("l0", error, _SMALLER)
+    except OSError as error:
+        return Finding(False, "l0", str(error), f"make {path.parent} a directory that user {os.geteuid()} may write to")
     text = f"{path} takes {file_bytes / GIB:.3f} GiB, and {where} has room for {available_bytes / GIB:.3f} GiB"
     ok = file_bytes <= available_bytes + held
-    return Finding(ok, "l0", text, "" if ok else "make it smaller (l0.size_gb, l0.hash_slots), or give the mount more")
+    return Finding(ok, "l0", text, "" if ok else _SMALLER)
 
 
 def _planned(settings: L0Settings) -> Plan:

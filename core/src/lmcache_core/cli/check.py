@@ -71,7 +71,9 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     try:
         settings = composed(arguments).settings
     except CacheError as error:
-        yield _failure("settings", error)
+        yield Finding.of_error(
+            "settings", error, "mend it where it is set: lmcache-core check --help lists all settings"
+        )
         return
     yield Finding(True, "settings", f"valid: server {settings.name!r}, tiers: {', '.join(settings.l2) or 'none'}")
     if arguments.engine:
@@ -114,7 +116,9 @@ def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
         try:
             registry.factory(kind, name)
         except CacheError as error:
-            yield _failure(f"{kind} {name}", error)
+            yield Finding.of_error(
+                f"{kind} {name}", error, "install its package again, or leave it out of the settings"
+            )
         else:
             yield Finding(True, f"{kind} {name}", f"from {registry.owner(kind, name)}")
 
@@ -126,11 +130,12 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
 
     try:
         check_room(settings.l1.size_bytes, room(Backing(settings.l1.backing)))
+        index = _index(settings)
     except CacheError as error:
-        yield _failure("l1", error)
+        yield Finding.of_error("l1", error, "change l1.size_bytes")
     else:
         yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
-        yield _index(settings)
+        yield index
     if settings.l2:
         yield _state(settings)
     yield from (_unbounded(name) for name, tier in settings.l2.items() if tier.capacity_bytes is None)
@@ -245,9 +250,8 @@ def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s:
     for answer in answers:
         for finding in answer if isinstance(answer, list | tuple) else [answer]:
             sound = isinstance(finding, Finding)
-            yield finding if sound else Finding(False, subject, f"its check gave a {type(finding).__name__}", "")
-
-
-def _failure(subject: str, error: CacheError) -> Finding:
-    """Where an error does not give its cure by itself, its message ends with it."""
-    return Finding(False, subject, str(error).removesuffix(f": {error.cure}"), error.cure)
+            yield (
+                finding
+                if sound
+                else Finding(False, subject, f"its check gave a {type(finding).__name__}", f"report it to {record}")
+            )

@@ -80,16 +80,18 @@ def _list(registry: Registry, as_json: bool) -> int:
     rows = []
     for record in registry.plugins:
         for position, spec in enumerate(record.components or (None,)):
-            whose = (record.name, record.distribution, record.version, f"{record.load_s * 1e3:.0f}")
-            what = ("", "", "") if spec is None else (str(spec.kind), spec.name, _able(registry, spec))
-            rows.append((*(whose if position == 0 else ("",) * 4), *what))
-    columns = ("plugin", "distribution", "version", "load ms", "kind", "component", "about")
-    print_table(columns, rows, right=(3,))
+            whose = (record.name, f"{record.distribution} {record.version}", f"{record.load_s * 1e3:.0f}")
+            what = (
+                ("", "", "") if spec is None else (str(spec.kind).replace("_", " "), spec.name, _able(registry, spec))
+            )
+            rows.append((*(whose if position == 0 else ("",) * 3), *what))
+    columns = ("plugin", "from", "load ms", "kind", "component", "about")
+    print_table(columns, rows, right=(2,))
     if registry.refused:
         print()
         print_table(
-            ("refused", "distribution", "version", "why"),
-            [(each.name, each.distribution, each.version, each.why) for each in registry.refused],
+            ("refused", "from", "why"),
+            [(each.name, f"{each.distribution} {each.version}", each.why) for each in registry.refused],
         )
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 WIDTH_CHARS = 80  # of what is piped, or shown where rich is not installed
 COLUMN_CHARS_MIN = 8  # a column that wraps is not made narrower
+WORD_CHARS_MAX = 20  # words up to this are not broken, where the columns fit all the same
 
 
 def rich_or_none(stream: TextIO) -> Any:
@@ -77,14 +78,20 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
         max(longest[i], _longest_word(name)) if i in right else min(widths[i], COLUMN_CHARS_MIN)
         for i, name in enumerate(columns)
     ]
+    words = [_longest_word(" ".join(cell[i] for cell in (columns, *rows))) for i in range(len(columns))]
+    for most in range(WORD_CHARS_MAX, COLUMN_CHARS_MIN, -1):
+        whole = [max(at_least, min(most, word)) for at_least, word in zip(least, words, strict=True)]
+        if sum(whole) + 2 * (len(widths) - 1) <= WIDTH_CHARS:
+            least = whole
+            break
     over = sum(widths) + 2 * (len(widths) - 1) - WIDTH_CHARS
     while over > 0:
         gives = [i for i in range(1, len(widths)) if widths[i] > least[i]] or [0]
         if widths[gives[0]] <= least[gives[0]]:
             break
         widest = max(gives, key=lambda i: widths[i])
-        below = max([widths[i] for i in gives if widths[i] < widths[widest]], default=0)
-        by = min(over, widths[widest] - max(below, least[widest]) or 1)
+        next_to_it = max([widths[i] for i in gives if i != widest], default=0)  # as wide as it: they give in turns
+        by = min(over, max(1, widths[widest] - max(next_to_it, least[widest])))
         widths[widest] -= by
         over -= by
     return widths

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmcache_core.errors import CacheError
 
 __all__ = [
     "API_GENERATION",
@@ -95,3 +99,8 @@ class Finding:
     subject: str
     message: str
     cure: str = ""
+
+    @classmethod
+    def of_error(cls, subject: str, error: CacheError, otherwise: str) -> Finding:
+        """One that is not well. The cure is the error's own, taken off its message; `otherwise` where it has none."""
+        return cls(False, subject, str(error).removesuffix(f": {error.cure}"), error.cure or otherwise)

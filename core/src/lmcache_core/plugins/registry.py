@@ -157,11 +157,12 @@ class Registry:
             if brings or home or refusal.name == name:
                 raise PluginError(f"{kind} {name!r} is not usable: plugin {refusal}")
         known = [spec.name for spec in self.components(kind)]
-        text = f"there is no {kind} {name!r}{suggestion(name, known)}"
+        text = f"there is no {kind} {name!r}"
         if (kind, name) in KNOWN_HOMES:
-            raise PluginError(f"there is no {kind} {name!r}", cure=f"pip install {KNOWN_HOMES[kind, name]}")
-        there = ", ".join(known) or "none"
-        raise PluginError(f"{text} (installed: {there}; install the package that brings it)")
+            raise PluginError(text, cure=f"pip install {KNOWN_HOMES[kind, name]}")
+        meant = suggestion(name, known).removeprefix(": ")
+        cure = f"{meant} Or install the package that brings it" if meant else "install the package that brings it"
+        raise PluginError(text, cure=f"{cure} (installed: {', '.join(known) or 'none'})")
 
     def settings_model(self, kind: Kind, name: str) -> type[BaseModel] | None:
         """The component's settings model, imported now; None where it has no settings.

@@ -144,7 +144,8 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
     check_name(name)
     if data_bytes < SLAB_BYTES_MIN:
         raise UsageError(
-            f"pool {name!r} of {data_bytes:,} bytes is smaller than one slab: give it at least {SLAB_BYTES_MIN:,}"
+            f"pool {name!r} of {data_bytes:,} bytes is smaller than one slab",
+            cure=f"give it at least {SLAB_BYTES_MIN:,}",
         )
     if data_bytes > POOL_BYTES_MAX:
         raise UsageError(f"pool {name!r} of {data_bytes:,} bytes is over the limit of {POOL_BYTES_MAX:,}")

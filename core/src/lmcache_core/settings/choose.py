@@ -26,7 +26,7 @@ def choose(sources: Sequence[Source], tables: Collection[str] = ()) -> Choices:
         path = ("l2", name)
         adapter = _strongest(sources, path)
         if adapter is None:
-            raise SettingsError(f"the tier {name!r} has no type: set l2.{name}.type to the name of an adapter")
+            raise SettingsError(f"the tier {name!r} has no type", cure=f"set l2.{name}.type to the name of an adapter")
         eviction = _strongest(sources, (*path, "eviction")) or "lru"
         tiers[name] = TierChoice(adapter, None if eviction == NONE else eviction, _chain(sources, (*path, "serde")))
     return Choices(
@@ -46,7 +46,9 @@ def _tables(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...
         for path, leaf in source.leaves.items():
             if path[0] in known and path[0] not in Settings.model_fields:
                 if len(path) == 1 and leaf.value != {}:
-                    raise SettingsError(f"{path[0]} ({leaf.where}) is a table: write [{path[0]}] and its settings")
+                    raise SettingsError(
+                        f"{path[0]} ({leaf.where}) is a table", cure=f"write [{path[0]}] and its settings"
+                    )
                 named.add(path[0])
     return tuple(sorted(named))
 
@@ -59,7 +61,7 @@ def _rows(sources: Sequence[Source], table: str) -> tuple[str, ...]:
             if path[0] == table and len(path) > 1:
                 if len(path) == 2 and leaf.value != {}:
                     where = f"{dotted(path)} ({leaf.where})"
-                    raise SettingsError(f"{where} is a table: write [{dotted(path)}] and its settings")
+                    raise SettingsError(f"{where} is a table", cure=f"write [{dotted(path)}] and its settings")
                 named[path[1]] = None
     return tuple(named)
 
@@ -81,7 +83,7 @@ def stated_type(source: Source, path: SettingPath) -> str | None:
         if isinstance(value, Mapping):
             value = value.get("type")
         if value is not None and not isinstance(value, str):
-            raise SettingsError(f"{dotted(at)} ({leaf.where}) is {value!r}: give a name")
+            raise SettingsError(f"{dotted(at)} ({leaf.where}) is {value!r}", cure="give a name")
         if value is not None:
             return value
     return None
@@ -103,7 +105,7 @@ def _link(value: Any, leaf: Leaf, path: SettingPath) -> str:
     name = value.get("type") if isinstance(value, Mapping) else value
     if not isinstance(name, str):
         raise SettingsError(
-            f"{dotted(path)} ({leaf.where}): {value!r} names no serde: give a name or a table with type"
+            f"{dotted(path)} ({leaf.where}): {value!r} names no serde", cure="give a name or a table with type"
         )
     return name
 
@@ -117,7 +119,7 @@ def _listed(leaf: Leaf, path: SettingPath) -> Sequence[Any]:
             else [part.strip() for part in value.split(",") if part.strip()]
         )
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise SettingsError(f'{dotted(path)} ({leaf.where}) is no list: write it as ["…", "…"]')
+        raise SettingsError(f"{dotted(path)} ({leaf.where}) is no list", cure='write it as ["…", "…"]')
     return value
 
 
@@ -143,8 +145,8 @@ def _ordered_tiers(sources: Sequence[Source]) -> list[str]:
     loose = [name for name in known if name not in stable]
     if len(loose) > 1:
         raise SettingsError(
-            f"the tiers {' and '.join(loose)} are named by the environment alone, which has no order: "
-            f"set {spelled(('l2_order',), Origin.ENVIRONMENT)}={','.join(known)}"
+            f"the tiers {' and '.join(loose)} are named by the environment alone, which has no order",
+            cure=f"set {spelled(('l2_order',), Origin.ENVIRONMENT)}={','.join(known)}",
         )
     return known
 
@@ -155,7 +157,9 @@ def _tiers_of(source: Source) -> list[str]:
         if path[0] != "l2" or len(path) < 2:
             continue
         if len(path) == 2 and leaf.value != {}:
-            raise SettingsError(f"{dotted(path)} ({leaf.where}) is a table: set {dotted(path)}.type and its settings")
+            raise SettingsError(
+                f"{dotted(path)} ({leaf.where}) is a table", cure=f"set {dotted(path)}.type and its settings"
+            )
         names.append(path[1])
     return list(dict.fromkeys(names))
 
@@ -171,9 +175,12 @@ def _order(sources: Sequence[Source]) -> Sequence[str] | None:
 def _check_order(order: Sequence[str], known: Sequence[str]) -> None:
     for name in order:
         if name not in known:
-            raise SettingsError(f"l2_order names the tier {name!r}, which is not configured{suggestion(name, known)}")
+            raise SettingsError(
+                f"l2_order names the tier {name!r}, which is not configured",
+                cure=suggestion(name, known).removeprefix(": ") or f"take it out, or set l2.{name}.type",
+            )
     if len(set(order)) != len(order):
-        raise SettingsError(f"l2_order names a tier twice: {', '.join(order)}")
+        raise SettingsError(f"l2_order names a tier twice: {', '.join(order)}", cure="name each once")
     absent = [name for name in known if name not in order]
     if absent:
-        raise SettingsError(f"l2_order leaves out the tier {absent[0]!r}: name every tier, or remove l2_order")
+        raise SettingsError(f"l2_order leaves out the tier {absent[0]!r}", cure="name every tier, or remove l2_order")

@@ -37,7 +37,7 @@ def check_tier_name(name: str) -> None:
             f"{name[:20]!r}… is no tier name: it has {len(name):,} of {limits.TIER_NAME_CHARS_MAX} characters"
         )
     if not _TIER_NAME.fullmatch(name):
-        raise SettingsError(f"{name!r} is no tier name: use lower-case words joined by single underscores")
+        raise SettingsError(f"{name!r} is no tier name", cure="use lower-case words joined by single underscores")
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -39,10 +39,12 @@ def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str
     flat = {"_".join(known): known for known in schema}
     meant = {name: flat.get("_".join(part for part in path if part)) for path, name in taken.items()}
     wrong = [
-        f"{name} is not a setting: write {spelled(path, Origin.ENVIRONMENT)}" for name, path in meant.items() if path
+        (f"{name} is not a setting", f"write {spelled(path, Origin.ENVIRONMENT)}")
+        for name, path in meant.items()
+        if path
     ]
     if wrong:
-        raise SettingsError("; ".join(wrong))
+        raise _all_of(wrong)
     return [
         f"{name} is not a setting and is ignored{near(path, schema, Origin.ENVIRONMENT)}"
         for path, name in taken.items()
@@ -57,15 +59,24 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
             problem = _problem(schema, path, empty=leaf.value == {})
             if problem is None:
                 continue
+            what, cure = problem
             name = spelled(path, source.origin)
             where = f" ({leaf.where})" if leaf.where != name else ""
-            meant = near(path, schema, source.origin) if problem == "not a setting" else ""
-            problems.append(f"{name}{where} is {problem}{meant}")
+            problems.append((f"{name}{where} is {what}", cure or near(path, schema, source.origin).removeprefix(": ")))
     if problems:
-        raise SettingsError("; ".join(problems))
+        raise _all_of(problems)
 
 
-def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
+def _all_of(problems: Sequence[tuple[str, str]]) -> SettingsError:
+    """One error for all, each with its cure. Several cures stand where each belongs, in the message."""
+    if len(problems) == 1:
+        said, cure = problems[0]
+        return SettingsError(said, cure=cure)
+    return SettingsError("; ".join(f"{said}: {cure}" if cure else said for said, cure in problems))
+
+
+def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, str] | None:
+    """What a name is that is no setting, and the cure where it needs no guess."""
     setting = schema.get(path)
     if setting is not None:
         return None
@@ -80,12 +91,10 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> str | None:
         return None
     below = [known for known in schema if known[: len(path)] == path]
     if below or path == ("l2",):
-        return (
-            None
-            if empty
-            else f"a table: set one of its settings, as in {dotted(below[0]) if below else 'l2.NAME.type'}"
-        )
-    return "not a setting"
+        if empty:
+            return None
+        return "a table", f"set one of its settings, as in {dotted(below[0]) if below else 'l2.NAME.type'}"
+    return "not a setting", ""
 
 
 def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:

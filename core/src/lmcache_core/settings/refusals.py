@@ -26,6 +26,9 @@ def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Sou
     text = "; ".join(dict.fromkeys(problems))
     for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
+    if error.error_count() == 1 and error.errors()[0]["type"] == "value_error":  # of a validator of ours, or a plugin's
+        said, _, cure = text.rpartition(": ")  # which ends with what to do
+        return SettingsError(said, cure=cure)
     return SettingsError(text)
 
 

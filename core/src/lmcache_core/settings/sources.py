@@ -72,13 +72,13 @@ def read_flags(argv: Sequence[str]) -> Source:
     while waiting:
         flag = waiting.pop(0)
         if not flag.startswith("--") or len(flag) == 2:
-            raise SettingsError(f"{flag!r} is not a setting: settings look like --l1.size_bytes 8GiB")
+            raise SettingsError(f"{flag!r} is not a setting", cure="settings look like --l1.size_bytes 8GiB")
         name, given, value = flag.partition("=")
         if not given:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         path = tuple(name[2:].replace("-", "_").split("."))
         if path in source.leaves:
-            raise SettingsError(f"{name} is given twice")
+            raise SettingsError(f"{name} is given twice", cure="give it once")
         source.leaves[path] = Leaf(value, name, text=True)
     return source
 

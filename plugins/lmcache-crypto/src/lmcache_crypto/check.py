@@ -31,7 +31,7 @@ def _finding(tier: str, chosen: AesGcmSettings) -> Finding:
     try:
         keyring = keyring_of(chosen)
     except SettingsError as error:
-        return Finding(False, subject, str(error), "mend the source of the keys, or start without the tier")
+        return Finding.of_error(subject, error, "mend the source of the keys, or start without the tier")
     if chosen.key_file is not None and (others := _readers(chosen.key_file)):
         cure = f"chmod 600 {chosen.key_file}; of a mounted secret, set its defaultMode to 0400"
         return Finding(False, subject, f"{chosen.key_file} can be read by {others}", cure)

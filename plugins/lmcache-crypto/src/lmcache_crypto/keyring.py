@@ -20,7 +20,7 @@ KEY_BYTES = 32
 KEY_ID_BYTES = 8
 KEY_FILE_BYTES_MAX = 64 << 10  # some hundred keys; a wrong path (a disk image, /dev/zero) must not fill the memory
 _KEY_ID_LABEL = b"lmcache-crypto key id 1"
-_CURE = "a key is 32 bytes as 64 hexadecimal digits or as base64: make one with openssl rand -hex 32"
+_CURE = "make one with openssl rand -hex 32; a key is 32 bytes as 64 hexadecimal digits or as base64"
 
 
 class Keyring:
@@ -67,10 +67,10 @@ def keyring_of(settings: AesGcmSettings) -> Keyring:
         text = settings.keys.get_secret_value() if settings.keys is not None else ""
     words = [word for line in text.splitlines() for word in re.split(r"[\s,]+", line.partition("#")[0]) if word]
     if not words:
-        raise SettingsError(f"serde aesgcm: {where} holds no key; {_CURE}")
+        raise SettingsError(f"serde aesgcm: {where} holds no key", cure=_CURE)
     keys = [_decoded(word, f"{where}, key {number}") for number, word in enumerate(words, start=1)]
     if len(set(keys)) != len(keys):
-        raise SettingsError(f"serde aesgcm: {where} holds the same key twice: remove one")
+        raise SettingsError(f"serde aesgcm: {where} holds the same key twice", cure="remove one")
     return Keyring(keys)
 
 
@@ -90,7 +90,7 @@ def _text_of(path: Path) -> str:
 def _decoded(word: str, where: str) -> bytes:
     key = _hexadecimal(word) or _base64(word)
     if key is None or len(key) != KEY_BYTES:
-        raise SettingsError(f"serde aesgcm: {where} is no key; {_CURE}")
+        raise SettingsError(f"serde aesgcm: {where} is no key", cure=_CURE)
     return key
 
 

@@ -302,6 +302,7 @@ class FsAdapter(L2Adapter):
         return TierError(self._words(what, error), retryable=error.errno not in _FORBIDDEN)
 
     def _words(self, what: str, error: OSError) -> str:
+        """With the cure behind the last colon."""
         if error.errno in _FORBIDDEN:
             cure = f"give the server's user the right to read and write {self._paths.root}"
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":

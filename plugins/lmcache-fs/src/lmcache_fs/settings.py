@@ -37,5 +37,7 @@ class FsSettings(BaseModel):
     def _absolute(cls, value: Path) -> Path:
         expanded = value.expanduser()
         if not expanded.is_absolute():
-            raise ValueError(f"path {str(value)!r} must be absolute: a server and its successor may start elsewhere")
+            raise ValueError(
+                f"path {str(value)!r} is relative: make it absolute, as the next server may start elsewhere"
+            )
         return expanded

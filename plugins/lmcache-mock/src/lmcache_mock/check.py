@@ -38,6 +38,6 @@ def check_tier(name: str, settings: MockSettings) -> Finding:
         try:
             rules = [str(rule) for rule in read_rules(settings.control)] if settings.control.exists() else rules
         except UsageError as error:
-            return Finding(False, subject, str(error), "mend the line, or delete the file")
+            return Finding.of_error(subject, error, "mend the line, or delete the file")
     said = f"faults in force: {'; '.join(rules)}" if rules else "no faults in force"
     return Finding(True, subject, f"objects live in the server's memory and go with it; {said}")

@@ -50,5 +50,7 @@ class MockSettings(BaseModel):
             return None
         expanded = value.expanduser()
         if not expanded.is_absolute():
-            raise ValueError(f"control {str(value)!r} must be absolute: server and command may start elsewhere")
+            raise ValueError(
+                f"control {str(value)!r} is relative: make it absolute, since server and command may start elsewhere"
+            )
         return expanded

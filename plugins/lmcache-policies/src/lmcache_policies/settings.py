@@ -87,7 +87,9 @@ class SizeRange(_Closed):
     @model_validator(mode="after")
     def _not_empty(self) -> SizeRange:
         if self.max_bytes is not None and self.max_bytes < self.min_bytes:
-            raise ValueError(f"max_bytes = {self.max_bytes} is below min_bytes = {self.min_bytes}: no object fits")
+            raise ValueError(
+                f"max_bytes = {self.max_bytes} is below min_bytes = {self.min_bytes}, so no object fits: raise it"
+            )
         return self
 
 

@@ -11,6 +11,7 @@ from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Result, StoreItem
 from lmcache_redis.adapter import RedisAdapter
 from lmcache_redis.settings import RedisSettings
+from lmcache_redis.words import parted
 
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings
@@ -32,17 +33,16 @@ def check_tiers(settings: Settings) -> list[Finding]:
 def check_tier(name: str, settings: RedisSettings) -> list[Finding]:
     """Can it be reached, may our user do what an adapter does, and what happens when it is full?"""
     subject = f"tier {name!r} ({_place(settings)})"
+    otherwise = f"mend l2.{name}, which says where the server is, or the server, or the network between"
     with RedisAdapter(settings, AdapterContext(tier=name)) as adapter:
         try:
             error = _round_trip(adapter)
             if error:
-                return [
-                    Finding(False, subject, error, f"mend what the message says; the settings are those of l2.{name}")
-                ]
+                return [Finding(False, subject, *parted(error, otherwise))]
             findings = [Finding(True, subject, "an object was stored, looked up, loaded and deleted")]
             figures = adapter.memory(time.monotonic() + _SECONDS_MAX)
         except TierError as failure:
-            return [Finding(False, subject, str(failure), f"mend what the message says, or the settings l2.{name}")]
+            return [Finding(False, subject, *parted(str(failure), otherwise))]
     for address, memory in figures.items():
         findings.append(_memory_finding(f"{subject} at {address}", settings, memory))
     return findings

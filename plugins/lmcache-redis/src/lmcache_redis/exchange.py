@@ -19,6 +19,7 @@ from lmcache_redis.channel import channel_on, left_s
 from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply
 from lmcache_redis.connections import direct_socket, take
 from lmcache_redis.wire import WireError, converse
+from lmcache_redis.words import NO_CONNECTION_CURES
 
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.MovedError, "MOVED"),  # before ASK, of which it is a kind
@@ -154,16 +155,18 @@ def broken_by(error: Exception) -> Broken:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            text = f"the server's certificate was refused ({cause.verify_message}): set tls_ca to the CA that signed it"
+            text = (
+                f"the server's certificate was refused ({cause.verify_message}): {NO_CONNECTION_CURES['certificate']}"
+            )
             return Broken(text, retryable=False)
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, exceptions.AuthenticationError):
-        return Broken(f"the server refused user and password ({error}): set username and password", retryable=False)
+        return Broken(f"the server refused user and password ({error}): {NO_CONNECTION_CURES['user']}", retryable=False)
     if isinstance(error, exceptions.NoPermissionError):
-        return Broken(f"the user may not connect ({error}): give it +hello +select", retryable=False)
+        return Broken(f"the user may not connect ({error}): {NO_CONNECTION_CURES['rights']}", retryable=False)
     if isinstance(error, TimeoutError | exceptions.TimeoutError):
         return Broken("no answer in time", late=True)
     if isinstance(error, exceptions.ResponseError):
-        text = f"the server refused the connection ({error}): a server before Redis 6 needs protocol = 2"
+        text = f"the server refused the connection ({error}): {NO_CONNECTION_CURES['protocol']}"
         return Broken(text, retryable=False)
     return Broken(str(error) or type(error).__name__)

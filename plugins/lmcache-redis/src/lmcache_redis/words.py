@@ -16,7 +16,25 @@ _CURES = {
     "LOADING": "the server is reading its data from disk",
     "MOVED": 'the server is a node of a cluster: set mode = "cluster"',
 }
+NO_CONNECTION_CURES = {
+    "certificate": "set tls_ca to the CA that signed it",
+    "user": "set username and password",
+    "rights": "give it +hello +select",
+    "protocol": "a server before Redis 6 needs protocol = 2",
+}
 _PASSING = frozenset({"LOADING", "CLUSTERDOWN", "READONLY", "MASTERDOWN", "TRYAGAIN", "MOVED", "ASK", "BUSY"})
+
+
+_OTHERWISE = "look at the server's log"
+_FULL = "set maxmemory-policy to allkeys-lru, or give the server more memory"
+
+
+def parted(text: str, otherwise: str) -> tuple[str, str]:
+    """Words of a failure, and the cure that they end with; `otherwise` where there is none."""
+    for cure in (*_CURES.values(), _FULL, _OTHERWISE, *NO_CONNECTION_CURES.values()):
+        if text.endswith(f": {cure}"):
+            return text.removesuffix(f": {cure}"), cure
+    return text, otherwise
 
 
 def explain(tier: str, what: str, reply: Reply) -> tuple[Result, str, bool]:
@@ -26,8 +44,7 @@ def explain(tier: str, what: str, reply: Reply) -> tuple[Result, str, bool]:
     if not isinstance(reply, Refusal):
         return Result.FAILED, f"tier {tier!r} cannot {what}: the server answered {str(reply)[:80]!r}", False
     if reply.code == "OOM":
-        cure = "set maxmemory-policy to allkeys-lru, or give the server more memory"
-        return Result.FULL, f"tier {tier!r} is full and evicts nothing by itself: {cure}", False
-    cure = _CURES.get(reply.code, "look at the server's log")
+        return Result.FULL, f"tier {tier!r} is full and evicts nothing by itself: {_FULL}", False
+    cure = _CURES.get(reply.code, _OTHERWISE)
     text = f"tier {tier!r} cannot {what}: the server answered {reply.code} {reply.text[:160]}: {cure}"
     return Result.FAILED, text, reply.code in _PASSING

@@ -1,0 +1,78 @@
+"""`check`: what is to be done stands in the column for it, for everything that is not well."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lmcache_core.plugins.components import Finding
+from lmcache_core.plugins.registry import Registry
+
+# What is wrong, a part of what is said of it, and of what is to be done.
+WRONG: list[tuple[list[str], str, str]] = [
+    (["--l1.sise_bytes", "1GiB"], "--l1.sise_bytes is not a setting", "did you mean '--l1.size_bytes'?"),
+    (["--l1.size_bytes", "999TiB"], "the L1 pool needs", "make the pool smaller"),
+    (["--l1.size_bytes", "0"], "pool 'check' of 0 bytes is smaller than one slab", "give it at least 1,048,576"),
+    (["--l1.eviction.type", "lru", "--chunk_tokens", "0"], "chunk_tokens", "mend it where it is set"),
+    (["--l1.eviction.type", "lrrru"], "there is no eviction_policy 'lrrru'", "did you mean 'lru'?"),
+    (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that brings it"),
+    (["--l2.cold.connections", "3"], "the tier 'cold' has no type", "set l2.cold.type to the name of an adapter"),
+    (["--l2.COLD.type", "fs"], "'COLD' is no tier name", "use lower-case words"),
+    (["--l2", "cold"], "--l2 is a table", "set one of its settings"),
+    (["--l2_order", '["cold"]'], "l2_order names the tier 'cold'", "take it out, or set l2.cold.type"),
+    (["--name", "a", "--name", "b"], "--name is given twice", "give it once"),
+    (["--l1.sise_bytes", "1", "--l1.backin", "shm"], "; --l1.backin is not a setting", "mend it where it is set"),
+]
+
+
+def findings(*words: str, cwd: Path) -> list[dict[str, Any]]:
+    argv = [sys.executable, "-m", "lmcache_core.cli.main", "check", "--json", *words]
+    done = subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+    return found
+
+
+@pytest.mark.parametrize(("words", "said", "cure"), WRONG, ids=[" ".join(words) for words, _, _ in WRONG])
+def test_what_is_not_well_has_its_cure_in_its_column_alone(
+    words: list[str], said: str, cure: str, tmp_path: Path
+) -> None:
+    wrong = [each for each in findings(*words, cwd=tmp_path) if not each["ok"]]
+    assert len(wrong) == 1
+    assert said in wrong[0]["message"]
+    assert cure in wrong[0]["cure"]
+    assert cure not in wrong[0]["message"]
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_mock", reason="needs a tier: a server without one keeps nothing there")
+    found = findings("--l2.cold.type", "mock", "--state_dir", "/proc/nowhere", cwd=tmp_path)
+    (wrong,) = [each for each in found if not each["ok"]]
+    assert (wrong["subject"], "/proc takes no file" in wrong["message"]) == ("state_dir", True)
+    assert wrong["cure"].startswith("make /proc/nowhere a directory that user")
+
+
+def test_a_finding_that_is_none_is_to_be_reported() -> None:
+    from lmcache_core import PluginInfo, hookimpl
+    from lmcache_core.cli.check import asked
+    from lmcache_core.settings.compose import make_settings
+
+    class Plugin:
+        @hookimpl
+        def lmcache_plugin_info(self) -> PluginInfo:
+            return PluginInfo()
+
+        @hookimpl
+        def lmcache_check(self, settings: Any) -> Any:
+            return "all is well"
+
+    registry = Registry()
+    record = registry.register(Plugin(), "odd", distribution="lmcache-odd", version="1.0")
+    assert [*asked(registry, record, make_settings())] == [
+        Finding(False, "plugin odd", "its check gave a str", f"report it to {record}")
+    ]
