@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -472,6 +473,11 @@ def lowest(session: nox.Session) -> None:
 
 NEXT = "3.14"  # a Python that no machine of ours has
 SUITE = "sid"  # of Debian, which has it
+# There `with lock` can be left without giving the lock back, where a signal raises (python/cpython#148874, mended for
+# 3.15): what interrupts a call thousands of times waits for such a lock for good.
+INTERRUPTS = (
+    "core/tests/client/test_promises.py::test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is"
+)
 
 
 @nox.session
@@ -480,42 +486,43 @@ def next_python(session: nox.Session) -> None:
 
     By flag: it needs root, debootstrap and a mirror of Debian. Wheels are carried in, and the chroot asks no network.
     """
-    root = Path(session.cache_dir, f"{SUITE}-{NEXT}")
+    root = Path(session.cache_dir, f"{SUITE}-{NEXT}").resolve()
     if not (root / "usr/bin" / f"python{NEXT}").exists():
         shutil.rmtree(root, ignore_errors=True)
         include = f"--include=python{NEXT}-venv,python{NEXT}-dev,gcc,libc6-dev"
         session.run("debootstrap", "--variant=minbase", include, SUITE, str(root), external=True, silent=True)
-    for folder in ("wheels", "source"):
-        shutil.rmtree(root / folder, ignore_errors=True)
     tools = [*TEST_TOOLS, *test_requirements(CORE)]
-    wanted = [*pyproject(CORE)["project"]["dependencies"], *tools, *pyproject(CORE)["build-system"]["requires"]]
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(17, 37)] + ["manylinux2014_x86_64"]
-    target = ["--python-version", NEXT, "--implementation", "cp", "--only-binary", ":all:"]
-    session.install("-q", "pip")
-    session.run(
-        *("python", "-m", "pip", "download", "-q", "-d", str(root / "wheels"), *target),
-        *(word for each in platforms for word in ("--platform", each)),
-        *wanted,
-    )
-    ignored = shutil.ignore_patterns(*LEFT_OUT)
-    shutil.copytree(CORE, root / "source/core", ignore=ignored)
+    carry_wheels(session, root / "wheels", [*pyproject(CORE)["project"]["dependencies"], *tools])
+    shutil.rmtree(root / "source", ignore_errors=True)
+    shutil.copytree(CORE, root / "source/core", ignore=shutil.ignore_patterns(*LEFT_OUT))
     for name in ("pyproject.toml", "conftest.py"):
         shutil.copy(ROOT / name, root / "source" / name)
-    python, named = "/venv/bin/python", " ".join(f"'{each}'" for each in tools)
-    chosen = " ".join(session.posargs) or "core/tests"
-    inside = f"""set -e
-mount --rbind /proc {root}/proc && mount --rbind /dev {root}/dev
-cat > {root}/run.sh <<'END'
-set -e
-export HOME=/root TMPDIR=/tmp LMCACHE_CORE_NATIVE=require
-python{NEXT} -m venv --clear /venv
-{python} -m pip install -q --no-index --find-links /wheels setuptools
-{python} -m pip install -q --no-index --find-links /wheels --no-build-isolation /source/core {named}
-cd /source
-exec {python} -m pytest -q --timeout=300 -m 'not slow' -p no:cacheprovider {chosen}
-END
-exec chroot {root} /bin/sh /run.sh"""
-    session.run("unshare", "--mount", "sh", "-c", inside, external=True)
+    chosen = shlex.join(session.posargs or ["core/tests", "--ignore=core/tests/native", f"--deselect={INTERRUPTS}"])
+    pip = "/venv/bin/python -m pip install -q --no-index --find-links /wheels"
+    (root / "run.sh").write_text(
+        "set -e\n"
+        f"python{NEXT} -m venv --clear /venv\n"
+        f"{pip} setuptools\n"
+        f"{pip} --no-build-isolation /source/core {shlex.join(tools)}\n"
+        "cd /source\n"
+        f"exec /venv/bin/python -m pytest -q -rf --timeout=300 -m 'not slow' -p no:cacheprovider {chosen}\n"
+    )
+    mounts = " && ".join(f"mount --rbind /{each} {shlex.quote(str(root / each))}" for each in ("proc", "dev"))
+    inside = f"{mounts} && exec chroot {shlex.quote(str(root))} /bin/sh /run.sh"
+    env = {"HOME": "/root", "TMPDIR": "/tmp", "LMCACHE_CORE_NATIVE": "require", "PIP_FIND_LINKS": None}
+    session.run("unshare", "--mount", "sh", "-c", inside, external=True, env=env)
+
+
+def carry_wheels(session: nox.Session, folder: Path, wanted: list[str]) -> None:
+    """Wheels of these and of what they need, for the next Python and any Debian that has it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    session.install("-q", "pip")
+    target = ["--python-version", NEXT, "--implementation", "cp", "--only-binary", ":all:"]
+    for minor in range(17, 37):
+        target += ["--platform", f"manylinux_2_{minor}_x86_64"]
+    target += ["--platform", "manylinux2014_x86_64"]
+    built_with = pyproject(CORE)["build-system"]["requires"]
+    session.run("python", "-m", "pip", "download", "-q", "-d", str(folder), *target, *wanted, *built_with)
 
 
 @nox.session

@@ -41,10 +41,11 @@ def find_candidates() -> list[Candidate]:
         text = distribution.read_text("entry_points.txt")
         if text is None or PROJECT not in text:
             continue
-        name = distribution.metadata["Name"]
+        told = distribution.metadata  # asked first: Python 3.14 warns of what it does not say, and later ones raise
+        name = str(told["Name"]) if "Name" in told else ""
         if not name or _is_shadowed(name, text):
             continue
-        version = distribution.metadata["Version"] or "of unknown version"
+        version = str(told["Version"]) if "Version" in told else "of unknown version"
         for entry in distribution.entry_points:
             if entry.group == PROJECT:
                 found.add(Candidate(entry.name, entry.value, name, version))
