@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, Server, prompt, save_model, until
+from vllm_engines import Engine, Server, is_written, prompt, save_model, until
 
 BLOCK = 128
 
@@ -246,6 +247,27 @@ def test_loads_of_several_groups_fail_twice_and_their_requests_are_computed(
     cached.saved()  # what was computed then is there
     cached.forget()
     assert cached.generate(tokens) == [{"tokens": expected["tokens"], "cached": 7 * BLOCK}]
+    cached.end()
+
+
+@pytest.mark.slow
+def test_objects_that_were_cut_short_on_a_disk_are_computed(
+    plain: Engine, start: Callable[..., Engine], llama: Path, serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    server = serve("--l2.disk.type", "fs", "--l2.disk.path", str(tmp_path))
+    cached, tokens = start(llama, server.settings(), max_num_batched_tokens=512), prompt(70, 1100)
+    stored(plain, cached, tokens)
+    with server.client() as client:
+        until(lambda: is_written(client.status()["tiers"]["stores"]))
+        client.clear()
+    large = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size >= 512 * 1024]
+    assert len(large) == 8
+    for number, path in enumerate(large):
+        os.truncate(path, path.stat().st_size // 2 if number % 2 else 0)
+    assert asked(plain, cached, tokens) == 0
+    cached.saved()
+    cached.forget()
+    assert asked(plain, cached, tokens) == 8 * BLOCK  # what was computed then is whole
     cached.end()
 
 

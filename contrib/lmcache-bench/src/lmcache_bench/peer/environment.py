@@ -28,6 +28,12 @@ NEEDED = (
 SHARED = ("torch", "vllm")
 IMPORTS = "import lmcache.v1.multiprocess.server, lmcache.v1.multiprocess.transfer_context.shm, blake3"
 INSTALL_S = 900.0
+QUIET = {
+    "LMCACHE_TRACK_USAGE": "false",  # it would tell its makers
+    "LMCACHE_LOG_LEVEL": "ERROR",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "PYTHONWARNINGS": "ignore",
+}
 READY = "ready"
 
 
@@ -61,7 +67,7 @@ def lmcache_python(tell: Callable[[str], None]) -> Path:
 def environment() -> dict[str, str]:
     """What a process of LMCache is given: no path into our packages, nothing told to its makers."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return {**kept, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    return {**kept, **QUIET}
 
 
 def _shared_folders() -> list[str]:
