@@ -38,7 +38,7 @@ HANG_S = 1000.0
 
 
 class Shelf(MemoryAdapter):
-    """Correct: a dictionary that all adapters of a test share. `state` is its trouble: "hangs", "locked", "gone"."""
+    """Correct: a dictionary that all adapters of a test share. `state` is its trouble: hangs, locked, busy, gone."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(durable=True, shared=True)
     shared_objects: ClassVar[MutableMapping[Any, Any]]
@@ -56,6 +56,8 @@ class Shelf(MemoryAdapter):
     def _ask(self, deadline: float) -> None:
         if self.state.get("gone"):
             raise TierError("the shelf is gone")
+        if self.state.get("busy"):
+            raise TierError("the shelf is asked too much")
         if self.state.get("hangs"):
             time.sleep(max(0.0, deadline - time.monotonic()))
             raise TierError("the shelf does not answer")
@@ -164,6 +166,10 @@ class Wrong(L2AdapterContract):
     @pytest.fixture
     def lock(self, adapter: Shelf) -> AbstractContextManager[None]:
         return trouble(adapter.state, "locked")
+
+    @pytest.fixture
+    def busy(self, adapter: Shelf) -> AbstractContextManager[None]:
+        return trouble(adapter.state, "busy")
 
     @pytest.fixture
     def small_adapter(self, adapter: Shelf) -> Shelf:
@@ -1619,3 +1625,16 @@ class TestCallsAllItsMediaAlike(Wrong):
     class faulty(Shelf):
         def medium(self) -> str | None:
             return "a shelf"
+
+
+class TestTakesARefusalForAMiss(Wrong):
+    caught_by = "test_a_medium_that_refuses_for_a_while_is_no_miss"
+
+    class faulty(Shelf):
+        def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
+            try:
+                return super().load(items, deadline)
+            except TierError:
+                if not self.state.get("busy"):
+                    raise
+                return [MISS] * len(items)  # whatever is no 200 is a 404

@@ -84,6 +84,20 @@ class RedisContract(L2AdapterContract):
         return paused()
 
     @pytest.fixture
+    def busy(self, door: redis.Redis) -> AbstractContextManager[None]:
+        """NOPERM, to everything but what ends it."""
+
+        @contextmanager
+        def forbidden() -> Iterator[None]:
+            door.execute_command("ACL", "SETUSER", "default", "-@all", "+acl")
+            try:
+                yield
+            finally:
+                door.execute_command("ACL", "SETUSER", "default", "+@all")
+
+        return forbidden()
+
+    @pytest.fixture
     def reopen(self, made: Callable[..., RedisAdapter]) -> Callable[..., RedisAdapter]:
         return made
 

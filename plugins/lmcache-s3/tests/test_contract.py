@@ -64,15 +64,19 @@ class S3Contract(L2AdapterContract):
 
     @pytest.fixture
     def lock(self, front: Front) -> AbstractContextManager[None]:
-        @contextmanager
-        def slowed_down() -> Iterator[None]:
-            front.rule = lambda seen: Fault(status=503, code="SlowDown") if seen.method == "PUT" else None
-            try:
-                yield
-            finally:
-                front.rule = None
+        return self._slowed_down(front, "PUT")
 
-        return slowed_down()
+    @pytest.fixture
+    def busy(self, front: Front) -> AbstractContextManager[None]:
+        return self._slowed_down(front, "PUT", "GET", "HEAD", "POST", "DELETE")
+
+    @contextmanager
+    def _slowed_down(self, front: Front, *methods: str) -> Iterator[None]:
+        front.rule = lambda seen: Fault(status=503, code="SlowDown") if seen.method in methods else None
+        try:
+            yield
+        finally:
+            front.rule = None
 
     @pytest.fixture
     def adapter(self, settings: S3Settings, adapter_context: AdapterContext) -> Iterator[L2Adapter]:

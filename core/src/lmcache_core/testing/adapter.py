@@ -18,6 +18,7 @@ The medium must be empty at the start of each test, and the test's own. More fix
     stall          context manager: within it answers begin and do not end
     outage         context manager: within it the medium is not there; afterwards it is, with what it held
     lock           context manager: within it the medium takes no store
+    busy           context manager: within it the medium answers every request with a refusal
     litter         callable: puts things on the medium that are no objects, one of them, where that is possible, in the
                    place of the key that it is given
     wipe           callable: empties the medium, past the adapter
@@ -110,6 +111,10 @@ class L2AdapterContract(
 
     @pytest.fixture
     def lock(self) -> Any:
+        return None
+
+    @pytest.fixture
+    def busy(self) -> Any:
         return None
 
     @pytest.fixture
