@@ -1638,3 +1638,14 @@ class TestTakesARefusalForAMiss(Wrong):
                 if not self.state.get("busy"):
                     raise
                 return [MISS] * len(items)  # whatever is no 200 is a 404
+
+
+class TestSparesAStoreWhereSomethingOfThatLengthIs(Wrong):
+    caught_by = "test_an_object_of_the_kernels_takes_the_place_of_any_other"
+
+    class faulty(Shelf):
+        def _store_one(self, item: StoreItem) -> Outcome:
+            there = self.objects.get(item.key)
+            if len(item.buffers) > 1 and there is not None and len(there[0]) == item.nbytes:
+                return Outcome(Result.DONE, item.nbytes)  # header and payload: the kernel's
+            return super()._store_one(item)

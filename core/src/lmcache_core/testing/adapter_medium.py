@@ -229,6 +229,29 @@ class MediumTests(Contract):
             legal = outcome.result in (Result.DAMAGED, Result.MISS)
             assert legal, f"{torn}, and a load answered {material.seen(outcome)}: DAMAGED, MISS or a smaller DONE"
 
+    def test_an_object_of_the_kernels_takes_the_place_of_any_other(self, adapter: L2Adapter) -> None:
+        """Of one that was stored before either may stay, for both serve: an upload may be spared. Nothing else may."""
+        carrier = Carrier(adapter, CodecChain(), threading.Event())
+        contents = [material.content(number, LAYOUT.nbytes) for number in (1, 2)]
+        for time_, content in zip(("first", "second"), contents, strict=True):
+            done = f"an object of the kernel's format was stored for the {time_} time"
+            (outcome,) = carrier.store([_transfer(0, bytearray(content))], material.soon())
+            material.expect_result(outcome, Result.DONE, done)
+            loaded, found = _loaded(carrier, 0)
+            assert loaded.reason is None, f"{done}, and was not read back: {loaded.reason}"
+            assert found in contents, f"{done}: a load gave bytes that nobody stored"
+        key = _transfer(0).tier_key
+        outcome, _ = material.load(adapter, key, 2 * LAYOUT.nbytes)
+        stranger = material.content(3, outcome.nbytes)
+        material.expect_stored(adapter, key, stranger)
+        material.expect_holds(adapter, key, stranger, "bytes of another format were stored over it, just as many")
+        (outcome,) = carrier.store([_transfer(0, bytearray(contents[1]))], material.soon())
+        done = "an object of the kernel's format was stored over bytes of another format, just as many"
+        material.expect_result(outcome, Result.DONE, done)
+        loaded, found = _loaded(carrier, 0)
+        assert loaded.reason is None, f"{done}, and was not read back: {loaded.reason}"
+        assert found == contents[1], f"{done}: {material.difference(found, contents[1])}"
+
     @pytest.mark.parametrize("damage", ["cut", "emptied", "longer", "flipped", "neighbour", "zeros"])
     def test_a_damaged_object_is_a_miss(self, adapter: L2Adapter, backdoor: Any, damage: str) -> None:
         """With the kernel's own format around it, and on the way that the server takes."""
