@@ -124,10 +124,12 @@ def test_every_command_that_asks_a_server_can_be_told_whose_it_is(run: Run, comm
     assert "--server-uid UID" in run(*command.split(), "--help").stdout
 
 
-def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run) -> None:
-    done = run("status", "--l1.size_bytes", "1")
+@pytest.mark.parametrize("command", ["status", "quota set team", "tiers drain cold", "trace info x"])
+def test_an_unknown_option_is_refused_where_no_settings_are_taken(run: Run, command: str) -> None:
+    done = run(*command.split(), "--l1.size_bytes", "1")
     assert done.returncode == 2
-    assert "unrecognized arguments" in done.stderr
+    named = " ".join(command.split()[: 1 if command == "status" else 2])
+    assert f"unrecognized arguments: --l1.size_bytes 1: see lmcache-core {named} --help" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])

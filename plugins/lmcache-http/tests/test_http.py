@@ -26,6 +26,7 @@ from lmcache_core.server.traffic import BEHIND
 from lmcache_core.testing import HelperContract, PluginPackageContract
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_http.guard import Guard, RefusedError, Right
+from lmcache_http.node import LIVE_S
 from lmcache_http.readiness import why_not_ready
 from lmcache_http.settings import HttpSettings
 from lmcache_http.ui import page_files
@@ -175,6 +176,19 @@ def test_health_is_the_loops_own_and_not_this_process_s(serve: Callable[..., Ser
     served.process.send_signal(signal.SIGCONT)
     until(lambda: served.get("/livez")[0] == 200)
     until(lambda: served.get("/readyz")[0] == 200)
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics"])
+def test_figures_of_a_server_that_stands_still_are_refused_before_a_scraper_gives_up(
+    serve: Callable[..., Served], path: str
+) -> None:
+    served = serve()
+    until(lambda: served.get(path)[0] == 200)
+    served.process.send_signal(signal.SIGSTOP)
+    refused = until(lambda: (found := served.get(path))[0] == 503 and found)  # what is a second old is told until then
+    assert f"within {LIVE_S:g} s" in refused[1]["detail"]  # a scraper waits ten
+    served.process.send_signal(signal.SIGCONT)
+    until(lambda: served.get(path)[0] == 200)
 
 
 def test_objects_are_explained_pinned_and_cleared(serve: Callable[..., Served], token: Path) -> None:

@@ -20,6 +20,15 @@ class CommandParser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         raise UsageError(message, cure=f"see {self.prog} --help")
 
+    def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """`command_parser`: of the innermost command, which knows best what it takes."""
+        found, rest = super().parse_known_args(args, namespace)
+        if not hasattr(found, "command_parser"):
+            found.command_parser = self
+        return found, rest
+
 
 class LazyParser(CommandParser):
     """Asks `module` for its options (`add_options(parser)`) only when there is something for it to parse."""

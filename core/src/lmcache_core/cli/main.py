@@ -81,7 +81,7 @@ def _run(argv: list[str]) -> int:
     parser = build_parser(registry)
     arguments, rest = parser.parse_known_args(argv)
     if rest and not getattr(arguments, "takes_settings", False):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.command_parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.registry = registry
     arguments.setting_flags = rest
     status: int = arguments.run(arguments)

@@ -41,6 +41,7 @@ class Node:
         """What the server says of itself, a second old at most."""
         with self._lock:
             if time.monotonic() - self._asked_at_s >= STATUS_S:
+                self._probe.noop()  # says in LIVE_S that nobody answers: scrapers wait no longer than CALL_S themselves
                 self._status = self.client.status()
                 self._asked_at_s = time.monotonic()
             return self._status
