@@ -76,7 +76,7 @@ def _all_of(problems: Sequence[tuple[str, str]]) -> SettingsError:
 
 
 def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, str] | None:
-    """What a name is that is no setting, and the cure where it needs no guess."""
+    """What a name is that is not a setting, and the cure where it needs no guess."""
     setting = schema.get(path)
     if setting is not None:
         return None
