@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import explaining
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -113,6 +115,11 @@ def test_every_figure_that_troubleshooting_names_stands_in_a_status(node: Any, t
         for part in name.split("."):
             assert part in found, f"`{name}` is no part of a status"
             found = found[part]
+    words = {
+        word for row in re.findall(r"^\| `explain`:(.*?)\|", page, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)
+    }
+    assert words
+    assert words <= set(explaining.sentences())
 
 
 def test_the_sizes_on_the_page_of_capacity_are_those_that_the_command_prints(tmp_path: Path) -> None:
