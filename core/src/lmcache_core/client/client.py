@@ -562,7 +562,8 @@ class Client:
         every tier that was to have the key has it; `lost` and `why` say what was in the way. What was stored before
         this call counts, by any client; a store of `client.store` that has returned was. Raises `DisconnectedError`
         where there is no server, or it goes meanwhile; of one that is stopped and answers nothing, `call_timeout_s` of
-        `connect` (10 s) after its answer was due: a server that pauses for less is not taken for dead. Raises `UsageError` for a `timeout_s` that is no time.
+        `connect` (10 s) after its answer was due: a server that pauses for less is not taken for dead. Raises
+        `UsageError` for a `timeout_s` that is no time.
         """
         return wait_stored(self._links, checked_keys(keys), namespace, timeout_s)
 
