@@ -65,7 +65,7 @@ def the_slots_of_an_expired_writer_are_free_at_once() -> None:
 
     def hasty(self: Writing, lease: KernelLease) -> None:
         expire(self, lease)
-        self.give_up(lease, Reason.EXPIRED)
+        self.abort_lease(lease, Reason.EXPIRED)
 
     Writing.expire = hasty  # type: ignore[method-assign]
 
@@ -76,7 +76,7 @@ def the_pins_of_a_slow_reader_expire() -> None:
 
     def hasty(self: Reading, lease: KernelLease) -> None:
         expire(self, lease)
-        self.let_go(lease)
+        self.settle(lease)
 
     Reading.expire = hasty  # type: ignore[method-assign]
 
@@ -94,7 +94,7 @@ def promises_never_expire() -> None:
 
 def what_was_not_committed_is_committed_at_the_end() -> None:
     """A write lease that ends publishes what it has, written or not."""
-    client_leases.WriteLease._let_go = m.CommitStore  # type: ignore[assignment]
+    client_leases.WriteLease._settles_by = m.CommitStore  # type: ignore[assignment]
 
 
 def an_adopting_server_waits_for_no_former_worker() -> None:

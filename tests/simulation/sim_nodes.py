@@ -119,7 +119,7 @@ class ServerNode:
             server.adopting.former.close()
         if server.l1.index is not None:
             server.l1.index.close()
-        server.segment._let_go()
+        server.segment._unmap()
         server.loop.close()
         self.shadow.forget(self.process)
         self.process.kill()

@@ -191,7 +191,7 @@ class SimulatedConnection(Connection):
     def ended(self) -> bool:
         return self._closed or self._socket is None or self._socket.ended
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         self.close()
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class Script(Connection):
     def close(self) -> None:
         self.closed.set()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         self.closed.set()
 
 
@@ -237,7 +237,7 @@ def test_what_an_answer_granted_that_nobody_took_is_undone_by_whoever_reads_next
     if way == "told":
         pending.tell()
     if way.startswith("abandoned"):
-        channel.abandon(pending)
+        channel.cancel(pending)
     else:
         pending = None
     if way in ("dropped", "abandoned"):
@@ -346,7 +346,7 @@ def test_a_call_that_is_abandoned_while_another_thread_waits_for_it_ends_that_wa
     script: Script, channel: Channel
 ) -> None:
     callers = in_line(channel, 3)
-    channel.abandon(callers[1].pending)
+    channel.cancel(callers[1].pending)
     assert isinstance(callers[1].ended(), DisconnectedError)
     assert not channel.lost
     for caller in (callers[0], callers[2]):
@@ -379,7 +379,7 @@ def test_replies_in_any_order_find_their_threads(
     for number in polled:
         channel.poll(callers[number].pending)
     for number in abandoned - {0}:
-        channel.abandon(callers[number].pending)
+        channel.cancel(callers[number].pending)
     for _ in range(strays):
         script.coming.put(m.Pong(10_000, b"nobody's"))
     for number in order:
@@ -437,7 +437,7 @@ def busy(channel: Channel, seed: int, failures: list[str]) -> None:
 def finished(channel: Channel, pending: Pending, payload: bytes, rng: random.Random) -> bool:
     way = rng.randrange(4)
     if way == 0:
-        channel.abandon(pending)
+        channel.cancel(pending)
         return True
     if way == 1:
         while (reply := channel.poll(pending)) is None:
@@ -494,7 +494,7 @@ def test_a_connection_that_is_left_to_the_parent_closes_the_descriptors_that_it_
     with theirs, (tmp_path / "pool").open("wb") as pool:
         socket.send_fds(theirs, [encode(m.Noop(1))], [pool.fileno()])
         assert lifeline.receive(time.monotonic() + WAIT_S) is not None  # nobody has taken the descriptor yet
-        lifeline.abandon()
+        lifeline.close_in_child()
     assert descriptors() == before
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
@@ -503,7 +503,7 @@ def test_a_connection_that_is_left_to_the_parent_closes_the_descriptors_that_it_
         wake_fd = str(connection._wake_fd)
         child = os.fork()
         if not child:
-            connection.abandon()
+            connection.close_in_child()
             os._exit(int(wake_fd in descriptors()))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         connection.close()

@@ -205,7 +205,7 @@ def test_two_namespaces_share_keys_and_nothing_else(ways: Ways) -> None:
 def test_a_second_layout_for_a_namespace_is_refused_and_its_hits_stay(ways: Ways) -> None:
     ways.store(1, 2)
     for client in (ways.index, ways.rpc):
-        client._links.current().forget_binding(OTHER_SPACE)
+        client._links.current().remove_binding(OTHER_SPACE)
         with pytest.raises(UsageError, match="is another"):
             client._links.current().bind_id(OTHER_SPACE.id, FAT)
     assert ways.retrieve(1, 2).hits == 2

@@ -440,7 +440,7 @@ def test_a_lease_that_ends_after_the_next_server_was_told_of_it_is_settled_over_
             if held and event is not None:  # the server has moved it to the new session
                 lease = held.pop()
                 if way == "given up":
-                    lease.give_up(DisconnectedError("lost"))
+                    lease.settle_after(DisconnectedError("lost"))
                 del lease
                 client._links.occupancy.tidy()
             return event

@@ -271,7 +271,7 @@ def test_a_handle_that_was_told_of_no_promise_leaves_none(server: Server, watche
 def test_a_promise_that_comes_as_the_call_gives_up_is_told_and_kept_or_neither(
     server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give_up = Channel._give_up
+    time_out = Channel._time_out
     with asking(server) as client:
         keys = fill(client)
         with hanging(server, client) as goes_on:
@@ -279,9 +279,9 @@ def test_a_promise_that_comes_as_the_call_gives_up_is_told_and_kept_or_neither(
             def late(self: Channel, pending: Any, why: str) -> None:
                 goes_on()
                 until(lambda: (self.listen(), pending.settled)[1], "the answer")  # another thread reads for everybody
-                give_up(self, pending, why)
+                time_out(self, pending, why)
 
-            monkeypatch.setattr(Channel, "_give_up", late)
+            monkeypatch.setattr(Channel, "_time_out", late)
             found = client.lookup(keys, namespace=SPACE, hold=True)
         monkeypatch.undo()
         assert comes_to(watcher, {**NONE, "promise": len(found.promise.numbers)}, client)

@@ -110,7 +110,7 @@ def test_no_holder_has_more_than_its_share_and_counts_are_exact(
     for holder, takes in steps:
         if not takes:
             if has[holder]:
-                share.give(holder)
+                share.free(holder)
                 has[holder] -= 1
         elif not share.full_for(holder):
             share.take(holder)
@@ -133,7 +133,7 @@ def test_who_is_alone_has_nearly_all_and_who_comes_later_finds_room() -> None:
         assert not share.full_for(name)
         share.take(name)
     assert share.full_for("first"), "who has most is refused first"
-    share.give("first", 300)
+    share.free("first", 300)
     assert not share.full_for("second")
     assert not share.full_for("third")
 
@@ -349,7 +349,7 @@ def test_a_store_of_a_user_that_has_its_share_of_those_that_wait_is_full_at_once
         share = server.shares.stores_preparing
         on_loop(server, lambda: share.take(MINE, STORES_WAITING_MAX))
         assert client.store([b"x" * 32], [bytes(8 << 20)], namespace=large).statuses == [Status.FULL]
-        on_loop(server, lambda: share.give(MINE, STORES_WAITING_MAX))
+        on_loop(server, lambda: share.free(MINE, STORES_WAITING_MAX))
         assert client.store([b"x" * 32], [bytes(8 << 20)], namespace=large).statuses == [Status.STORED]
         assert on_loop(server, lambda: share.taken) == 0
 

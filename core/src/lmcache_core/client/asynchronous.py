@@ -64,7 +64,7 @@ async def _until(
 
 class _Untaken(Generic[T]):
     """What a call in the executor gave, until it is taken. Promises that nobody takes are freed with the client's next
-    call, and leases let go of: a task may be closed or collected without its event loop at any time, and inside of any
+    call, and leases settled: a task may be closed or collected without its event loop at any time, and inside of any
     lock."""
 
     def __init__(self, client: Client, value: T) -> None:
@@ -82,7 +82,7 @@ class _Untaken(Generic[T]):
         """Whether the server keeps something for it."""
         return isinstance(self._value, Lease) or bool(_promises(self._value))
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         """Nobody gets it. Waits for the server."""
         value = self.take()
         if isinstance(value, Lease):
@@ -114,7 +114,7 @@ async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await _ended(running)
         if not running.cancelled() and running.exception() is None and running.result().holds:
-            await _ended(loop.run_in_executor(None, running.result().give_back))
+            await _ended(loop.run_in_executor(None, running.result().free))
         raise
 
 

@@ -137,7 +137,7 @@ class CommonLookups:
         if all(status in there for each in kept for status in each.statuses):
             return replace(found, promise=promise)
         if promise is not None:
-            self._lookups.give_back(promise)
+            self._lookups.free(promise)
         return None
 
     def _search(

@@ -228,7 +228,7 @@ class Channel:
             self._owed.append(frame)
         elif not sent:
             self._asked.pop(rid, None)
-            self._give_up(pending, "the server does not read what it is sent")
+            self._time_out(pending, "the server does not read what it is sent")
             self._result(pending)
 
     def post(self, make: Callable[[int], Message], takes_back: _Undoable | None = None) -> None:
@@ -251,7 +251,7 @@ class Channel:
         self._serve(pending, pending.due_s if timeout_s is None else self._clock() + timeout_s)
         reply = pending.reply
         if reply is None and pending.error is None:
-            self._give_up(pending, "the server does not answer")
+            self._time_out(pending, "the server does not answer")
         return self._result(pending) if reply is None or isinstance(reply, Error) else reply
 
     def wait_for(self, pending: Pending, timeout_s: float) -> Reply | None:
@@ -265,10 +265,10 @@ class Channel:
         if not pending.settled:
             self._serve(pending, 0.0)
         if not pending.settled and pending.due_s <= self._clock():
-            self._give_up(pending, "the server does not answer")
+            self._time_out(pending, "the server does not answer")
         return self._result(pending) if pending.settled else None
 
-    def abandon(self, pending: Pending, undo: Undo | None = None) -> None:
+    def cancel(self, pending: Pending, undo: Undo | None = None) -> None:
         """The reply is not wanted any more, as if the `Pending` were dropped; whoever holds it may go on holding it.
         A thread that waits for it gets a `DisconnectedError`. `undo`: in place of the one that it was started with."""
         with self._lock:
@@ -353,7 +353,7 @@ class Channel:
     def _why_silent(self) -> str:
         return f"the server did not answer within {self.timeout_s:g} s and is silent since; it may be stopped"
 
-    def _give_up(self, pending: Pending, why: str) -> None:
+    def _time_out(self, pending: Pending, why: str) -> None:
         """Its time is up, unless its answer has come just now. Where nothing at all was heard meanwhile, the server
         hangs."""
         quiet = False

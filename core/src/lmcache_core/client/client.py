@@ -818,7 +818,7 @@ def _explain(
     try:
         return explain_pages(link, keys, namespace.id)
     except UnknownNamespaceError:
-        link.forget_binding(namespace)
+        link.remove_binding(namespace)
         link.bind(namespace)
         return explain_pages(link, keys, namespace.id)
 

@@ -87,8 +87,8 @@ class Connection(ABC):
         """Idempotent. A receive under way in another thread ends."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """In a forked child: let go of the parent's connection without ending it."""
+    def close_in_child(self) -> None:
+        """In a forked child: close our end of the parent's connection without ending it."""
 
     def take_fd(self) -> Descriptor:
         """The pool's descriptor, that came with the first frame; now the caller's. A closed one where none came."""
@@ -213,7 +213,7 @@ class LifelineConnection(Connection):
         poller.register(fd, select.POLLRDHUP)
         return bool(poller.poll(0))
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         self.take_fd().close()  # the welcome has come, and nobody has mapped the pool yet
         self._sock.close()
 
@@ -380,7 +380,7 @@ class ZmqConnection(Connection):
             if event in self._endings:
                 raise DisconnectedError(f"the server at {self._address} {self._endings[event]}")
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         # ZMQ's own threads did not come along: the socket can only be forgotten. pyzmq does so by process id.
         self._closed = True
         self._close_wake_fd()

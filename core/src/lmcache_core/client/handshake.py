@@ -129,11 +129,11 @@ class Handshake:
         if self._link is not None:
             self._link.life_lock = None  # or that row would seem to be taken for as long as this is kept
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: it is the parent's."""
-        self.channel.connection.abandon()
+        self.channel.connection.close_in_child()
         if self._link is not None:
-            self._link.abandon()
+            self._link.close_in_child()
 
 
 _STEPS: dict[LinkState, Callable[[Handshake], LinkEvent | None]] = {

@@ -60,14 +60,14 @@ class Lease(ABC):
     are dropped.
     """
 
-    _let_go: ClassVar[type[m.Settle]]  # what ends a position that nothing else has ended
+    _settles_by: ClassVar[type[m.Settle]]  # what ends a position that nothing else has ended
 
     def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
         """`copying`: the call that copies to or from the slots itself, where they are not lent to the caller."""
         self._links = links
         self._occupancy = links.occupancy
         self._namespace = namespace
-        self._holding = holding = Holding(self._let_go, copying)
+        self._holding = holding = Holding(self._settles_by, copying)
         self.statuses = holding.statuses
         self._unsettled = holding.unsettled
         self.reasons: list[Reason] = []
@@ -140,7 +140,7 @@ class Lease(ABC):
 
     def refuse(self, error: CacheError, count: int) -> None:
         """Nothing of a page was granted, or what was goes back. Raises the error where it is the caller's mistake."""
-        self._occupancy.give_page_up(self._holding, self._asked)
+        self._occupancy.cancel_page(self._holding, self._asked)
         ended = _ENDED.get(type(error))
         self._no_more = self._links.refused(error) if ended is None else (ended, Reason.NONE)
         self.add_ungranted(*self._no_more, count)
@@ -199,7 +199,7 @@ class Lease(ABC):
     def leave(self) -> None:
         """Nothing of it is ours any more, and the server is told so, without waiting, of what it does not know yet."""
         if self._unsettled or self._holding.page is not None:
-            self._occupancy.let_go(self._holding)
+            self._occupancy.settle(self._holding)
         else:
             self._occupancy.ended(self._holding)
 
@@ -227,7 +227,7 @@ class Lease(ABC):
         """The slot as a torch tensor of the layout, without a copy. Needs the extra `torch`. One of a read lease may
         not be written to: torch knows no read-only tensors, so the write ends the process with SIGSEGV (after
         `pin_memory`, which registers the writable mapping alone, nothing stops it)."""
-        lender = self._lent(position, fenced=self._let_go is m.FinishRead)
+        lender = self._lent(position, fenced=self._settles_by is m.FinishRead)
         tensor = tensor_of(memoryview(lender).cast("B"), self._namespace.layout)
         self._holding.note_tensor(tensor)
         return tensor
@@ -293,7 +293,7 @@ class Lease(ABC):
                 for position in page:
                     forget(position, None)
         except CacheError as error:
-            self.give_up(error)
+            self.settle_after(error)
             raise
         # A call that copies page by page ends it when it is through: what it asks for until then is looked after, too.
         if not self._unsettled and self._holding.page is None and self._holding.copying is None:
@@ -322,14 +322,14 @@ class Lease(ABC):
                 raise UsageError(f"position {position} is not open in this lease: it was not granted, or was settled")
         return sorted(chosen)
 
-    def give_up(self, error: CacheError) -> None:
+    def settle_after(self, error: CacheError) -> None:
         """Our copies have ended, and this came of saying so. Where the server has not ended the lease by itself, it is
         told what is left of it, without waiting; a reconnect will not declare it."""
         left, ended = list(self._unsettled), _ENDED.get(type(error))
         status = ended or (Status.UNREACHABLE if isinstance(error, DisconnectedError) else Status.EXPIRED)
         self._no_more = status, Reason.NONE
         if ended is None:
-            self._occupancy.let_go(self._holding)
+            self._occupancy.settle(self._holding)
         self.end()
         for position in left:
             self.statuses[position] = status
@@ -341,15 +341,15 @@ class Lease(ABC):
         if holding.tensors:
             holding.empty_tensors()
         if holding.views:  # somebody may still hold a slice of one: the mapping stays for that slice, the slot does not
-            holding.take_back()
+            holding.release_views()
 
     def close(self) -> None:
         """End it, whatever is left: uncommitted positions are aborted, unfinished ones are finished. Idempotent."""
         if not self._holding.over:
             if self._holding.page is None:
-                self.settle_quietly(self._let_go)
+                self.settle_quietly(self._settles_by)
             else:  # the lease does not know yet what it was granted
-                self._occupancy.let_go(self._holding)
+                self._occupancy.settle(self._holding)
             self.end()
 
     def __enter__(self) -> Self:
@@ -364,7 +364,7 @@ class Lease(ABC):
 class WriteLease(Lease):
     """Slots to write. What is not committed when the block ends is aborted."""
 
-    _let_go = m.AbortStore
+    _settles_by = m.AbortStore
 
     def __init__(
         self, links: Links, namespace: Namespace, copying: Presence | None = None, *, threads: int = 1
@@ -421,7 +421,7 @@ class ReadLease(Lease):
     `finish` says of which that is so.
     """
 
-    _let_go = m.FinishRead
+    _settles_by = m.FinishRead
 
     def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
         super().__init__(links, namespace, copying)

@@ -161,11 +161,11 @@ class Link:
         try:
             return call()
         except UnknownNamespaceError:
-            self.forget_binding(namespace)
+            self.remove_binding(namespace)
             self.bind(namespace)
             return call()
 
-    def forget_binding(self, namespace: Namespace) -> None:
+    def remove_binding(self, namespace: Namespace) -> None:
         """The server has forgotten it: it is to be registered again."""
         with self._lock:
             self._bound.pop(namespace.id, None)
@@ -245,10 +245,10 @@ class Link:
             goodbye = channel.start(lambda rid: m.EndSession(rid, leases is None, settled))
             channel.wait(goodbye, CONNECT_TIMEOUT_S)
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: close our copies of the descriptors. Nothing is said to the server."""
         self._lock = threading.Lock()  # a thread that did not come along may have held it
-        self.channel.connection.abandon()
+        self.channel.connection.close_in_child()
         self.index = None
         self._known = {}
         self.life_lock = None  # it has closed itself

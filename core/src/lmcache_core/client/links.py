@@ -389,10 +389,10 @@ class Links:
         try:
             self.asked(lambda link: link.channel.call(lambda rid: m.EndSession(rid, False, leases)), patient=True)
         except CacheError:  # it will hear of it, or is gone
-            self.occupancy.forget_idle(busy)
+            self.occupancy.remove_idle(busy)
             raise
         # Not after an interrupt, for nobody knows what was said by then: each lease can still be ended by itself.
-        self.occupancy.forget_idle(busy)
+        self.occupancy.remove_idle(busy)
 
     def close(self, timeout_s: float) -> None:
         """Say goodbye and end the link. Idempotent; after an interrupt, the next call does what is left."""
@@ -408,7 +408,7 @@ class Links:
             with contextlib.suppress(DisconnectedError):
                 link.say_goodbye(leases if busy else None)
         finally:  # whatever was said: with the life lock and the connection, all that is not in use ends
-            self.occupancy.forget_idle(busy)
+            self.occupancy.remove_idle(busy)
             self.occupancy.leave(busy)
             link.close()
             self._leaving = None
@@ -420,9 +420,9 @@ class Links:
         self._closed = was_closed
         occupancy.leave_to_parent()
         if link is not None:
-            link.abandon()
+            link.close_in_child()
         if making is not None:
-            making.abandon()
+            making.close_in_child()
 
 
 _all_links: weakref.WeakSet[Links] = weakref.WeakSet()

@@ -317,7 +317,7 @@ class ClientLookups:
         """Hold these as far as the pool has them, each for itself: no tier is asked."""
         return self._ask(keys, namespace, ClientLookupOptions(hold=True, prefix=False, tiers=[]))
 
-    def give_back(self, promise: Promise) -> None:
+    def free(self, promise: Promise) -> None:
         """It is not wanted. Waits for nothing."""
         link = self._links.look()
         if link is not None:
@@ -600,14 +600,14 @@ class LookupHandle:
         if self._result is None:
             count = len(self._wanted.keys)
             self._result, self._cancelled = LookupResult([Status.MISS] * count, [Reason.NONE] * count, 0), True
-            self._give_up()
+            self._cancel_call()
 
-    def _give_up(self) -> None:
+    def _cancel_call(self) -> None:
         """No answer is taken any more: one that comes all the same is undone."""
         asked, self._asked = self._asked, None
         if asked is not None:
             channel, rid = asked.link.channel, asked.pending.rid
-            channel.abandon(asked.pending)
+            channel.cancel(asked.pending)
             channel.post(lambda own: m.Cancel(own, rid))
 
     def get_on(self) -> None:
@@ -619,7 +619,7 @@ class LookupHandle:
             if link is not None and self._asked is None:  # still: that step may have sent it
                 self._asked = self._lookups.ask_without_waiting(link, self._wanted)
                 if self._cancelled:  # by another thread, which did not find it sent
-                    self._give_up()
+                    self._cancel_call()
             if (asked := self._asked) is not None:
                 self._hear(asked)
         except ForgottenError as error:
@@ -630,12 +630,12 @@ class LookupHandle:
                 self._result = self._lookups.refused(self._wanted, error)
         except UnknownNamespaceError as error:
             if self._again and (asked := self._asked) is not None:
-                asked.link.forget_binding(self._wanted.namespace)
+                asked.link.remove_binding(self._wanted.namespace)
                 self._again, self._asked = False, None
             else:
                 self._error = error
         except CacheError as error:
-            self._give_up()
+            self._cancel_call()
             try:
                 self._result = self._lookups.refused(self._wanted, error)
             except CacheError as misuse:  # for whoever asks for the result

@@ -1,4 +1,4 @@
-"""Who is inside which slots: the one place that says when something of ours may be let go of.
+"""Who is inside which slots: the one place that says when something of ours may be settled.
 
 Every lease of a client has a `Holding` here, from before the server is asked until the server knows that nobody
 touches its slots. Nothing is settled, said goodbye to or unlocked while a holding is *occupied*:
@@ -7,7 +7,7 @@ touches its slots. Nothing is settled, said goodbye to or unlocked while a holdi
 - by a view or tensor: the object that lends its memory lives for as long as anything shows that memory;
 - by threads of the extension (`Work`), which copy on while nobody waits for them: it says whether one may be inside.
 
-These are facts, which no interrupt can skip. What a lease that nobody has any more still holds is let go of by whoever
+These are facts, which no interrupt can skip. What a lease that nobody has any more still holds is settled by whoever
 calls the server next. The life lock is kept alive by the holdings that were granted under it, and by the link: it ends,
 and with it the row, when the last of them does, in whatever way.
 """
@@ -73,8 +73,8 @@ class Page:
 class Holding:
     """What one lease holds. `unsettled`: an ordered set of positions."""
 
-    def __init__(self, let_go: type[m.Settle], copying: Presence | None) -> None:
-        self.let_go = let_go  # what ends a position that nothing else has ended
+    def __init__(self, settles_by: type[m.Settle], copying: Presence | None) -> None:
+        self.settles_by = settles_by  # what ends a position that nothing else has ended
         self.statuses: list[Status] = []
         self.over = False
         self.copying = copying  # the call in which slots are copied to or from, if they are not lent to the caller
@@ -125,9 +125,9 @@ class Holding:
     def bar(self, why: str) -> None:
         """Lend nothing from now on, and take back the views that nobody is using."""
         self.barred = why
-        self.take_back()
+        self.release_views()
 
-    def take_back(self) -> None:
+    def release_views(self) -> None:
         """Views raise `ValueError` from now on."""
         for each in list(self.views.values()):
             view = each()
@@ -189,7 +189,7 @@ class Holding:
         self.id = self.id or lease_id
         return list(dict.fromkeys([*self.unsettled, *positions]))
 
-    def forget(self) -> None:
+    def end(self) -> None:
         """Nothing of it is ours any more. What was not settled counts as aborted."""
         self.over = True
         for position in list(self.unsettled):
@@ -254,7 +254,7 @@ class Occupancy:
 
     def asking(self, holding: Holding, link: Link) -> None:
         """A page is about to be asked for over this link, under its life lock. Raises `DisconnectedError` where that
-        has been let go of: what is granted now would be nobody's."""
+        has been settled: what is granted now would be nobody's."""
         with self._lock:
             if holding.link is None or not holding.unsettled:
                 life_lock = link.life_lock  # whoever closes the link takes it away without asking us
@@ -271,25 +271,25 @@ class Occupancy:
             holding.id = lease_id
             return True
 
-    def give_page_up(self, holding: Holding, page: Page | None = None) -> None:
+    def cancel_page(self, holding: Holding, page: Page | None = None) -> None:
         """Its answer will not be used: what it grants, should it come, goes back. `page`: for whoever asked for it, as
         another thread may have ended the holding."""
         page = page or holding.page
         if page is not None:
-            page.link.channel.abandon(page.pending, undoing(holding.let_go, page.first))
+            page.link.channel.cancel(page.pending, undoing(holding.settles_by, page.first))
             if page.pending.reply is None:
                 holding.unheard.append(page)
-                self._take_back_unheard(holding)
+                self._settle_unheard(holding)
         holding.page = None
 
-    def _take_back_unheard(self, holding: Holding) -> None:
+    def _settle_unheard(self, holding: Holding) -> None:
         """Give back what was granted in answers that were lost with their connection. The server refuses it where it
         has not read the question either."""
         link = holding.link
         if link is None or link.channel.lost or not holding.id:
             return
         for page in [each for each in holding.unheard if each.link.channel.lost]:
-            link.channel.post(settle_page(holding.let_go, holding.id, range(page.first, page.first + page.count)))
+            link.channel.post(settle_page(holding.settles_by, holding.id, range(page.first, page.first + page.count)))
             holding.unheard.remove(page)
 
     def lend(self, holding: Holding, lender: Any) -> Any:
@@ -326,7 +326,7 @@ class Occupancy:
 
     def ended(self, holding: Holding) -> None:
         """Everything of it is settled, or its owner says that nobody touches it."""
-        holding.forget()
+        holding.end()
         self.copying.pop(id(holding), None)
         self._holdings.pop(id(holding), None)
         self._ties.pop(id(holding), None)
@@ -348,14 +348,14 @@ class Occupancy:
                 if holding.worked_in:
                     continue  # its threads leave soon: the next call looks again
                 if not holding.occupied:
-                    self.let_go(holding)
+                    self.settle(holding)
             with contextlib.suppress(ValueError):  # another thread was here, too
                 self.gone.remove(tie)
         for holding in list(self.copying.values()):
             if not holding.occupied:  # its call is over, and was interrupted where it should have ended it
-                self.let_go(holding)
+                self.settle(holding)
 
-    def let_go(self, holding: Holding) -> None:
+    def settle(self, holding: Holding) -> None:
         """Tell the server that nobody touches any of it, without waiting for its answer."""
         self._expect_no_page(holding)
         self.tell_end(holding)
@@ -385,7 +385,7 @@ class Occupancy:
             positions[first : first + BATCH_KEYS_MAX] for first in range(0, len(positions), BATCH_KEYS_MAX)
         ]
         pages += [range(page.first, page.first + page.count) for page in holding.unheard if page.link.channel.lost]
-        return [settle_page(holding.let_go, holding.id, page) for page in pages]
+        return [settle_page(holding.settles_by, holding.id, page) for page in pages]
 
     def end(self, timeout_s: float, why: str, *, closing: bool = False) -> tuple[list[int], list[Holding]]:
         """All of it is to end. Waits for copies under way, `timeout_s` at most, and not for what nobody but this thread
@@ -413,7 +413,7 @@ class Occupancy:
         """What is granted from now on goes back; what was granted before, `left` knows. In this order: an answer that
         came between the two would be nobody's."""
         if holding.page is not None and not holding.page.pending.settled:
-            self.give_page_up(holding)
+            self.cancel_page(holding)
 
     def _wait_for_others(self, holdings: Sequence[Holding], deadline: float) -> None:
         ended: SimpleQueue[None] = SimpleQueue()
@@ -433,7 +433,7 @@ class Occupancy:
         for holding in busy:
             holding.leave_to_borrowers()
 
-    def forget_idle(self, busy: Sequence[Holding]) -> None:
+    def remove_idle(self, busy: Sequence[Holding]) -> None:
         """The server has been told of all but these, or need not be."""
         for holding in list(self._holdings.values()):
             if holding.barred and holding not in busy:
@@ -470,7 +470,7 @@ class Occupancy:
         for message in owed:
             successor.channel.post(message)
         for holding in moved:
-            self._take_back_unheard(holding)
+            self._settle_unheard(holding)
 
     def _held_of(self, epoch: int) -> list[Holding]:
         """The holdings that the server of this epoch knows, or knew. Whichever link they go over: one that was opened,
@@ -486,7 +486,7 @@ class Occupancy:
     def leave_to_parent(self) -> None:
         """In a forked child: all of it is the parent's. Views to write die; what was lent to read stays readable."""
         for holding in list(self._holdings.values()):
-            if holding.let_go is m.AbortStore:
+            if holding.settles_by is m.AbortStore:
                 holding.bar(PARENTS)
             holding.barred = PARENTS
             holding.life_locks, holding.copying, holding.work = (), None, None

@@ -122,7 +122,7 @@ class Frame:
             self.heard = self._hear()
         except UnknownNamespaceError as error:
             assert self._link is not None
-            self._link.forget_binding(self._namespace)
+            self._link.remove_binding(self._namespace)
             if not self._again:
                 self._refuse(error)
                 return True
@@ -163,7 +163,7 @@ class Frame:
         self.heard = True
         self.lease.refuse(error, len(self.keys))
 
-    def give_up(self, outcome: _Outcome) -> None:
+    def cancel(self, outcome: _Outcome) -> None:
         """No answer is wanted any more: what it grants, should it come, goes back."""
         if not self.heard:
             self.heard = True
@@ -321,7 +321,7 @@ class PagesJob(ABC):
 
     def leave(self) -> None:
         """No thread writes to the pages, or reads them, any more, and nothing else is done about it: for whoever may
-        be inside of any lock. What it held is let go of by the client's next call once the job is dropped."""
+        be inside of any lock. What it held is settled by the client's next call once the job is dropped."""
         self._given_up = True
         self._stop_works()
 
@@ -329,7 +329,7 @@ class PagesJob(ABC):
         """Have these copied. Raises as `Occupancy.begin`."""
         ground = self._ground
         leases = [frame.lease for frame in frames if frame.lease.granted]
-        # What the threads are inside of, and the locks that say that we live: let go of when they have left.
+        # What the threads are inside of, and the locks that say that we live: closed when they have left.
         keep = (ground.tables, [(lease.slots(0)[0], lease.holding.life_locks) for lease in leases])
         work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep)
         self._works.append(work)
@@ -404,7 +404,7 @@ class PagesJob(ABC):
 
 
 class _Leased:
-    """Objects that are read under leases: asked for, copied, and let go of."""
+    """Objects that are read under leases: asked for, copied, and settled."""
 
     def __init__(self, frames: list[Frame]) -> None:
         self.frames = frames
@@ -414,7 +414,7 @@ class _Leased:
         self.asked_again = False  # for what the session could not hold beside the rest
 
     def over_share(self) -> list[tuple[int, Sequence[int]]]:
-        """(Entry, positions) of what is to be asked for once what is read here has been let go of."""
+        """(Entry, positions) of what is to be asked for once what is read here has been settled."""
         if self.asked_again:
             return []
         any_read = bool(self.parts)
@@ -659,9 +659,9 @@ class RetrieveJob(PagesJob):
             proven = [at for at, same in zip(read, lease.untouched(read), strict=True) if same]
             for at in proven:
                 self._note(frame.entry, frame.positions[at], Status.HIT)
-            self._let_go(frame, damaged, set(read) - set(proven))
+            self._settle_frame(frame, damaged, set(read) - set(proven))
 
-    def _let_go(self, frame: Frame, damaged: list[int], unproven: set[int]) -> None:
+    def _settle_frame(self, frame: Frame, damaged: list[int], unproven: set[int]) -> None:
         """Tell the server; what it answers is waited for where nothing else shows that the slots were ours all the
         while."""
         lease = frame.lease
@@ -704,7 +704,7 @@ class RetrieveJob(PagesJob):
         self._told = True  # nothing is asked for again
         for leased in self._leased:
             for frame in leased.frames:
-                frame.give_up((status, reason))
+                frame.cancel((status, reason))
             if leased.work is None and not leased.over:
                 for frame in leased.frames:
                     self._note_ungranted(frame)
@@ -784,7 +784,7 @@ class StoreJob(PagesJob):
             while not frame.get_on(patient=self._until is None):
                 left = _SLICE_S if self._until is None else self._until - time.monotonic()
                 if left <= 0:
-                    frame.give_up((Status.UNREACHABLE, Reason.LATE))
+                    frame.cancel((Status.UNREACHABLE, Reason.LATE))
                 else:
                     frame.wait(min(left, _SLICE_S))
             self._note_ungranted(frame)

@@ -316,7 +316,7 @@ class Untouched:
                 self._policy.insert_cold(mine)
                 clearing.cleared.objects += len(mine)
                 clearing.cleared.nbytes += sum(item.nbytes for item in mine)
-                self._residents.forget(mine, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
+                self._residents.free_removed(mine, Reason.CLEARED, session_id=clearing.session_id, at_s=clearing.at_s)
 
 
 class Adoption:
@@ -405,7 +405,7 @@ class Adoption:
         return frozenset() if self._former is None else self._former.rows
 
     def former_gone(self, row: int) -> None:
-        """The former worker of that row is dead, or has let go of what it held: its slots are free."""
+        """The former worker of that row is dead, or has settled what it held: its slots are free."""
         if self._former is not None:
             self._former.gone(row)
 
@@ -438,7 +438,7 @@ class FormerSlots:
                 self._written.setdefault(row, []).append(item)
 
     def gone(self, row: int) -> None:
-        """The worker of that row has let go of everything, or is dead."""
+        """The worker of that row has settled everything, or is dead."""
         self.rows.discard(row)
         written = self._written.pop(row, [])
         if written:

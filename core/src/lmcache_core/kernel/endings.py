@@ -41,7 +41,7 @@ class Endings:
         session = self._sessions.by_id.get(session_id)
         if session is not None and session_id != SERVER_SESSION:
             self.settle_all(session, reason)
-            self._sessions.forget(session)
+            self._sessions.remove(session)
 
     def settle_all(self, session: KernelSession, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
         """Nobody touches any more what it held: its promises, and these leases (None: all). Nobody waits for what it
@@ -52,9 +52,9 @@ class Endings:
             if chosen is not None and lease.kind is not LeaseKind.PROMISE and lease.id not in chosen:
                 continue
             if lease.kind is LeaseKind.WRITE:
-                self._writing.give_up(lease, reason)
+                self._writing.abort_lease(lease, reason)
             else:
-                self._reading.let_go(lease)
+                self._reading.settle(lease)
 
     def lost(self, session_id: int) -> None:
         """Nothing is proven: what it holds waits."""
@@ -62,7 +62,7 @@ class Endings:
         if session is not None and not session.lost and session_id != SERVER_SESSION:
             self._rooms.session_ended(session)
             self._quarantine.lost(session)
-            self._sessions.forget_if_done(session)
+            self._sessions.remove_if_done(session)
 
     def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int]) -> list[int]:
         """Move the named leases, settle the others; the ids that moved."""
@@ -84,7 +84,7 @@ class Endings:
             return
         for lease in [each for each in old.leases.values() if each.kind is LeaseKind.PROMISE]:
             self._move(lease.id, old, new)
-        self._sessions.forget_if_done(old)
+        self._sessions.remove_if_done(old)
 
     def _move(self, lease_id: int, old: KernelSession, new: KernelSession) -> bool:
         lease = self._leases.of_session(old, lease_id)

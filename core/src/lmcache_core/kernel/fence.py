@@ -28,7 +28,7 @@ class Fence:
 
     def begin(self, namespace: int | None, at_s: float, session_id: int) -> Clearing:
         """Take all that there is of a namespace, or of all (None), out of the table."""
-        clearing = Clearing(self._residents.table.detach(namespace), at_s, session_id)
+        clearing = Clearing(self._residents.table.remove_namespace(namespace), at_s, session_id)
         self._residents.clearings.append(clearing)
         return clearing
 
@@ -60,4 +60,4 @@ class Fence:
     def _free(self, clearing: Clearing, taken: Sequence[Incarnation]) -> None:
         if taken:
             self._residents.cleared(clearing, taken)
-            self._pins.let_go(taken)
+            self._pins.remove(taken)

@@ -106,10 +106,10 @@ class Kernel:
         """Objects of `layout_id` have `nbytes` bytes. Repeating it is no error; changing it is a `UsageError`."""
         self._writing.register_layout(layout_id, nbytes)
 
-    def forget_layout(self, layout_id: int) -> None:
+    def remove_layout(self, layout_id: int) -> None:
         """The id may be registered anew, for objects of another size. The caller has seen that it is not in use: by
         `uses_layout`, and by whoever may still ask for slots of it."""
-        self._writing.forget_layout(layout_id)
+        self._writing.remove_layout(layout_id)
 
     def uses_layout(self, layout_id: int) -> bool:
         """Whether an object of it is in a slot: written, loaded, ready, or held by a lease after its end."""
@@ -212,7 +212,7 @@ class Kernel:
         self._releases.step()
 
     def step(self, now: float, session_id: int = SERVER_SESSION) -> None:
-        """One bounded step of what was begun: grants that wait for room, what leases have let go of, and what tenants
+        """One bounded step of what was begun: grants that wait for room, what leases have settled, and what tenants
         are to give. To be called while `working`."""
         self._expire_due(now, session_id)
         self._rooms.step(now)
@@ -557,7 +557,7 @@ class Kernel:
 
     def _drop(self, ready: list[Incarnation], reason: Reason) -> None:
         self._residents.remove(ready, reason)
-        self._pins.let_go(ready)
+        self._pins.remove(ready)
 
     # --- the end of sessions --------------------------------------------------------------------------------
 
@@ -619,7 +619,7 @@ class Kernel:
                 self._writing.expire(lease)
             else:
                 self._reading.expire(lease)
-                self._sessions.forget_if_done(lease.session)
+                self._sessions.remove_if_done(lease.session)
         self._pins.expire(now, STEP_OBJECTS)
         self._releases.step()
 

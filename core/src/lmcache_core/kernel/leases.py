@@ -91,24 +91,24 @@ class KernelLease:
         if isinstance(positions, range) and positions.step == 1:  # a page, or all of it: sliced, not counted
             first, end = positions.start, positions.stop
             page = entries[first:end]
-            let_go = [item for item in page if item is not None]
-            if len(let_go) == len(page):
+            settled = [item for item in page if item is not None]
+            if len(settled) == len(page):
                 where = list(positions)
             else:
                 where = [at for at, item in enumerate(page, first) if item is not None]
             entries[first:end] = [None] * len(page)
             answers[first:end] = answers[first:end].replace(bytes((_OPEN,)), bytes((answer,)))
         else:
-            let_go, where = [], []
+            settled, where = [], []
             for at in positions:
                 item = entries[at]
                 if item is not None:
                     entries[at] = None
                     answers[at] = answer
-                    let_go.append(item)
+                    settled.append(item)
                     where.append(at)
-        self.pending -= len(let_go)
-        return let_go, where
+        self.pending -= len(settled)
+        return settled, where
 
     def settle_all(self, answer: Settled) -> list[Incarnation | None]:
         """Let go of all that it still holds, without looking at it: by position, to be taken back in steps."""

@@ -70,7 +70,7 @@ class Account:
             known[self] = times + 1
         self._add(mine, mine - shared)
 
-    def give(self, objects: Iterable[Incarnation]) -> None:
+    def free(self, objects: Iterable[Incarnation]) -> None:
         """It holds each of these once less."""
         mine = shared = 0
         for item in objects:
@@ -146,7 +146,7 @@ class Ledger:
         holder = self.holders.get(name)
         if holder is None:
             for idle in [each for each in self.holders.values() if not each.sessions]:
-                self._forget_idle(idle)
+                self._remove_idle(idle)
             holder = self.holders[name] = Holder(name, self._caps)
         holder.sessions += 1
         return [Account(most, whole) for most, whole in zip(self._caps.session, holder.accounts, strict=True)]
@@ -155,9 +155,9 @@ class Ledger:
         """A session of this holder has ended."""
         holder = self.holders[name]
         holder.sessions -= 1
-        self._forget_idle(holder)
+        self._remove_idle(holder)
 
-    def _forget_idle(self, holder: Holder) -> None:
+    def _remove_idle(self, holder: Holder) -> None:
         """Nothing has to be known of one without a session that holds nothing."""
         if not holder.sessions and not any(account.nbytes for account in holder.accounts):
             self.holders.pop(holder.name, None)

@@ -143,15 +143,15 @@ class ObjectTable:
         namespace, shards, mask = -1, self._nothing.shards, 0
         for item in objects:
             if item.namespace != namespace:
-                self._forget_if_empty(namespace)
+                self._remove_if_empty(namespace)
                 namespace = item.namespace
                 table = self.namespaces[namespace]
                 shards, mask = table.shards, table.mask
             key = item.key
             del shards[(key[0] ^ key[31]) & mask][key]
-        self._forget_if_empty(namespace)
+        self._remove_if_empty(namespace)
 
-    def detach(self, namespace: int | None) -> dict[int, NamespaceTable]:
+    def remove_namespace(self, namespace: int | None) -> dict[int, NamespaceTable]:
         """Take out a whole namespace, or all (None), without looking at what stands there."""
         if namespace is None:
             detached, self.namespaces = self.namespaces, {}
@@ -159,7 +159,7 @@ class ObjectTable:
         table = self.namespaces.pop(namespace, None)
         return {} if table is None else {namespace: table}
 
-    def _forget_if_empty(self, namespace: int) -> None:
+    def _remove_if_empty(self, namespace: int) -> None:
         # `any` stops at the first shard that holds something, which is nearly always the first one.
         table = self.namespaces.get(namespace)
         if table is not None and not any(table.shards):

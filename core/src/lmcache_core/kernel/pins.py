@@ -25,7 +25,7 @@ class Pins:
         # When to look at which: each where it stood when it was pinned first. One that was made to last longer since is
         # put back then, so to pin again costs no memory.
         self._batches: list[tuple[float, int, list[Incarnation]]] = []
-        self._listed = 0  # in batches; more than are pinned, by those that were let go of before their time
+        self._listed = 0  # in batches; more than are pinned, by those that were removed before their time
         self._count = 0
         self.nbytes = 0
 
@@ -66,17 +66,17 @@ class Pins:
         table = self._residents.table.of(namespace)
         found = [table.get(key) for key in keys]
         pinned = dict.fromkeys(item for item in found if item is not None and item in self._until)
-        self.let_go(pinned)
+        self.remove(pinned)
         return bytearray([Grant.GRANTED if item in pinned else Grant.MISS for item in found])
 
-    def let_go(self, objects: Iterable[Incarnation]) -> None:
+    def remove(self, objects: Iterable[Incarnation]) -> None:
         """End the pins on these; those that have none are passed over."""
         if not self._until:
             return
         pinned = [item for item in objects if self._until.pop(item, None) is not None]
         if pinned:
             for item in pinned:
-                self._by.pop(item).give((item,))
+                self._by.pop(item).free((item,))
             self.nbytes -= sum(item.nbytes for item in pinned)
             self._residents.release(pinned)
         if self._listed > STALE_KEPT and self._listed > 2 * len(self._until):
@@ -95,7 +95,7 @@ class Pins:
                     later.setdefault(until, []).append(item)
             for until, items in later.items():
                 self._list(until, items)
-            self.let_go([item for item in batch if self._until.get(item, now + 1) <= now])
+            self.remove([item for item in batch if self._until.get(item, now + 1) <= now])
 
     def next_deadline(self) -> float | None:
         return self._batches[0][0] if self._batches else None

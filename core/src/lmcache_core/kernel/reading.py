@@ -208,15 +208,15 @@ class Reading:
             return 0
         asked = set(keys)
         kept = [at for at, item in enumerate(promise.entries) if item is not None and item.key in asked]
-        self._let_go(promise, kept)
+        self._settle(promise, kept)
         return len(kept)
 
     def finish(self, session: KernelSession, lease_id: int, positions: Sequence[int] | None) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.READ)
-        self._let_go(lease, positions, read=session.id != SERVER_SESSION)
+        self._settle(lease, positions, read=session.id != SERVER_SESSION)
         return lease.answered(positions)
 
-    def let_go(self, lease: KernelLease) -> None:
+    def settle(self, lease: KernelLease) -> None:
         """The owner of a read lease or promise has answered for all of it, or is dead, or its time is up: it is settled
         now, and `Releases` ends its holds."""
         if lease.pending:
@@ -224,16 +224,16 @@ class Reading:
             self._releases.held(lease.settle_all(Settled.FINISHED), lease.account)
             self._leases.close(lease)
 
-    def _let_go(self, lease: KernelLease, positions: Sequence[int] | None, *, read: bool = False) -> None:
-        let_go, _ = lease.settle(positions, Settled.FINISHED)
-        if let_go:
+    def _settle(self, lease: KernelLease, positions: Sequence[int] | None, *, read: bool = False) -> None:
+        settled, _ = lease.settle(positions, Settled.FINISHED)
+        if settled:
             if not lease.pending:
                 self._leases.close(lease)
             assert lease.account is not None
-            lease.account.give(let_go)
-            self._residents.release(let_go, read=read)
+            lease.account.free(settled)
+            self._residents.release(settled, read=read)
             if read:
-                self._residents.effects.append(Read(let_go))
+                self._residents.effects.append(Read(settled))
 
     def used(self, keys: Sequence[tuple[int, bytes]]) -> int:
         """Read in place, without a lease: as `finish`, without what a lease would have held."""
@@ -284,8 +284,8 @@ class Reading:
         held = dict.fromkeys(lease.entries[at] for at in positions) if lease.entries else {}
         damaged = [item for item in held if item is not None and item.state is READY]
         self._residents.remove(damaged, Reason.DAMAGED)
-        self._pins.let_go(damaged)
-        self._let_go(lease, positions)
+        self._pins.remove(damaged)
+        self._settle(lease, positions)
         return lease.answered(positions)
 
     # --- lookup and promises --------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class Reading:
         """End a promise that its holder was not told of, whoever that is by now."""
         promise = self._leases.find_open(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE:
-            self.let_go(promise)
+            self.settle(promise)
 
     def free_promises(self, session: KernelSession, promise_ids: Sequence[int]) -> int:
         """End the session's promises; how many were still open. One that is gone already is no error."""
@@ -353,7 +353,7 @@ class Reading:
             if promise is None or promise.kind is not LeaseKind.PROMISE:
                 self._leases.stale += 1
                 continue
-            self.let_go(promise)
+            self.settle(promise)
             freed += 1
         return freed
 
@@ -362,7 +362,7 @@ class Reading:
         self.expiries += 1
         self._residents.effects.append(LeaseExpired(lease.session.id, lease.id, lease.kind))
         if lease.kind is LeaseKind.PROMISE:
-            self.let_go(lease)
+            self.settle(lease)
 
 
 def _generations(entries: Sequence[Incarnation | None]) -> array[int]:

@@ -1,4 +1,4 @@
-"""What was decided at once and is carried out in steps: slots and holds that leases let go of, or that are overdue.
+"""What was decided at once and is carried out in steps: slots and holds that leases settle, or that are overdue.
 
 One lease may have a million positions, and a worker that dies thousands of leases. So a lease that ends is settled in
 the book at once, with all its answers; nobody can ask for it any more. Its objects come here, and follow a bounded
@@ -97,7 +97,7 @@ class _Written:
         live = [item for item in held if item.state is lease.live]
         waiting = [item for item in held if item.state is State.QUARANTINED]
         session = lease.session
-        residents.unwrite(live, lease.live, Event.ABORT, self._reason, session.row, session.id)
+        residents.remove_unfinished(live, lease.live, Event.ABORT, self._reason, session.row, session.id)
         if waiting:
             residents.move(waiting, State.QUARANTINED, Event.ANSWER)
         return len(some)
@@ -114,7 +114,7 @@ class _Held:
     def step(self, objects_max: int) -> int:
         some = _take_last(self._entries, objects_max)
         held = [item for item in some if item is not None]
-        self._account.give(held)
+        self._account.free(held)
         self._residents.release(held)
         return len(some)
 
@@ -134,7 +134,9 @@ class _Overdue:
         held = [item for item in some if item is not None]
         self._residents.doom_cleared(held)
         live = [item for item in held if item.state is lease.live]
-        self._residents.unwrite(live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id)
+        self._residents.remove_unfinished(
+            live, lease.live, Event.EXPIRE, Reason.EXPIRED, lease.session.row, lease.session.id
+        )
         self._quarantine.charge(lease, sum(item.nbytes for item in held))
         return len(some)
 

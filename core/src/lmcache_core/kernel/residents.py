@@ -130,7 +130,7 @@ class Residents:
 
     # --- what is being written ------------------------------------------------------------------------------
 
-    def unclaim(self, objects: Sequence[Incarnation]) -> None:
+    def cancel_claim(self, objects: Sequence[Incarnation]) -> None:
         """Undo a claim that was never granted: keys out of the table, slots back to their slabs."""
         self.table.remove(objects)
         self.charge(objects, -1)
@@ -164,7 +164,7 @@ class Residents:
         self.move(objects, live, Event.COMMIT)
         self.policy.insert(objects[::-1])  # last to first: a suffix goes before its prefix
 
-    def unwrite(
+    def remove_unfinished(
         self,
         objects: Sequence[Incarnation],
         live: State,
@@ -234,9 +234,9 @@ class Residents:
         objects = self._standing(objects)
         if objects:
             self.table.remove(objects)
-            self.forget(objects, reason)
+            self.free_removed(objects, reason)
 
-    def forget(
+    def free_removed(
         self,
         objects: Sequence[Incarnation],
         reason: Reason,
@@ -246,7 +246,7 @@ class Residents:
     ) -> None:
         """As `remove`, for objects that the table has lost already, at `at_s` by `session_id`."""
         self.policy.remove(objects)
-        self.shield.forget(objects)
+        self.shield.remove(objects)
         loose = [item for item in objects if not item.holds]
         if loose:
             self.move(loose, READY, Event.REMOVE)
@@ -262,7 +262,7 @@ class Residents:
         if ready:
             told.objects += len(ready)
             told.nbytes += sum(item.nbytes for item in ready)
-            self.forget(ready, Reason.CLEARED, session_id=session_id, at_s=at_s)
+            self.free_removed(ready, Reason.CLEARED, session_id=session_id, at_s=at_s)
         if len(ready) == len(taken):
             return
         told.doomed += len(taken) - len(ready)

@@ -170,7 +170,7 @@ class Rooms:
         if not preparation.done:
             preparation.cancelled = True
             self._take_out(preparation)
-            self._let_go(preparation)
+            self._free(preparation)
 
     def session_ended(self, session: KernelSession) -> None:
         """Nobody waits for what it has asked for any more."""
@@ -206,7 +206,7 @@ class Rooms:
             first.error = CacheError("the server failed on this grant; its log says how")
             raise
         finally:
-            self._let_go(first)
+            self._free(first)
 
     def _advance(self, first: Preparation) -> bool:
         """Whether it is worth waiting for the next step. Each look at what is coldest has a step of its own, and so has
@@ -309,7 +309,7 @@ class Rooms:
         del preparation.session.preparations[preparation]
         self._charge(preparation, -1)
 
-    def _let_go(self, preparation: Preparation) -> None:
+    def _free(self, preparation: Preparation) -> None:
         """What was being emptied for it, and what it held."""
         if preparation.emptying is not None:
             self._residents.allocator.keep(preparation.emptying.emptying)

@@ -64,7 +64,7 @@ class SessionBook:
             raise UsageError(f"session {session_id} is open already: session ids are used once")
         self.by_id[session_id] = KernelSession(session_id, uid, row, holder, self._ledger.opened(holder))
 
-    def forget(self, session: KernelSession) -> None:
+    def remove(self, session: KernelSession) -> None:
         """It has ended; what it held may be charged to its holder for some steps still."""
         if self.by_id.pop(session.id, None) is not None:
             self._ledger.closed(session.holder)
@@ -90,7 +90,7 @@ class SessionBook:
         session = self.by_id.get(session_id)
         return session is not None and bool(session.leases or session.quarantined_bytes)
 
-    def forget_if_done(self, session: KernelSession) -> None:
+    def remove_if_done(self, session: KernelSession) -> None:
         """Nothing is left to wait for of a session that was lost."""
         if session.lost and not session.leases:
-            self.forget(session)
+            self.remove(session)

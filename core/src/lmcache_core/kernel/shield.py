@@ -81,7 +81,7 @@ class Shield:
         self.uncover(found)
         return bool(found)
 
-    def forget(self, objects: Sequence[Incarnation]) -> None:
+    def remove(self, objects: Sequence[Incarnation]) -> None:
         """These have left the index and the policy: what they are owed is nobody's business any more."""
         if self._covered:
             for item in objects:

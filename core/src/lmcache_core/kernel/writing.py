@@ -75,7 +75,7 @@ class Writing:
             )
         self._layouts[layout_id] = self._residents.allocator.size_class(nbytes)
 
-    def forget_layout(self, layout_id: int) -> None:
+    def remove_layout(self, layout_id: int) -> None:
         self._layouts.pop(layout_id, None)
         self._residents.objects_by_layout.pop(layout_id, None)
 
@@ -142,7 +142,7 @@ class Writing:
                     self._keep_limit(namespace, size_class, created, existing, entries, statuses)
                 refusal, placed = self._place(size_class, created, existing, may_wait=wait_s > 0)
         except _MustWaitError:
-            residents.unclaim(created)
+            residents.cancel_claim(created)
             deadline = None if ttl_s is None else now + ttl_s
             until_s = now + wait_s if deadline is None else min(now + wait_s, deadline)
             return Preparation(
@@ -150,7 +150,7 @@ class Writing:
                 until_s,
             )  # fmt: skip
         except BaseException:  # a policy is a plugin: its failure is this call's, and must not block these keys
-            self._residents.unclaim(created)
+            self._residents.cancel_claim(created)
             raise
         residents.flush_slabs()
         if placed < len(created):
@@ -381,7 +381,7 @@ class Writing:
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
         if lease.expired:
             # The owner has answered, so the slots are free; what it wrote is nobody's.
-            self._give_up(lease, positions, Reason.NONE)
+            self._abort(lease, positions, Reason.NONE)
             raise self._leases.refusal(
                 f"write lease {lease_id:#x} expired before its commit; its keys were not stored: store them again"
             )
@@ -415,30 +415,32 @@ class Writing:
         self, session: KernelSession, lease_id: int, positions: Sequence[int] | None, reason: Reason
     ) -> bytearray:
         lease = self._leases.find(session, lease_id, LeaseKind.WRITE)
-        self._give_up(lease, positions, reason)
+        self._abort(lease, positions, reason)
         return lease.answered(positions)
 
-    def give_up(self, lease: KernelLease, reason: Reason) -> None:
+    def abort_lease(self, lease: KernelLease, reason: Reason) -> None:
         """The owner has answered for all of it, or is dead: it is settled now, and `Releases` takes the slots back."""
         if lease.pending:
             self._quarantine.charge(lease, -lease.charged_bytes)
             self._releases.written(lease.settle_all(Settled.ABORTED), lease, reason)
             self._leases.close(lease)
 
-    def _give_up(self, lease: KernelLease, positions: Sequence[int] | None, reason: Reason) -> None:
-        let_go, where = lease.settle(positions, Settled.ABORTED)
-        if not let_go:
+    def _abort(self, lease: KernelLease, positions: Sequence[int] | None, reason: Reason) -> None:
+        settled, where = lease.settle(positions, Settled.ABORTED)
+        if not settled:
             return
         if self._residents.clearings:
-            self._residents.doom_cleared(let_go)
-        live = [item for item in let_go if item.state is lease.live]
-        waiting = [item for item in let_go if item.state is QUARANTINED]
+            self._residents.doom_cleared(settled)
+        live = [item for item in settled if item.state is lease.live]
+        waiting = [item for item in settled if item.state is QUARANTINED]
         if live:
-            self._residents.unwrite(live, lease.live, Event.ABORT, reason, lease.session.row, lease.session.id)
+            self._residents.remove_unfinished(
+                live, lease.live, Event.ABORT, reason, lease.session.row, lease.session.id
+            )
         if waiting:
             self._residents.move(waiting, QUARANTINED, Event.ANSWER)
             if lease.expired:
-                charged = zip(let_go, where, strict=True)
+                charged = zip(settled, where, strict=True)
                 nbytes = sum(o.nbytes for o, at in charged if at < lease.overdue_to and o.state is State.FREE)
                 self._quarantine.charge(lease, -nbytes)
         if not lease.pending:

@@ -12,7 +12,7 @@ from pathlib import Path
 from lmcache_core.errors import PoolBusyError, PoolError, UntrustedError, UsageError
 from lmcache_core.pool.backing import FILE_PREFIX, SHM_DIR, check_name
 from lmcache_core.pool.header import KEPT_OFFSET
-from lmcache_core.pool.ownership import OwnerLock, give_back
+from lmcache_core.pool.ownership import OwnerLock, free_segment
 from lmcache_core.trust import Trust
 
 
@@ -110,7 +110,7 @@ def _clean(path: Path, dry_run: bool, *, segment: bool, kept_too: bool) -> Itera
             return
         try:
             if segment:
-                give_back(lock)
+                free_segment(lock)
             else:
                 _remove_sockets(path)
                 lock.unlink()

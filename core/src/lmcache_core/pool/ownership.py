@@ -201,7 +201,7 @@ def own_segment(
             return Owned(lock, adopted=adoptable(lock.fileno()))
         except PoolMismatchError as error:
             why_cold = str(error)
-    give_back(lock)
+    free_segment(lock)
     undo_lock.close()
     log.warning("pool %r begins cold, and what a former server left in %s is given back: %s", name, path, why_cold)
     return Owned(_own_new(path, name, undo), recreated=True, why_cold=why_cold)
@@ -237,7 +237,7 @@ def take_former_name(former: Path, path: Path, name: str) -> None:
             log.info("the segment %s of pool %r is called %s from now on", former, name, path)
 
 
-def give_back(lock: OwnerLock) -> None:
+def free_segment(lock: OwnerLock) -> None:
     """Remove the segment file of a dead owner, and free its memory even where workers still map it."""
     try:
         # Memory first, or it would stay with the workers that still map it. They read zeros from now on. (A page

@@ -428,9 +428,9 @@ class Segment:
                 lock.unlink()
         for lock in locks:
             lock.close()
-        self._let_go()
+        self._unmap()
 
-    def _let_go(self) -> None:
+    def _unmap(self) -> None:
         self._mapping = self._fenced = None
         self._buffer = memoryview(b"")
         self._serving = self._proof = memoryview(bytearray(8)).cast("Q")  # nobody
@@ -451,7 +451,7 @@ class Segment:
         # A copy of it may not be had: there may be no descriptor left.
         descriptor, self._descriptor = self._descriptor, Descriptor()
         try:
-            self._let_go()
+            self._unmap()
             for map_again in again:
                 map_again(descriptor.fileno())
         finally:

@@ -206,7 +206,7 @@ class Dispatch:
         if request.damaged:
             self.counters["reported_damaged"] += len(wanted)
         reason = Reason.DAMAGED if request.damaged else Reason.DROPPED
-        return m.Done(request.rid, self._l1.forget(request.namespace, wanted, reason, tiers=request.tiers))
+        return m.Done(request.rid, self._l1.remove(request.namespace, wanted, reason, tiers=request.tiers))
 
     def _register_layout(self, session: Session, request: m.RegisterLayout) -> m.Message:
         layout = Layout(request.dtype, tuple(request.shape), request.memory_format)

@@ -59,7 +59,7 @@ class Explains:
 
         def answered(whereabouts: Whereabouts) -> None:
             self._under_way -= Counter([session.id])
-            self._share.give(session.origin)
+            self._share.free(session.origin)
             session.send(self.reply(request.rid, told, whereabouts.answers))
 
         whereabouts = tiering.whereabouts(request.namespace, keys, answered)

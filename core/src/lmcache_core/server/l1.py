@@ -129,7 +129,7 @@ class L1:
                 return known
         share = self._layout_share
         if share.full_for(holder):
-            self._forget_layouts(in_use)
+            self._remove_unused_layouts(in_use)
         if share.full_for(holder):
             raise LimitError(
                 f"{share.taken} of {share.total} layouts are in use, by sessions or by objects in the pool, and "
@@ -139,7 +139,7 @@ class L1:
         taken = self.layouts.keys() | self.former_layouts.keys()
         return next(free for free in count(1) if free not in taken)
 
-    def _forget_layouts(self, in_use: Callable[[], Set[int]]) -> None:
+    def _remove_unused_layouts(self, in_use: Callable[[], Set[int]]) -> None:
         """Forget every layout that nothing uses: no namespace, no lookup under way, and no object in a slot, which
         is all that leases hold and stores to tiers read."""
         if self.kernel.adoption.under_way:  # not all objects are known yet
@@ -149,13 +149,13 @@ class L1:
         for layout_id in [*self.layouts, *self.former_layouts.keys() - self.layouts.keys()]:
             if layout_id in used or self.kernel.uses_layout(layout_id):
                 continue
-            self.kernel.forget_layout(layout_id)
+            self.kernel.remove_layout(layout_id)
             if self.index is not None:
                 self.index.remove_layout(layout_id)
             self.segment.remove_layout(layout_id)
             self.layouts.pop(layout_id, None)
             self.former_layouts.pop(layout_id, None)
-            self._layout_share.give(self._brought_by.pop(layout_id, ""))
+            self._layout_share.free(self._brought_by.pop(layout_id, ""))
             self.counters["layouts_forgotten"] += 1
 
     def add_layout(self, layout_id: int, layout: Layout, holder: str = "") -> None:
@@ -167,7 +167,7 @@ class L1:
             self.index.add_layout(layout_id, layout.nbytes)
         self.layouts[layout_id] = layout
         if layout_id in self.former_layouts:
-            self._layout_share.give("")
+            self._layout_share.free("")
         self._layout_share.take(holder)
         self._brought_by[layout_id] = holder
 
@@ -317,7 +317,7 @@ class L1:
             ]
         )
 
-    def forget(self, namespace: int, wanted: Sequence[Named], reason: Reason, *, tiers: bool) -> int:
+    def remove(self, namespace: int, wanted: Sequence[Named], reason: Reason, *, tiers: bool) -> int:
         """These incarnations are not served any more; how many were in the pool. `tiers`: nor is what tiers have under
         their keys. A successor in the pool stays, and is stored anew where a tier was thought to have it."""
         dropped = self.kernel.drop_incarnations(namespace, wanted, self.clock.now, reason)

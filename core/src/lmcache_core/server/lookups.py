@@ -218,7 +218,7 @@ class Lookups:
         self._count_ended(wait, job)
         session_id = wait.session.id
         self._by_session[session_id] -= 1
-        self._share.give(wait.session.origin)
+        self._share.free(wait.session.origin)
         if not self._by_session[session_id]:  # sessions come and go
             del self._by_session[session_id]
         self._answer_hits(wait)

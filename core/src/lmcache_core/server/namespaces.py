@@ -53,24 +53,24 @@ class Namespaces:
             if not sessions:
                 self._by_layout[layout_id] += 1
             if len(session.namespaces) > (NAMESPACES_PER_SESSION_KEPT if full else NAMESPACES_PER_SESSION_MAX):
-                self._forget_oldest(session, 1)
+                self._remove_oldest(session, 1)
         return layout_id
 
     def session_ended(self, session: Session) -> None:
         """It uses none of them any more."""
         for namespace in list(session.namespaces):
-            self._forget(session, namespace)
+            self._remove(session, namespace)
 
-    def _forget_oldest(self, session: Session, count: int) -> None:
+    def _remove_oldest(self, session: Session, count: int) -> None:
         """So many of the session's. One into which a store waits has no object yet that would keep its layout."""
         idle = [namespace for namespace in session.namespaces if namespace not in session.storing]
         for namespace in idle[:count]:
-            self._forget(session, namespace)
+            self._remove(session, namespace)
 
-    def _forget(self, session: Session, namespace: int) -> None:
+    def _remove(self, session: Session, namespace: int) -> None:
         """The session does not use it any more, or met so many others since that it is to register it again. What there
         is of it, and what is being written or stored, keeps its layout in the pool."""
-        self._share.give(session.origin)
+        self._share.free(session.origin)
         layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
         if sessions:
             self._in_use[namespace] = layout_id, sessions
@@ -87,7 +87,7 @@ class Namespaces:
         except LimitError:
             if not session.namespaces:
                 raise
-            self._forget_oldest(session, len(session.namespaces) // 2 + 1)
+            self._remove_oldest(session, len(session.namespaces) // 2 + 1)
             return self._l1.layout_id(layout, self._by_layout.keys, session.origin)
 
     def _described(self, layout_id: int) -> str:

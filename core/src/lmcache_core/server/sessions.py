@@ -399,7 +399,7 @@ class Sessions:
             else:
                 self._segment.release_row(session.row)
             session.row = NO_ROW
-            self._rows.give(session.origin)
+            self._rows.free(session.origin)
         peer, session.peer = session.peer, None
         if peer is not None:
             self._waiting.pop(peer, None)

@@ -45,7 +45,7 @@ class Share:
         self._by_holder[holder] += places
         self.taken += places
 
-    def give(self, holder: str, places: int = 1) -> None:
+    def free(self, holder: str, places: int = 1) -> None:
         """It has so many less."""
         self.taken -= places
         self._by_holder[holder] -= places

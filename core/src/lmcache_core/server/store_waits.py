@@ -140,7 +140,7 @@ class StoreWaits:
         else becomes of its leases."""
         if self._by_session[session]:
             for wait in [wait for wait in self._waits if wait.session is session]:
-                self._forget(wait)
+                self._remove(wait)
                 granted = [at for at, status in enumerate(wait.grants.statuses, wait.grants.first) if not status]
                 with contextlib.suppress(CacheError):  # its leases have ended with it
                     self._kernel.abort_store(session.id, wait.grants.lease_id, self._l1.clock.now, granted)
@@ -165,17 +165,17 @@ class StoreWaits:
                 self._answer(wait)
 
     def _answer(self, wait: _Wait) -> None:
-        self._forget(wait)
+        self._remove(wait)
         self.waited_in_vain += Grant.FULL in wait.grants.statuses
         self._l1.answer(wait.session, granted(wait.rid, wait.grants, self._l1.clock.now))
 
-    def _forget(self, wait: _Wait) -> None:
+    def _remove(self, wait: _Wait) -> None:
         del self._waits[wait]
         if wait.preparation is not None:
             self._kernel.cancel_store(wait.preparation)
         self._by_session[wait.session] -= 1
         wait.session.storing -= Counter([wait.namespace])
-        self._share.give(wait.session.origin)
+        self._share.free(wait.session.origin)
         if not self._by_session[wait.session]:  # sessions come and go
             del self._by_session[wait.session]
 

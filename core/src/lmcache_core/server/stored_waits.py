@@ -85,7 +85,7 @@ class StoredWaits:
     def _answer(self, wait: _StoredWait) -> None:
         del self._waits[wait]
         self._by_session -= Counter([wait.session.id])
-        self._share.give(wait.session.origin)
+        self._share.free(wait.session.origin)
         if wait.session.peer is None:
             return
         try:

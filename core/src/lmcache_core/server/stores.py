@@ -60,27 +60,27 @@ class Stores:
     def session_ends(self, session: Session) -> None:
         """Its leases are about to be settled, and the kernel cancels what it waits for: it hears of that before."""
         ended = LeaseExpiredError("the session was ended while this store waited for room: store again")
-        for request in self._forget_all(session):
+        for request in self._remove_all(session):
             session.send(error_reply(request.rid, ended))
         self._store_waits.session_ends(session)
 
     def session_gone(self, session: Session) -> None:
         """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
-        self._forget_all(session)
+        self._remove_all(session)
         self._store_waits.session_gone(session)
         session.storing.clear()
 
-    def _forget_all(self, session: Session) -> list[m.PrepareStore]:
-        return [self._forget(session, each) for each in list(self._waiting.get(session, {}))]
+    def _remove_all(self, session: Session) -> list[m.PrepareStore]:
+        return [self._remove(session, each) for each in list(self._waiting.get(session, {}))]
 
-    def _forget(self, session: Session, preparation: Preparation) -> m.PrepareStore:
+    def _remove(self, session: Session, preparation: Preparation) -> m.PrepareStore:
         """It does not wait any more."""
         mine = self._waiting[session]
         request = mine.pop(preparation)
         if not mine:  # sessions come and go
             del self._waiting[session]
         session.storing -= Counter([request.namespace])
-        self._share.give(session.origin)
+        self._share.free(session.origin)
         return request
 
     def _answer(
@@ -94,7 +94,7 @@ class Stores:
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
         if done not in self._waiting.get(session, {}):  # its session went in the step that made room
             return
-        request = self._forget(session, done)
+        request = self._remove(session, done)
         reply: m.Message | None = None
         if done.grants is not None:
             reply = self._answer(session, request, layout_id, keys, done.grants)

@@ -53,7 +53,7 @@ class ZmqPeer(Peer):
         self._carrier.send(self.identity, frame)
 
     def close(self) -> None:
-        self._carrier.forget(self)
+        self._carrier.remove(self)
 
 
 def _said(frame: zmq.Frame, what: str) -> str:
@@ -163,7 +163,7 @@ class ZmqCarrier:
         except zmq.Again:
             self.garbage += 1
 
-    def forget(self, peer: ZmqPeer) -> None:
+    def remove(self, peer: ZmqPeer) -> None:
         """Drop what is known of a peer."""
         self._peers.pop(peer.identity, None)
 
