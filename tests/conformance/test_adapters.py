@@ -24,8 +24,8 @@ from lmcache_core.testing import (
 )
 from lmcache_core.tiers.contract import AdapterContext, Capabilities, L2Adapter, Outcome, Result, StoreItem
 from lmcache_fs.adapter import FsAdapter
-from lmcache_fs.paths import Paths
 from lmcache_fs.settings import FsSettings
+from lmcache_fs.transport.paths import Paths
 
 
 class Files(Backdoor):

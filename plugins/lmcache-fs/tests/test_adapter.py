@@ -16,10 +16,10 @@ import pytest
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Result, StoreItem
-from lmcache_fs import files
+from lmcache_fs import client
 from lmcache_fs.adapter import FsAdapter
-from lmcache_fs.mode import WriteMode
 from lmcache_fs.settings import FsSettings
+from lmcache_fs.transport.mode import WriteMode
 
 HEADER, PAYLOAD = os.urandom(4096), os.urandom(70_001)
 SIZES = (4096, 70_001)
@@ -203,7 +203,7 @@ def test_buffers_that_start_anywhere_go_direct_too(disk: Any) -> None:
 def test_a_medium_without_direct_io_is_said_in_words_and_auto_goes_around(
     disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = files.write_object
+    real = client.write_object
 
     def refuses(path: str, buffers: Any, *, direct: bool, sync: bool) -> None:
         if direct:

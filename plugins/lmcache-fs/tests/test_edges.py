@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lmcache_core.tiers.contract import Result
-from lmcache_fs.files import make_folder
-from lmcache_fs.temporary import TemporaryFolder, sweep
+from lmcache_fs.client import make_folder
+from lmcache_fs.transport.temporary import TemporaryFolder, sweep
 
 KEY = b"k" * 44
 

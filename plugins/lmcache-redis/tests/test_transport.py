@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-import lmcache_redis.exchange
+import lmcache_redis.transport.exchange
 from lmcache_core.errors import TierError
 from lmcache_core.tiers.contract import LoadItem, Outcome, Result, StoreItem
 from lmcache_redis.adapter import RedisAdapter
@@ -73,7 +73,7 @@ def test_each_transport_reads_what_the_other_stored(server: Any, tier: Make) -> 
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From then on, a redis-py that keeps its sockets elsewhere."""
-    return lambda: monkeypatch.setattr(lmcache_redis.exchange, "direct_socket", lambda connection: None)
+    return lambda: monkeypatch.setattr(lmcache_redis.transport.exchange, "direct_socket", lambda connection: None)
 
 
 def test_auto_falls_back_to_plain_calls_with_the_same_results_and_says_so(

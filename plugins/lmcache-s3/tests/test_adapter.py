@@ -151,7 +151,7 @@ def test_connections_are_kept_and_a_server_that_closed_them_costs_nothing(bucket
 def test_plain_takes_over_when_the_signer_has_changed(
     bucket: Any, tier: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lmcache_s3.direct._Signer.add_auth", lambda self, request: None)
+    monkeypatch.setattr("lmcache_s3.transport.direct._Signer.add_auth", lambda self, request: None)
     here = tier(bucket.settings())
     with caplog.at_level(logging.WARNING):
         assert here.store(b"key", b"content").result is Result.DONE

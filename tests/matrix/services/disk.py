@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lmcache_core.testing import Backdoor
-from lmcache_fs.paths import Paths
+from lmcache_fs.transport.paths import Paths
 from services.service import Service
 
 

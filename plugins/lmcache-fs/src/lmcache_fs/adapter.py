@@ -27,15 +27,14 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_fs.files import TRAILER, NotWholeError, make_folder, read_object, sync_folder, write_object
-from lmcache_fs.lead import Lead
-from lmcache_fs.mode import WriteMode
-from lmcache_fs.paths import Paths, key_of
+from lmcache_fs.client import TRAILER, NotWholeError, make_folder, read_object, sync_folder, write_object
+from lmcache_fs.errors import Errors
 from lmcache_fs.settings import FsSettings
-from lmcache_fs.temporary import TemporaryFolder, sweep
+from lmcache_fs.transport.lead import Lead
+from lmcache_fs.transport.mode import WriteMode
+from lmcache_fs.transport.paths import Paths, key_of
+from lmcache_fs.transport.temporary import TemporaryFolder, sweep
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _SCAN_PAGE_ENTRIES = 1000
 _LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
 _DONE = Outcome(Result.DONE)
@@ -59,6 +58,7 @@ class FsAdapter(L2Adapter):
         self._tier = context.tier
         self._recount = context.recount
         self._paths = Paths(settings.path)
+        self._errors = Errors(context.tier, self._paths.root, settings)
         self._temporary = TemporaryFolder(self._paths.temporary)
         self._mode = WriteMode()
         self._lead = Lead(str(self._paths.root))
@@ -103,7 +103,7 @@ class FsAdapter(L2Adapter):
         try:
             shards = self._shards()
         except OSError as error:
-            raise self._tier_error("scan", error) from error
+            raise self._errors.tier_error("scan", error) from error
         entries: list[ScanEntry] = []
         for shard in shards:
             if cursor is not None and shard <= cursor:
@@ -158,7 +158,7 @@ class FsAdapter(L2Adapter):
             try:
                 sync_folder(self._paths.shard(item.key))
             except OSError as error:  # whatever it says, FULL too: the object is there, and may not outlive a power cut
-                return Outcome(Result.FAILED, error=self._words("store", error), retryable=True)
+                return Outcome(Result.FAILED, error=self._errors.text("store", error), retryable=True)
         return Outcome(Result.DONE, item.nbytes)
 
     def _write(self, path: str, item: StoreItem) -> None:
@@ -207,7 +207,7 @@ class FsAdapter(L2Adapter):
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._tier_error("lookup", error) from error
+            raise self._errors.tier_error("lookup", error) from error
         return stat.S_ISREG(about.st_mode) and about.st_size >= TRAILER.size
 
     def _keep_damaged(self, path: str, key: bytes) -> OSError | None:
@@ -237,13 +237,10 @@ class FsAdapter(L2Adapter):
             return method(item)
         except FileNotFoundError as error:
             if what == "store":
-                return Outcome(Result.FAILED, error=self._words(what, error), retryable=True)
+                return Outcome(Result.FAILED, error=self._errors.text(what, error), retryable=True)
             return _DONE if what in ("delete", "set aside") else Outcome(Result.MISS)
         except OSError as error:
-            if error.errno in _FULL:
-                return Outcome(Result.FULL, error=self._words(what, error))
-            permanent = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR)
-            return Outcome(Result.FAILED, error=self._words(what, error), retryable=error.errno not in permanent)
+            return self._errors.outcome(what, error)
 
     def _make_folders(self) -> None:
         if self._made:
@@ -291,24 +288,9 @@ class FsAdapter(L2Adapter):
         except OSError as error:
             stray = isinstance(error, NotADirectoryError) and os.path.isdir(self._paths.objects)
             if not stray:  # a file between the shards is not ours; one in the place of all of them has taken them away
-                raise self._tier_error("scan", error) from error
+                raise self._errors.tier_error("scan", error) from error
         return entries
 
     def _check_open(self) -> None:
         if self._closed:
             raise TierError(f"tier {self._tier!r} is closed", retryable=False)
-
-    def _tier_error(self, what: str, error: OSError) -> TierError:
-        return TierError(self._words(what, error), retryable=error.errno not in _FORBIDDEN)
-
-    def _words(self, what: str, error: OSError) -> str:
-        """With the cure behind the last colon."""
-        if error.errno in _FORBIDDEN:
-            cure = f"give the server's user the right to read and write {self._paths.root}"
-        elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
-            cure = f'the medium does not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
-        elif error.errno in _FULL:
-            cure = f"free room on the medium, or lower l2.{self._tier}.capacity_bytes"
-        else:
-            cure = f"check the disk under {self._paths.root}"
-        return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"

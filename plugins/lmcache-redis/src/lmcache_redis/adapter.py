@@ -21,10 +21,10 @@ from lmcache_core.tiers.contract import (
     Usage,
 )
 from lmcache_redis.client import Client
-from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply, simple
-from lmcache_redis.connections import Address, address_of
+from lmcache_redis.errors import explain
 from lmcache_redis.settings import RedisSettings
-from lmcache_redis.words import explain
+from lmcache_redis.transport.commands import Broken, Command, Received, Refusal, Reply, simple
+from lmcache_redis.transport.connections import Address, address_of
 
 log = logging.getLogger("lmcache_redis")
 

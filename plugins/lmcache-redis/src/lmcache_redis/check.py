@@ -10,8 +10,8 @@ from lmcache_core.errors import TierError
 from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Result, StoreItem
 from lmcache_redis.adapter import RedisAdapter
+from lmcache_redis.errors import parted
 from lmcache_redis.settings import RedisSettings
-from lmcache_redis.words import parted
 
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings

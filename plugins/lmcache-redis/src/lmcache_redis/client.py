@@ -10,11 +10,11 @@ from functools import partial
 from redis.connection import ConnectionPool
 
 from lmcache_core.tiers.contract import AdapterContext
-from lmcache_redis.commands import ASKING, Broken, Command, Refusal, Reply
-from lmcache_redis.connections import Address, address_of, make_pool
-from lmcache_redis.exchange import Exchanger
 from lmcache_redis.settings import RedisSettings
-from lmcache_redis.topology import BySentinel, BySlots, OneServer, Topology
+from lmcache_redis.transport.commands import ASKING, Broken, Command, Refusal, Reply
+from lmcache_redis.transport.connections import Address, address_of, make_pool
+from lmcache_redis.transport.exchange import Exchanger
+from lmcache_redis.transport.topology import BySentinel, BySlots, OneServer, Topology
 
 _PAUSE_S = 0.1  # between looks at a cluster that is choosing a new primary
 _REDIRECTED = frozenset({"MOVED", "ASK"})

@@ -19,14 +19,14 @@ from lmcache_core.tiers.contract import (
     StoreItem,
     Usage,
 )
-from lmcache_s3.answers import Answer, LinkError, Words
 from lmcache_s3.client import S3Client
+from lmcache_s3.errors import Answer, Errors, LinkError
 from lmcache_s3.kind import kind_of
 from lmcache_s3.listing import next_page
 from lmcache_s3.names import Names
-from lmcache_s3.ranges import join_ranges, plan_ranges, views_of
 from lmcache_s3.settings import S3Settings
-from lmcache_s3.transport import KIND_HEADER, Condition, Span
+from lmcache_s3.transport.payloads import KIND_HEADER, Condition, Span
+from lmcache_s3.transport.ranges import join_ranges, plan_ranges, views_of
 
 _LIST_PAGE = 1000  # S3's own limit, of a list and of a batch delete
 _OBJECT_BYTES_MAX = 5 << 30  # of one PUT
@@ -52,7 +52,7 @@ class S3Adapter(L2Adapter):
         self._settings = settings
         self._context = context
         self._names = Names(settings.prefix)
-        self._words = Words(context.tier, settings.bucket)
+        self._errors = Errors(context.tier, settings.bucket)
         self._client = S3Client(settings, context.connections, context.tier)
         self._conditions = True  # whether the service knows If-None-Match
         self._ranges = True  # whether the service knows Range
@@ -69,10 +69,10 @@ class S3Adapter(L2Adapter):
         try:
             answers = self._context.parallel([partial(self._head, key, deadline) for key in keys])
         except LinkError as error:
-            raise TierError(self._words.unsaid("look up", error), retryable=error.retryable) from error
+            raise TierError(self._errors.unanswered("look up", error), retryable=error.retryable) from error
         for answer in answers:
             self._check_answer("look up", answer)
-        return [answer.well for answer in answers]
+        return [answer.ok for answer in answers]
 
     def load(self, items: Sequence[LoadItem], deadline: float) -> Sequence[Outcome]:
         self._check_open()
@@ -87,9 +87,9 @@ class S3Adapter(L2Adapter):
             try:
                 failed = self._client.delete(names, deadline)
             except LinkError as error:
-                outcomes += [self._words.failure("delete", error)] * len(names)
+                outcomes += [self._errors.failure("delete", error)] * len(names)
                 continue
-            outcomes += [self._words.outcome("delete", failed[name]) if name in failed else _DONE for name in names]
+            outcomes += [self._errors.outcome("delete", failed[name]) if name in failed else _DONE for name in names]
         return outcomes
 
     def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
@@ -120,8 +120,8 @@ class S3Adapter(L2Adapter):
                 ordered=not self._settings.is_directory_bucket,
             )
         except LinkError as error:
-            raise TierError(self._words.unsaid("scan", error), retryable=error.retryable) from error
-        if not page.answer.well:
+            raise TierError(self._errors.unanswered("scan", error), retryable=error.retryable) from error
+        if not page.answer.ok:
             raise self._tier_error("scan", page.answer)
         found = [(self._names.key(one.name), one) for one in page.found]
         entries = [ScanEntry(key, one.nbytes, one.modified_at_s) for key, one in found if key is not None]
@@ -150,10 +150,10 @@ class S3Adapter(L2Adapter):
             there = self._client.head(name, deadline)
             if _holds(there, kind):
                 return Outcome(Result.DONE, nbytes)
-            occupied = there.well
+            occupied = there.ok
         condition = Condition(kind, if_absent=ask and not occupied and self._conditions)
         answer = self._client.put(name, item.buffers, condition, deadline)
-        if condition.if_absent and not answer.well:
+        if condition.if_absent and not answer.ok:
             if answer.status in (409, 412):  # someone else was first, just now or long ago
                 if _holds(self._client.head(name, deadline), kind):
                     return Outcome(Result.DONE, nbytes)
@@ -161,9 +161,9 @@ class S3Adapter(L2Adapter):
             elif answer.status == 501 or (answer.status == 400 and answer.code in _REFUSES_CONDITIONS):
                 answer = self._client.put(name, item.buffers, Condition(kind), deadline)
                 # Only now is it known that the condition was what the service refused.
-                self._conditions = self._conditions and not answer.well
-        if not answer.well:
-            return self._words.outcome("store", answer)
+                self._conditions = self._conditions and not answer.ok
+        if not answer.ok:
+            return self._errors.outcome("store", answer)
         self._unsound.pop(name, None)
         return Outcome(Result.DONE, nbytes)
 
@@ -188,12 +188,12 @@ class S3Adapter(L2Adapter):
         return join_ranges(spans, answers)
 
     def _loaded(self, name: str, answer: Answer, room: int) -> Outcome:
-        if answer.well:
+        if answer.ok:
             if answer.nbytes > room:
                 error = f"object {name} is larger than the {room:,} bytes that it should have at most"
                 return Outcome(Result.DAMAGED, error=error)
             return Outcome(Result.DONE, answer.nbytes)
-        return Outcome(Result.MISS) if answer.absent else self._words.outcome("load", answer)
+        return Outcome(Result.MISS) if answer.absent else self._errors.outcome("load", answer)
 
     def _head(self, key: bytes, deadline: float) -> Answer:
         return self._client.head(self._names.of(key), deadline)
@@ -204,7 +204,7 @@ class S3Adapter(L2Adapter):
             try:
                 return call()
             except LinkError as error:
-                return self._words.failure(what, error)
+                return self._errors.failure(what, error)
 
         return self._context.parallel([partial(one, call) for call in calls])
 
@@ -213,13 +213,13 @@ class S3Adapter(L2Adapter):
             raise TierError(f"tier {self._context.tier!r} is closed", retryable=False)
 
     def _check_answer(self, what: str, answer: Answer) -> None:
-        if not answer.well and not answer.absent:
+        if not answer.ok and not answer.absent:
             raise self._tier_error(what, answer)
 
     def _tier_error(self, what: str, answer: Answer) -> TierError:
-        outcome = self._words.outcome(what, answer)
+        outcome = self._errors.outcome(what, answer)
         return TierError(outcome.error, retryable=outcome.retryable or outcome.result is Result.THROTTLED)
 
 
 def _holds(answer: Answer, kind: str) -> bool:
-    return answer.well and answer.headers.get(KIND_HEADER) == kind
+    return answer.ok and answer.headers.get(KIND_HEADER) == kind

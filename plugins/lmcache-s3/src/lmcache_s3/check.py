@@ -10,8 +10,8 @@ from lmcache_core.errors import TierError
 from lmcache_core.plugins.components import Finding
 from lmcache_core.tiers.contract import AdapterContext, LoadItem, Outcome, Result, StoreItem
 from lmcache_s3.adapter import S3Adapter
-from lmcache_s3.answers import LinkError, Words, skew_s
 from lmcache_s3.client import Place, S3Client
+from lmcache_s3.errors import Errors, LinkError, skew_s
 from lmcache_s3.names import Names
 from lmcache_s3.settings import S3Settings
 
@@ -47,8 +47,8 @@ def check_tier(name: str, settings: S3Settings) -> list[Finding]:
         return [Finding(False, subject, str(error), cure)]
     finally:
         client.close()
-    if not answer.well:
-        words = Words(name, settings.bucket).said("list", answer)
+    if not answer.ok:
+        words = Errors(name, settings.bucket).refused("list", answer)
         return [Finding(False, subject, *_parted(words)), *_clock(subject, skew_s(answer.headers))]
     findings = [Finding(True, subject, f"the bucket answers; payloads move by the {transport} transport")]
     findings += _clock(subject, skew_s(answer.headers))

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_core.tiers import budget
-from lmcache_s3.account import Account, DirectError
-from lmcache_s3.answers import Answer, LinkError
-from lmcache_s3.gate import Gate
-from lmcache_s3.plain import PlainTransport, called
+from lmcache_s3.errors import Answer, LinkError
 from lmcache_s3.settings import S3Settings
-from lmcache_s3.transport import Condition, Span, Transport
+from lmcache_s3.transport.account import Account, DirectError
+from lmcache_s3.transport.gate import Gate
+from lmcache_s3.transport.payloads import Condition, Span, Transport
+from lmcache_s3.transport.plain import PlainTransport, called
 
 _log = logging.getLogger(__name__)
 CONFIRM_AGAIN_S = 30.0  # for so long "not there" is believed without another look at the bucket
@@ -73,7 +73,7 @@ class S3Client:
         now = time.monotonic()
         if answer.status == 404 and now - self._confirmed_at < CONFIRM_AGAIN_S:
             return answer
-        if not answer.well and not answer.throttled and answer.status < 500:
+        if not answer.ok and not answer.throttled and answer.status < 500:
             answer = self.get(name, (), None, deadline)
         return answer
 
@@ -153,11 +153,11 @@ class S3Client:
             raise LinkError(str(error) or "no answer came in time") from error
         if answer.throttled:
             self.gate.throttled(time.monotonic())
-        elif answer.well or answer.status < 500:
+        elif answer.ok or answer.status < 500:
             self.gate.succeeded()
         if answer.refused_credentials:
             self._account.forget()
-        if answer.well or answer.code == "NoSuchKey":
+        if answer.ok or answer.code == "NoSuchKey":
             self._confirmed_at = time.monotonic()
         elif answer.code == "NoSuchBucket":
             self._confirmed_at = float("-inf")
@@ -176,7 +176,7 @@ class S3Client:
         if self._settings.transport == "plain":
             return self._plain
         try:
-            from lmcache_s3.direct import DirectTransport
+            from lmcache_s3.transport.direct import DirectTransport
 
             return DirectTransport(self._settings, self._account)
         except (DirectError, ImportError, AttributeError) as error:

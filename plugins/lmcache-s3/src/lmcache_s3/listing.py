@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lmcache_core.errors import TierError
-from lmcache_s3.answers import Answer
 from lmcache_s3.client import Listed, Listing, Place
+from lmcache_s3.errors import Answer
 
 _log = logging.getLogger(__name__)
 EMPTY_PAGES_MAX = 1000  # in a row: as many listed names, all deleted, as anybody has seen
@@ -58,7 +58,7 @@ def next_page(fetch: Fetch, text: str | None, tier: str, ordered: bool) -> Page:
     if at.token and at.after and ordered and answer.status == 400:
         # A token may be too old for the service, of a scan that goes on after a pause.
         listing, answer = fetch(Place("", at.after))
-    if not answer.well:
+    if not answer.ok:
         return Page([], None, answer)
     digest = _digest(listing.found)
     if _repeats(at, listing, digest, ordered):

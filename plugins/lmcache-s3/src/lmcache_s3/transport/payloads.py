@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lmcache_s3.answers import Answer
+from lmcache_s3.errors import Answer
 from lmcache_s3.settings import S3Settings
 
 KIND_HEADER = "x-amz-meta-lmcache-kind"

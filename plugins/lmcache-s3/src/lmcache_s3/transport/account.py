@@ -17,9 +17,9 @@ from botocore.exceptions import BotoCoreError
 from botocore.utils import get_environ_proxies
 
 from lmcache_core.tiers import budget
-from lmcache_s3.answers import LinkError
-from lmcache_s3.budgeted import keep_to_budget
+from lmcache_s3.errors import LinkError
 from lmcache_s3.settings import S3Settings
+from lmcache_s3.transport.budgeted import keep_to_budget
 
 FORGET_AGAIN_S = 2.0  # wrong credentials are read again, but not for each of a thousand refused requests
 TIMEOUT_MAX_S = 64.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lmcache_core.tiers.contract import Result
-from lmcache_redis.commands import Broken, Refusal, Reply
+from lmcache_redis.transport.commands import Broken, Refusal, Reply
 
 _CURES = {
     "NOPERM": "give the user the rights ~PREFIX* +get +set +touch +unlink +strlen +scan +object +dbsize +info +ping "

@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     message: str = ""
 
     @property
-    def well(self) -> bool:
+    def ok(self) -> bool:
         return 200 <= self.status < 300
 
     @property
@@ -64,7 +64,7 @@ def read_error(body: bytes) -> tuple[str, str]:
     return (code[1].decode(errors="replace") if code else "", message[1].decode(errors="replace") if message else "")
 
 
-class Words:
+class Errors:
     """Outcomes and messages of one tier."""
 
     def __init__(self, tier: str, bucket: str) -> None:
@@ -72,23 +72,23 @@ class Words:
         self._bucket = bucket
 
     def outcome(self, what: str, answer: Answer) -> Outcome:
-        """The outcome of an answer that is not well."""
+        """The outcome of an answer that is not 2xx."""
         if answer.throttled:
-            return Outcome(Result.THROTTLED, error=self.said(what, answer))
+            return Outcome(Result.THROTTLED, error=self.refused(what, answer))
         if answer.code in FULL or answer.status == 507:
-            return Outcome(Result.FULL, error=self.said(what, answer))
-        return Outcome(Result.FAILED, error=self.said(what, answer), retryable=retryable(answer))
+            return Outcome(Result.FULL, error=self.refused(what, answer))
+        return Outcome(Result.FAILED, error=self.refused(what, answer), retryable=retryable(answer))
 
     def failure(self, what: str, error: LinkError) -> Outcome:
-        return Outcome(Result.FAILED, error=self.unsaid(what, error), retryable=error.retryable)
+        return Outcome(Result.FAILED, error=self.unanswered(what, error), retryable=error.retryable)
 
-    def said(self, what: str, answer: Answer) -> str:
+    def refused(self, what: str, answer: Answer) -> str:
         code = answer.code or "no code"
         return f"tier {self._tier!r} cannot {what}: bucket {self._bucket!r} answered {answer.status} {code}: " + (
             self._cure(answer)
         )
 
-    def unsaid(self, what: str, error: LinkError) -> str:
+    def unanswered(self, what: str, error: LinkError) -> str:
         return f"tier {self._tier!r} cannot {what} in bucket {self._bucket!r}: {error}"
 
     def _cure(self, answer: Answer) -> str:

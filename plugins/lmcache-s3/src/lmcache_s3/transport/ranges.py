@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmcache_s3.answers import Answer
-from lmcache_s3.transport import Span
+from lmcache_s3.errors import Answer
+from lmcache_s3.transport.payloads import Span
 
 _PAGE = 4096
 
@@ -40,7 +40,7 @@ def join_ranges(spans: Sequence[Span], answers: Sequence[Answer]) -> Answer | No
     for span, answer in zip(spans, answers, strict=True):
         if answer.status == 416 and total is not None and span.start >= total:
             continue  # the object ends before this range
-        if not answer.well:
+        if not answer.ok:
             return answer
         same = answer.status == 206 and answer.headers.get("etag") == first.headers.get("etag")
         if not same or total is None or _total_bytes(answer) != total:

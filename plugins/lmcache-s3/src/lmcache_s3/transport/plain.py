@@ -9,10 +9,10 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-from lmcache_s3.account import Account, in_words, link_error
-from lmcache_s3.answers import Answer, LinkError
+from lmcache_s3.errors import Answer, LinkError
 from lmcache_s3.settings import S3Settings
-from lmcache_s3.transport import Condition, Span, Transport
+from lmcache_s3.transport.account import Account, in_words, link_error
+from lmcache_s3.transport.payloads import Condition, Span, Transport
 
 _READ_BYTES = 1 << 20
 

@@ -12,10 +12,10 @@ from redis import exceptions
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
 from lmcache_core.tiers import budget
-from lmcache_redis.commands import Broken, Command, Reply, simple
-from lmcache_redis.connections import Address, address_of, find_primary
-from lmcache_redis.exchange import broken_by
 from lmcache_redis.settings import RedisSettings
+from lmcache_redis.transport.commands import Broken, Command, Reply, simple
+from lmcache_redis.transport.connections import Address, address_of, find_primary
+from lmcache_redis.transport.exchange import broken_by
 
 Ask = Callable[[Address, Sequence[Command], float], list[Reply]]
 

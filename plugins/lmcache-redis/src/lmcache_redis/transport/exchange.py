@@ -15,11 +15,11 @@ from redis.connection import ConnectionPool
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers import budget
-from lmcache_redis.channel import channel_on, left_s
-from lmcache_redis.commands import Broken, Command, Received, Refusal, Reply
-from lmcache_redis.connections import direct_socket, take
-from lmcache_redis.wire import WireError, converse
-from lmcache_redis.words import NO_CONNECTION_CURES
+from lmcache_redis.errors import NO_CONNECTION_CURES
+from lmcache_redis.transport.channel import channel_on, left_s
+from lmcache_redis.transport.commands import Broken, Command, Received, Refusal, Reply
+from lmcache_redis.transport.connections import direct_socket, take
+from lmcache_redis.transport.wire import WireError, converse
 
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (exceptions.MovedError, "MOVED"),  # before ASK, of which it is a kind

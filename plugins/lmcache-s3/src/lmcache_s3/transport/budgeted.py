@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSHTTPConnection, AWSHTTPConnectionPool, AWSHTT
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
 from lmcache_core.tiers import budget
-from lmcache_s3.wire import HEAD_BYTES_MAX, INTERIM_MAX
+from lmcache_s3.transport.wire import HEAD_BYTES_MAX, INTERIM_MAX
 
 _log = logging.getLogger(__name__)
 _CONNECT_MAX_S = 60.0  # where boto3 has no limit of its own

@@ -13,12 +13,12 @@ from urllib.parse import quote
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 
-from lmcache_s3.account import Account, DirectError
-from lmcache_s3.answers import Answer, LinkError
-from lmcache_s3.links import Link, Links, StaleError
+from lmcache_s3.errors import Answer, LinkError
 from lmcache_s3.settings import S3Settings
-from lmcache_s3.transport import Condition, Span, Transport, put_headers
-from lmcache_s3.wire import WireError
+from lmcache_s3.transport.account import Account, DirectError
+from lmcache_s3.transport.links import Link, Links, StaleError
+from lmcache_s3.transport.payloads import Condition, Span, Transport, put_headers
+from lmcache_s3.transport.wire import WireError
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()

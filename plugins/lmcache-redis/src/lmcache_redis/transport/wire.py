@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from lmcache_redis.channel import Channel, advance
-from lmcache_redis.commands import Command, Received, Refusal, Reply
+from lmcache_redis.transport.channel import Channel, advance
+from lmcache_redis.transport.commands import Command, Received, Refusal, Reply
 
 # A server copies an object into its reply when it reads the request, and sends it later: with a whole batch asked for
 # at once it copies into fresh memory, and out of none of its caches. Two objects at least, so that it always has one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from lmcache_fs.files import make_folder
+from lmcache_fs.client import make_folder
 
 _NAME = "leader"
 
