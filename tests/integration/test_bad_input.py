@@ -248,16 +248,16 @@ def test_what_is_no_position_is_refused_and_publishes_nothing(node: Node, positi
     keys = [node.key(number) for number in range(3)]
     with client.prepare_store(keys, namespace=SMALL) as lease:
         for settle in (lease.commit, lambda each: lease.commit(each, checksums=False), lease.abort):
-            with pytest.raises(UsageError, match=r"no position: give whole numbers|give a list of positions"):
+            with pytest.raises(UsageError, match=r"not a position: give whole numbers|give a list of positions"):
                 settle(positions)
         assert lease.granted == [0, 1, 2]
     assert client.lookup(keys, namespace=SMALL, prefix=False).hits == 0
     client.store(keys, [bytes(64)] * 3, namespace=SMALL)
     for optimistic in (False, True):
         with client.prepare_retrieve(keys, namespace=SMALL, optimistic=optimistic) as lease:
-            with pytest.raises(UsageError, match=r"no position: give whole numbers|give a list of positions"):
+            with pytest.raises(UsageError, match=r"not a position: give whole numbers|give a list of positions"):
                 lease.finish(positions)
-            with pytest.raises(UsageError, match="no position: give whole numbers"):
+            with pytest.raises(UsageError, match="not a position: give whole numbers"):
                 lease.view(1.0)
 
 

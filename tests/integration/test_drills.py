@@ -87,7 +87,7 @@ def test_a_recorded_tier_says_what_it_was_asked(serve: Callable[..., Client], ca
         ("latency:soon", "latency:0.02"),
         ("latency:1.2.3", "latency:0.02"),
         ("faults:", "has no rule"),
-        ("faults:load burn", "is no fault rule"),
+        ("faults:load burn", "is not a fault rule"),
         ("record:all", "is not known"),
         ("slow", "is not known"),
     ],

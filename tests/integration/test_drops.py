@@ -177,7 +177,7 @@ def test_a_successor_takes_the_place_of_what_was_dropped_on_the_tiers(node: Node
 
 @pytest.mark.parametrize("number", [-1, 1 << 64, "x", 1.5, None])
 def test_a_number_that_no_incarnation_has_is_refused_in_words(client: Client, node: Node, number: Any) -> None:
-    with pytest.raises(UsageError, match="is no incarnation"):
+    with pytest.raises(UsageError, match="is not an incarnation"):
         client.drop([node.key("a")], namespace=node.namespace, incarnations=[number])
 
 

@@ -194,7 +194,7 @@ def test_misuse_says_what_there_is(node: Node, tmp_path: Path) -> None:
     for call in (client.tiers_drain, client.tiers_remove, lambda name: client.tiers_reconfigure(name, {})):
         with pytest.raises(UsageError, match=r"there is no tier 'nowhere'.*disk"):
             call("nowhere")
-    with pytest.raises(SettingsError, match="no tier name"):
+    with pytest.raises(SettingsError, match="not a tier name"):
         client.tiers_add("Not-A-Name", {"type": "fs"})
 
 

@@ -313,7 +313,7 @@ def test_quotas_are_set_changed_and_ended_from_the_page(open_page: Open, client:
     row.get_by_role("button", name="Edit").click()
     form.locator("[name=limit_bytes]").fill("much")
     form.get_by_role("button").click()
-    expect(page.locator("#said")).to_contain_text("much is no size")
+    expect(page.locator("#said")).to_contain_text("much is not a size")
     form.locator("[name=limit_bytes]").fill("2MiB")
     form.get_by_role("button").click()
     expect(row).to_contain_text("2.0 MiB")

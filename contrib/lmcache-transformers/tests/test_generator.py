@@ -132,7 +132,7 @@ def test_prompts_may_be_text_tensors_or_what_a_tokenizer_returns(client: Any) ->
         ({"cache_implementation": "static", "max_new_tokens": None}, "give max_new_tokens"),
         ({"attention_mask": [[1, 0, 1]]}, "only padding can be masked"),
         ({"attention_mask": [[1, 1]]}, r"rows of \[2\] and the prompts are of \[3\]"),
-        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "no row of numbers"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "not a row of numbers"),
         ({"assistant_early_exit": 1}, "call model.generate"),
         ({"generation_config": transformers.GenerationConfig(prompt_lookup_num_tokens=3)}, "call model.generate"),
         ({"generation_config": transformers.GenerationConfig(num_beams=3)}, "one answer for each prompt"),

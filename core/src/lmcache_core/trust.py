@@ -116,7 +116,7 @@ class Trust:
             found = os.stat(path.name, dir_fd=directory.fileno(), follow_symlinks=False)
             self._check_owner(found, str(path))
             if not stat.S_ISSOCK(found.st_mode):
-                raise UntrustedError(f"{path} is no socket, and no server of ours is there: remove it")
+                raise UntrustedError(f"{path} is not a socket, and no server of ours is there: remove it")
             if found.st_mode & 0o002:
                 raise UntrustedError(f"the socket {path} is open to everybody, and no server of ours makes it so")
         except BaseException:

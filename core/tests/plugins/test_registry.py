@@ -143,7 +143,7 @@ def test_a_factory_that_falls_over_is_named_and_an_error_of_ours_passes_as_it_is
         (Kind.L2_ADAPTER, "CollidingSettings", "field 'connections'"),
         (Kind.SERDE, "TypedSettings", "field 'type'"),
         (Kind.SERDE, "LooseSettings", "frozen and forbid"),
-        (Kind.SERDE, "Built", "no pydantic model"),
+        (Kind.SERDE, "Built", "not a pydantic model"),
         (Kind.SERDE, "Absent", "could not be imported"),
     ],
 )

@@ -75,7 +75,7 @@ def test_the_beginning_can_be_waited_for_before_the_end(make: Make) -> None:
 def test_several_threads_leave_no_page_out_and_the_fraction_is_still_the_kernels(
     make: Make, backing: Backing, threads: int
 ) -> None:
-    segment = make(25 * MIB, backing=backing)  # the last step is no whole number of parts
+    segment = make(25 * MIB, backing=backing)  # the last step is not a whole number of parts
     told = Told()
     populator = told.start(segment, step_bytes=10 * MIB, threads=threads)
     assert populator.wait(60)

@@ -103,7 +103,7 @@ def test_a_descriptor_that_is_no_segment_is_refused_and_closed() -> None:
     read_end, write_end = os.pipe()
     os.close(write_end)
     info = PoolInfo("p", Backing.SHM, 4 * MIB, 2 * MIB, 1, 1)
-    with pytest.raises(PoolMismatchError, match="no memory segment"):
+    with pytest.raises(PoolMismatchError, match="not a memory segment"):
         Segment.attach_fd(read_end, info)
     with pytest.raises(OSError):
         os.fstat(read_end)

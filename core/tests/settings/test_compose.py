@@ -200,14 +200,14 @@ def test_an_order_that_is_not_that_of_the_tiers_is_refused(registry: Registry, o
 
 @pytest.mark.parametrize("name", ["Cold", "my-ssd", "_x", "x_", "a__b", "1st"])
 def test_a_tier_name_that_the_environment_could_not_spell_is_refused(registry: Registry, name: str) -> None:
-    with pytest.raises(SettingsError, match="no tier name"):
+    with pytest.raises(SettingsError, match="not a tier name"):
         make_settings(registry, l2={name: {"type": "plain"}})
 
 
 def test_a_tier_name_has_a_length_limit(registry: Registry) -> None:
     longest = "a" * limits.TIER_NAME_CHARS_MAX
     assert make_settings(registry, l2={longest: {"type": "plain"}}).l2[longest].type == "plain"
-    with pytest.raises(SettingsError, match="no tier name: it has 65 of 64 characters"):
+    with pytest.raises(SettingsError, match="not a tier name: it has 65 of 64 characters"):
         make_settings(registry, l2={longest + "a": {"type": "plain"}})
 
 
@@ -225,17 +225,17 @@ def test_a_tier_may_have_any_name_that_matches(registry: Registry, name: str) ->
         (["--l1.watermark", "7"], r"l1\.watermark \(--l1\.watermark\): must be less than or equal to 1$"),
         (["--drain_s", "minus"], r"drain_s \(--drain_s\): must be a valid number$"),
         (["--l1.keep_pool", "maybe"], r"l1\.keep_pool .*: must be a valid boolean$"),
-        (["--l1.size_bytes", "8 gigs"], r"l1\.size_bytes .*'8 gigs' is no size"),
+        (["--l1.size_bytes", "8 gigs"], r"l1\.size_bytes .*'8 gigs' is not a size"),
         (["--l1.backing", "disk"], r"l1\.backing .*'shm', 'memfd' or 'hugetlb'"),
         (["--name", "No Good"], r"name .*lower-case letters"),
         (["--zmq.tcp", "0.0.0.0:5555"], "only with CURVE"),
-        (["--zmq.tcp", "5555"], "no address"),
+        (["--zmq.tcp", "5555"], "not an address"),
         (["--l1.access", "group"], "set gids"),
         (["--l1.gids", "5"], 'set access = "group"'),
         (["--l2.cold.bucket", "b"], r"'cold' has no type.*set l2\.cold\.type"),
         (["--l2.cold.type", "acme"], r"l2\.cold\.bucket is missing.*--l2\.cold\.bucket.*LMCACHE_CORE_L2__COLD__BUCKET"),
         (["--l2.cold.type", "plain", "--l2.cold.serde", '[{"type": "squeeze", "level": "x"}]'], r"serde\.0\.level"),
-        (["--l2.cold.type", "plain", "--l2.cold.serde", "[oops"], "begins like JSON"),
+        (["--l2.cold.type", "plain", "--l2.cold.serde", "[oops"], "looks like JSON"),
         (["--l1", "8GiB"], "is a table"),
         (["--l2.cold", "plain"], r"is a table: set l2\.cold\.type"),
         (["--chunk_tokens", "1", "--chunk-tokens", "2"], "twice"),
@@ -255,7 +255,7 @@ def test_all_problems_are_said_at_once(registry: Registry) -> None:
 def test_a_file_that_is_missing_or_no_toml_is_named(registry: Registry, toml: Toml, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"absent\.toml cannot be read"):
         compose(registry, [], {}, tmp_path / "absent.toml")
-    with pytest.raises(SettingsError, match=r"lmcache\.toml is no TOML"):
+    with pytest.raises(SettingsError, match=r"lmcache\.toml is not valid TOML"):
         compose(registry, [], {}, toml("l1 = ["))
 
 

@@ -96,4 +96,4 @@ def test_what_cannot_be_replayed_is_said(words: tuple[str, ...], error: type[Exc
 def test_a_trace_behind_the_capacities_is_no_riddle(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command("--policy", "lru", "--capacity", "4", str(trace_file))
-    assert "no number of blocks; traces go before the options" in capsys.readouterr().err
+    assert "not a number of blocks; traces go before the options" in capsys.readouterr().err

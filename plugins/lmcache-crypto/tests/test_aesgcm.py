@@ -258,8 +258,8 @@ def test_a_key_id_tells_keys_apart_and_shares_no_bytes_with_them() -> None:
     [
         ("", "holds no key"),
         ("# nothing\n", "holds no key"),
-        (SECRET.hex()[:-1], "key 1 is no key"),
-        (f"{SECRET.hex()} hunter2-hunter2", "key 2 is no key"),
+        (SECRET.hex()[:-1], "key 1 is not a key"),
+        (f"{SECRET.hex()} hunter2-hunter2", "key 2 is not a key"),
         (f"{SECRET.hex()} {base64.b64encode(SECRET).decode()}", "same key twice"),
     ],
 )
@@ -279,7 +279,7 @@ def test_a_missing_file_or_variable_says_which(tmp_path: Path, monkeypatch: pyte
         AesGcmSerde(AesGcmSettings(key_env="KV_KEYS"))
     with pytest.raises(SettingsError, match="no-such-file cannot be read"):
         AesGcmSerde(AesGcmSettings(key_file=tmp_path / "no-such-file"))
-    with pytest.raises(SettingsError, match="no file of keys"):
+    with pytest.raises(SettingsError, match="not a key file"):
         AesGcmSerde(AesGcmSettings(key_file=Path("/dev/zero")))
 
 

@@ -410,7 +410,7 @@ def test_a_token_that_has_become_too_old_is_replaced_by_the_last_name(serve: Ser
 @pytest.mark.parametrize("text", ["", "1", "lmcache/61", '{"token": 1', '{"place": "a"}', "[]"])
 def test_a_cursor_that_is_none_of_ours_is_refused_in_words(serve: Serve, tier: Make, text: str) -> None:
     here = tier(settings(serve(lambda talk: None)))
-    with pytest.raises(TierError, match="no cursor"):
+    with pytest.raises(TierError, match="not a cursor"):
         here.adapter.scan(text, here.deadline)
 
 

@@ -296,7 +296,7 @@ def _rows(name: str, given: Any) -> list[list[Any]]:
     rows = rows if any(isinstance(each, list) for each in rows) else [rows] if rows else []
     for each in rows:
         if not isinstance(each, list) or any(isinstance(number, list | str | Mapping) for number in each):
-            raise UsageError(f"{name}: {each!r} is no row of numbers: give [prompts, tokens]")
+            raise UsageError(f"{name}: {each!r} is not a row of numbers: give [prompts, tokens]")
     return rows
 
 

@@ -111,13 +111,13 @@ def _namespace(arguments: argparse.Namespace, layout: Layout) -> Namespace:
 
 def _id(text: str) -> int:
     if not re.fullmatch(r"(0x)?[0-9a-fA-F]{1,16}", text):
-        raise UsageError(f"--namespace {text!r} is no id: give its 16 hexadecimal digits")
+        raise UsageError(f"--namespace {text!r} is not an id: give its 16 hexadecimal digits")
     return int(text, 16)
 
 
 def _key(text: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise UsageError(f"{text!r} is no key: give its 64 hexadecimal digits")
+        raise UsageError(f"{text!r} is not a key: give its 64 hexadecimal digits")
     return bytes.fromhex(text)
 
 
@@ -133,7 +133,7 @@ def _tokens(arguments: argparse.Namespace) -> Sequence[int] | None:
         except OSError as error:
             raise UsageError(f"--tokens-file {arguments.tokens_file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise UsageError(f"--tokens-file {arguments.tokens_file} is no text: {error}") from error
+            raise UsageError(f"--tokens-file {arguments.tokens_file} is not text: {error}") from error
     if text is None:
         return None
     try:

@@ -32,8 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="one of its namespaces, as hexadecimal text; repeatable. Those of a new tenant, or all it is to have now",
     )
     one.add_argument("--store", default="l1", help="l1, the pool, or the name of a tier (default: l1)")
-    one.add_argument("--reserved", metavar="SIZE", help="what nobody takes from it, as in 10GiB; or none")
-    one.add_argument("--limit", metavar="SIZE", help="what it never exceeds, as in 20GiB; or none")
+    one.add_argument("--reserved", metavar="SIZE", help="bytes that no other tenant can take, as in 10GiB; or none")
+    one.add_argument("--limit", metavar="SIZE", help="bytes that it may have at most, as in 20GiB; or none")
     summary = "end a tenant's quotas; what it has stays"
     gone = actions.add_parser("delete", parents=[shared], help=summary, description=f"delete: {summary}")
     gone.add_argument("tenant", metavar="TENANT")
@@ -85,7 +85,7 @@ def _namespace(text: str) -> int:
     try:
         return int(text, 16)
     except ValueError as error:
-        raise UsageError(f"{text[:80]!r} is no namespace's id: give its 16 hexadecimal digits") from error
+        raise UsageError(f"{text[:80]!r} is not a namespace id: give its 16 hexadecimal digits") from error
 
 
 def _print(tenants: list[dict[str, Any]], tenant: str | None, *, as_json: bool) -> None:

@@ -68,7 +68,7 @@ def _blocks(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number of blocks; traces go before the options") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of blocks; traces go before the options") from None
 
 
 def run(options: Namespace) -> int:

@@ -70,7 +70,7 @@ def _speed(text: str) -> float:
     except ValueError:
         speed = 0.0
     if not 1 <= speed <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed: give 1 to 100, or max")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a speed: give 1 to 100, or max")
     return speed
 
 

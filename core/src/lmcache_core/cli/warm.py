@@ -92,7 +92,7 @@ def _namespace(text: str) -> int:
     try:
         return int(text, 16)
     except ValueError:
-        raise UsageError(f"--namespace {text!r} is no id: give its hexadecimal digits") from None
+        raise UsageError(f"--namespace {text!r} is not an id: give its hexadecimal digits") from None
 
 
 def _limit(text: str | None, status: dict[str, Any], watermark: float) -> int:

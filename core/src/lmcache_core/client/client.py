@@ -527,7 +527,7 @@ class Client:
             raise UsageError(f"{len(incarnations)} incarnations for {len(keys)} keys: give one for each key")
         for number in incarnations:
             if type(number) is not int or not 0 <= number < 1 << 64:
-                raise UsageError(f"{number!r} is no incarnation: give those that a retrieve or a lookup has found")
+                raise UsageError(f"{number!r} is not an incarnation: give those that a retrieve or a lookup has found")
         chosen = [at for at, number in enumerate(incarnations) if number]
         dropped = 0
         for first in range(0, len(chosen), BATCH_KEYS_MAX):

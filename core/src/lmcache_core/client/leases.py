@@ -49,7 +49,7 @@ def _position(given: Any) -> int:
     if not isinstance(given, bool) and "bool" not in str(getattr(given, "dtype", "")):
         with contextlib.suppress(TypeError):
             return operator.index(given)
-    raise UsageError(f"{given!r} is no position: give whole numbers, from 0 on; of a mask, those at which it is True")
+    raise UsageError(f"{given!r} is not a position: give whole numbers from 0 on; of a mask, where it is True")
 
 
 class Lease(ABC):

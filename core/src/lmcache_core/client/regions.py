@@ -177,7 +177,7 @@ def _check_device(name: str, region: Region) -> None:
         if torch is None or not torch.cuda.is_available():
             raise UsageError(f'{name}: device is "pinned", and there is no torch with CUDA here: use "cpu"')
         if not getattr(region.buffer, "is_pinned", lambda: False)():
-            raise UsageError(f'{name}: device is "pinned", and the buffer is no pinned tensor: call .pin_memory()')
+            raise UsageError(f'{name}: device is "pinned", and the buffer is not a pinned tensor: call .pin_memory()')
 
 
 def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:

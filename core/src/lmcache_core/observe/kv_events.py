@@ -59,7 +59,7 @@ class KvEventsSettings(Section):
 
     endpoint: str = Field(default="tcp://127.0.0.1:5557", description="of the PUB socket: tcp or ipc; port + dp_rank")
     replay_endpoint: str | None = Field(
-        default="tcp://127.0.0.1:5558", description="of the ROUTER for replays and snapshots; none: there is none"
+        default="tcp://127.0.0.1:5558", description="of the ROUTER for replays and snapshots; none: no such socket"
     )
     topic: str = Field(default="", max_length=256, description="what each message begins with")
     dp_rank: int | None = Field(default=None, ge=0, le=4095, description="data parallel rank that batches say")
@@ -73,7 +73,7 @@ class KvEventsSettings(Section):
     @classmethod
     def _an_address(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"{value!r} is no endpoint: write tcp://HOST:PORT or ipc:///PATH")
+            raise ValueError(f"{value!r} is not an endpoint: write tcp://HOST:PORT or ipc:///PATH")
         return value
 
 

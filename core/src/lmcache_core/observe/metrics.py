@@ -501,7 +501,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tenant_reserved_bytes",
         "gauge",
-        "bytes that nobody takes from a tenant",
+        "bytes that no other tenant can take",
         ("tenant", "store"),
         _tenant("reserved_bytes"),
     ),

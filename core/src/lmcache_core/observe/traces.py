@@ -178,7 +178,7 @@ def _open(path: Path) -> tuple[TraceHeader, int]:
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise UsageError(f"{path} is no recording: it does not begin with {MAGIC!r}")
+                raise UsageError(f"{path} is not a recording: it does not begin with {MAGIC!r}")
             size = int.from_bytes(file.read(4), "little")
             header = msgspec.msgpack.decode(file.read(min(size, TRACE_RECORD_BYTES_MAX)), type=TraceHeader)
             return header, len(MAGIC) + 4 + size

@@ -67,7 +67,7 @@ def _hooks_of(manager: pluggy.PluginManager, plugin: object) -> Iterator[tuple[s
             continue
         hook = marks.get("specname") or name
         if hook not in known:
-            raise PluginError(f"it implements {hook}, which is no hook{suggestion(hook, known)}")
+            raise PluginError(f"it implements {hook}, which is not a hook{suggestion(hook, known)}")
         if any(marks.get(kind) for kind in _WRAPPERS):
             raise PluginError(f"its {name} wraps the hook: plugins add to a hook, they do not wrap each other")
         _check_arguments(hook, method)

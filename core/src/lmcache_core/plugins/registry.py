@@ -225,7 +225,7 @@ class Registry:
 
         model = self._imported(spec, str(spec.settings))
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise PluginError(f"the settings of {self._whose(spec)} are no pydantic model: {spec.settings}")
+            raise PluginError(f"the settings of {self._whose(spec)} are not a pydantic model: {spec.settings}")
         if not model.model_config.get("frozen") or model.model_config.get("extra") != "forbid":
             raise PluginError(
                 f"the settings model of {self._whose(spec)} must be frozen and forbid extra fields: "

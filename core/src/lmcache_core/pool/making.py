@@ -53,7 +53,7 @@ def read_header(fd: int) -> Header:
     """The header of an open segment, checked against the file's size."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise PoolMismatchError("the descriptor is no memory segment")
+        raise PoolMismatchError("the descriptor is not a memory segment")
     try:
         page = os.pread(fd, headers.HEADER_BYTES, 0)
     except OSError as error:

@@ -30,7 +30,7 @@ def runtime_root() -> Path:
 def server_directory(name: str, root: Path | None = None) -> Path:
     """The runtime directory of the server of this name; it need not be there yet."""
     if not NAME_PATTERN.fullmatch(name):
-        raise UsageError(f"{name!r} is no server name: use lower-case letters, digits, - and _, at most 64")
+        raise UsageError(f"{name!r} is not a server name: use lower-case letters, digits, - and _, at most 64")
     return (root or runtime_root()) / name
 
 
@@ -42,7 +42,7 @@ def check_address(address: str) -> str:
     ipc = scheme == "ipc" and 0 < len(os.fsencode(rest)) <= SOCKET_PATH_BYTES_MAX and "\0" not in rest
     if not (tcp or ipc):
         raise UsageError(
-            f"{address!r} is no address of a server: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
+            f"{address!r} is not the address of a server: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
             f"{SOCKET_PATH_BYTES_MAX} bytes"
         )
     return address

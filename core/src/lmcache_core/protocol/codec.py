@@ -84,10 +84,10 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
 
 
 def split_keys(blob: bytes) -> list[bytes]:
-    """The keys of a blob. Raises `ProtocolError` for one that is no whole number of keys, or too many."""
+    """The keys of a blob. Raises `ProtocolError` for one that is not a whole number of keys, or too many."""
     nbytes = len(blob)
     if nbytes % KEY_BYTES:
-        raise ProtocolError(f"{nbytes} bytes of keys is no multiple of {KEY_BYTES}")
+        raise ProtocolError(f"{nbytes} bytes of keys is not a multiple of {KEY_BYTES}")
     if nbytes > BATCH_KEYS_MAX * KEY_BYTES:
         raise LimitError(
             f"{nbytes // KEY_BYTES} keys in one frame, and it holds {BATCH_KEYS_MAX}: send pages under one lease"
@@ -106,7 +106,7 @@ def pack_u64(values: array[int]) -> bytes:
 def unpack_u64(blob: bytes) -> array[int]:
     """The inverse of `pack_u64`."""
     if len(blob) % 8:
-        raise ProtocolError(f"{len(blob)} bytes are no whole number of u64")
+        raise ProtocolError(f"{len(blob)} bytes are not a whole number of u64")
     values = array("Q", blob)
     if byteorder == "big":
         values.byteswap()
@@ -124,7 +124,7 @@ def pack_positions(positions: Sequence[int]) -> bytes:
 def unpack_positions(blob: bytes) -> array[int]:
     """The inverse of `pack_positions`."""
     if len(blob) % 4 or len(blob) > 4 * BATCH_KEYS_MAX:
-        raise ProtocolError(f"{len(blob)} bytes are no list of at most {BATCH_KEYS_MAX} positions")
+        raise ProtocolError(f"{len(blob)} bytes are not a list of at most {BATCH_KEYS_MAX} positions")
     values = array("I", blob)
     if byteorder == "big":
         values.byteswap()

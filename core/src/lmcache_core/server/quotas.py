@@ -71,7 +71,7 @@ class Quotas:
         for name in self._settled.keys() & self._kept.keys():
             if self._settled[name] != self._kept[name]:
                 log.warning(
-                    "the quota of tenant %r was changed at run time, and that goes before the settings: "
+                    "the quota of tenant %r was changed at run time, and that takes precedence over the settings: "
                     "`lmcache-core quota delete %s`, and start again, for what they say",
                     name,
                     name,
@@ -300,7 +300,8 @@ def _quota(kept: _Kept, store: str) -> Quota:
 def _check_name(tenant: str) -> None:
     if not _TENANT_NAME.fullmatch(tenant) or len(tenant) > TENANT_NAME_CHARS_MAX:
         raise UsageError(
-            f"{tenant[:80]!r} is no tenant's name: use letters, digits, - _ and ., at most {TENANT_NAME_CHARS_MAX}"
+            f"{tenant[:80]!r} is not a valid tenant name: use letters, digits, - _ and ., "
+            f"at most {TENANT_NAME_CHARS_MAX}"
         )
 
 

@@ -76,7 +76,7 @@ class TierChanges:
                 raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._settings) or 'none'}")
             self._build(session, request, lambda: self._reconfigure(name, request, before))
         else:
-            raise UsageError(f"{request.action!r} is nothing to do with a tier: add, drain, remove or reconfigure it")
+            raise UsageError(f"unknown tier action {request.action!r}: use add, drain, remove or reconfigure")
         return None
 
     # --- on a thread of its own ---------------------------------------------------------------------------

@@ -194,7 +194,9 @@ class CurveServer:
         if secret is None:
             raise SettingsError(f"{secret_key_file} has no secret key: give the file that ends in .key_secret")
         if not clients_dir.is_dir():
-            raise SettingsError(f"zmq.curve_clients_dir {clients_dir} is no directory: make it, with a .key a client")
+            raise SettingsError(
+                f"zmq.curve_clients_dir {clients_dir} is not a directory: make it, with one .key file per client"
+            )
         self._secret = secret
         self._clients_dir = clients_dir
 

@@ -119,7 +119,7 @@ def _listed(leaf: Leaf, path: SettingPath) -> Sequence[Any]:
             else [part.strip() for part in value.split(",") if part.strip()]
         )
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise SettingsError(f"{dotted(path)} ({leaf.where}) is no list", cure='write it as ["…", "…"]')
+        raise SettingsError(f"{dotted(path)} ({leaf.where}) is not a list", cure='write it as ["…", "…"]')
     return value
 
 
@@ -128,7 +128,7 @@ def _json(leaf: Leaf, path: SettingPath) -> Any:
         return json.loads(leaf.value)
     except json.JSONDecodeError as error:
         raise SettingsError(
-            f"{dotted(path)} ({leaf.where}) begins like JSON and is none: {error.msg} at character {error.pos}"
+            f"{dotted(path)} ({leaf.where}) looks like JSON and cannot be parsed: {error.msg} at character {error.pos}"
         ) from None
 
 

@@ -34,10 +34,10 @@ def check_tier_name(name: str) -> None:
     """Raises `SettingsError`. A tier's name stands in threads, logs, metrics and every status."""
     if len(name) > limits.TIER_NAME_CHARS_MAX:
         raise SettingsError(
-            f"{name[:20]!r}… is no tier name: it has {len(name):,} of {limits.TIER_NAME_CHARS_MAX} characters"
+            f"{name[:20]!r}… is not a tier name: it has {len(name):,} of {limits.TIER_NAME_CHARS_MAX} characters"
         )
     if not _TIER_NAME.fullmatch(name):
-        raise SettingsError(f"{name!r} is no tier name", cure="use lower-case words joined by single underscores")
+        raise SettingsError(f"{name!r} is not a tier name", cure="use lower-case words joined by single underscores")
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -112,11 +112,11 @@ class L1Settings(Section):
 
     size_bytes: Size = Field(default=1 << 30, description="bytes of shared memory for objects")
     backing: Literal["shm", "memfd", "hugetlb"] = Field(default="shm", description="where the memory comes from")
-    eviction: Component = Field(default=Component(type="lru"), description="which objects go first when it is full")
+    eviction: Component = Field(default=Component(type="lru"), description="which objects are evicted first")
     watermark: Fraction = Field(
-        default=limits.L1_WATERMARK, description="fill at which eviction in the background begins"
+        default=limits.L1_WATERMARK, description="fill level at which background eviction starts"
     )
-    evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="part of the pool that one eviction frees")
+    evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="fraction of the pool to free at once")
     access: Literal["owner", "group"] = Field(
         default="owner", description="who may attach: our uid only, or the groups in gids"
     )
@@ -126,7 +126,7 @@ class L1Settings(Section):
     )
     on_stale: Literal["adopt", "recreate", "refuse"] = Field(
         default="adopt",
-        description="what to do with a pool that a former server left: go on with it, replace it, or refuse to start",
+        description="what to do with a pool left by a dead server: adopt it, recreate it, or refuse to start",
     )
     adopt: AdoptSettings = AdoptSettings()
     keep_pool: bool = Field(default=False, description="leave the pool to the next server at an orderly end")
@@ -151,17 +151,20 @@ class L1Settings(Section):
 class LeaseSettings(Section):
     """How long a worker may be silent."""
 
-    write_ttl_s: Seconds = Field(default=limits.WRITE_TTL_S, description="until a write lease expires")
-    read_ttl_s: Seconds = Field(default=limits.READ_TTL_S, description="until a read lease expires")
-    promise_ttl_s: Seconds = Field(default=limits.PROMISE_TTL_S, description="until a held lookup is forgotten")
+    write_ttl_s: Seconds = Field(default=limits.WRITE_TTL_S, description="time until a write lease expires")
+    read_ttl_s: Seconds = Field(default=limits.READ_TTL_S, description="time until a read lease expires")
+    promise_ttl_s: Seconds = Field(default=limits.PROMISE_TTL_S, description="time until a held lookup expires")
 
 
 class QuarantineSettings(Section):
     """How much memory may wait for writers that may still be writing, as a part of the pool."""
 
-    fraction_max: Fraction = Field(default=limits.QUARANTINE_FRACTION_MAX, description="all sessions together")
+    fraction_max: Fraction = Field(
+        default=limits.QUARANTINE_FRACTION_MAX,
+        description="share of the pool in quarantine, all sessions",
+    )
     fraction_per_uid_max: Fraction = Field(
-        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the sessions of one uid, over ZMQ of one CURVE key"
+        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the same, one uid, or over ZMQ one CURVE key"
     )
 
 
@@ -170,23 +173,27 @@ class HoldingSettings(Section):
     of the pool."""
 
     promised_fraction_max: Fraction = Field(
-        default=limits.PROMISED_FRACTION_MAX, description="promised by held lookups to one uid or key"
+        default=limits.PROMISED_FRACTION_MAX,
+        description="share of the pool promised to one uid or key",
     )
     promised_fraction_per_session_max: Fraction = Field(
-        default=limits.PROMISED_FRACTION_PER_SESSION_MAX, description="promised by held lookups to one session"
+        default=limits.PROMISED_FRACTION_PER_SESSION_MAX, description="the same, for one session"
     )
     read_fraction_max: Fraction = Field(
-        default=limits.READ_FRACTION_MAX, description="under read leases of one uid or key"
+        default=limits.READ_FRACTION_MAX, description="share of the pool under read leases of one uid or key"
     )
     read_fraction_per_session_max: Fraction = Field(
-        default=limits.READ_FRACTION_PER_SESSION_MAX, description="under read leases of one session"
+        default=limits.READ_FRACTION_PER_SESSION_MAX, description="the same, for one session"
     )
-    pinned_fraction_max: Fraction = Field(default=limits.PINNED_FRACTION_MAX, description="pinned by all together")
+    pinned_fraction_max: Fraction = Field(
+        default=limits.PINNED_FRACTION_MAX, description="share of the pool pinned, by everybody"
+    )
     pinned_fraction_per_holder_max: Fraction = Field(
-        default=limits.PINNED_FRACTION_PER_HOLDER_MAX, description="pinned by one uid or key, gone sessions included"
+        default=limits.PINNED_FRACTION_PER_HOLDER_MAX,
+        description="the same, one uid or key, ended sessions included",
     )
     pinned_fraction_per_session_max: Fraction = Field(
-        default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="pinned by one session"
+        default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="the same, by one session"
     )
     shared_fraction_per_holder_max: Fraction = Field(
         default=limits.SHARED_FRACTION_PER_HOLDER_MAX,
@@ -214,7 +221,7 @@ class ZmqSettings(Section):
             return None
         host, _, port = value.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
-            raise ValueError(f"{value!r} is no address: write host:port, as in 127.0.0.1:5555")
+            raise ValueError(f"{value!r} is not an address: write host:port, as in 127.0.0.1:5555")
         return f"{host}:{port}"
 
     @model_validator(mode="after")
@@ -229,23 +236,21 @@ class TierSettings(Section):
     instance of the adapter's own model (None where it has none)."""
 
     type: str = Field(description="the adapter")
-    capacity_bytes: Size | None = Field(default=None, description="room on the medium; none: not limited by us")
+    capacity_bytes: Size | None = Field(default=None, description="bytes that it may use; none: no limit of ours")
     eviction: Component | None = Field(
-        default=Component(type="lru"), description="which objects go first when it is full; none: never any"
+        default=Component(type="lru"), description="which objects are evicted first; none: never any"
     )
-    watermark: Fraction = Field(default=limits.L1_WATERMARK, description="fill at which eviction begins")
-    evict_ratio: Fraction = Field(
-        default=limits.EVICT_RATIO, description="part of the capacity that one eviction frees"
-    )
+    watermark: Fraction = Field(default=limits.L1_WATERMARK, description="fill level at which eviction starts")
+    evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="fraction of the capacity to free at once")
     serde: tuple[Component, ...] = Field(default=(), description="codec chain, in the order of encoding")
     connections: int = Field(default=4, ge=1, le=1024, description="requests that may be under way at once")
-    deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time for one batch")
+    deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time limit of one batch")
     wrap: tuple[str, ...] = Field(
         default=(),
-        description="for drills, around the tier, the first outermost: latency:SECONDS, faults:RULE; RULE, record",
+        description="wrappers for drills, the first outermost: latency:SECONDS, faults:RULE; RULE, record",
     )
     rescan_s: Seconds | None = Field(
-        default=None, description="how often the medium is counted again, where several servers share it; none: never"
+        default=None, description="how often to count the medium again, where several servers share it; none: never"
     )
     store_cpu_share: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = Field(
         default=None, description="cores that stores to it may keep busy on average; none: a quarter of all"
@@ -306,8 +311,10 @@ class HelperSettings(Section):
 class StoreQuota(Section):
     """What a tenant has of one store."""
 
-    reserved_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="what nobody takes from it")
-    limit_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="what it never exceeds")
+    reserved_bytes: Annotated[Size, Field(ge=0)] | None = Field(
+        default=None, description="bytes that no other tenant can take"
+    )
+    limit_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="bytes that it may have at most")
 
 
 class TenantQuota(Section):
@@ -315,7 +322,7 @@ class TenantQuota(Section):
 
     namespaces: Annotated[
         tuple[Annotated[str, Field(pattern="^[0-9a-fA-F]{1,16}$")], ...], BeforeValidator(_listed), Field(min_length=1)
-    ] = Field(description="ids, as hexadecimal text")
+    ] = Field(description="namespace ids, as hexadecimal text")
     stores: Mapping[str, StoreQuota] = Field(default={}, description="a table for l1, and for each tier, by name")
 
 
@@ -328,7 +335,7 @@ class OtelSettings(Section):
     headers: Mapping[str, SecretStr] = Field(default={}, description="headers of each request, such as a token")
     service_name: str = Field(default="lmcache-core", min_length=1, description="service.name of the spans")
     sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="part of the requests without a trace of their own that begin one"
+        default=1.0, ge=0, le=1, description="fraction of requests without a trace of their own that start one"
     )
     timeout_s: Annotated[Seconds, Field(le=limits.OTEL_TIMEOUT_S_MAX)] = Field(
         default=2.0, description="how long a batch may take to reach the collector"
@@ -353,7 +360,7 @@ class RecordSettings(Section):
 
     dir: Path | None = Field(default=None, description="directory of the recording; none: nothing is recorded")
     file_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
-    files: int = Field(default=16, ge=1, le=10_000, description="files kept; the oldest goes")
+    files: int = Field(default=16, ge=1, le=10_000, description="files to keep; the oldest is deleted")
 
 
 class Settings(BaseModel):
@@ -380,8 +387,8 @@ class Settings(BaseModel):
     )
     dirty: Literal["drop", "keep", "wait"] = Field(
         default="drop",
-        description="what tiers do not have yet: drop has it leave a full pool after all else, and counts it as lost; "
-        "keep refuses a store instead; wait has the store wait",
+        description="objects that a tier does not have yet: drop evicts them last, and counts them as lost; "
+        "keep refuses new stores instead; wait has new stores wait",
     )
     store_wait_s: Annotated[Seconds, Field(le=limits.STORE_WAIT_S_MAX)] = Field(
         default=limits.STORE_WAIT_S, description="how long a store waits for tiers to make room, where dirty is wait"
@@ -391,21 +398,21 @@ class Settings(BaseModel):
     )
     l2: Mapping[str, TierSettings] = Field(default={}, description="the tiers, in their order")
     l2_order: tuple[str, ...] = Field(default=(), description="order of the tiers; none: the order in the file")
-    drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to flush at the end")
+    drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to write to the tiers when the server ends")
     runtime_dir: Path | None = Field(default=None, description="directory of the lifeline sockets")
     state_dir: Path = Field(
-        default_factory=lambda: default_state_dir(), description="directory of what outlives the server"
+        default_factory=lambda: default_state_dir(), description="directory for what outlives the server"
     )
     zmq: ZmqSettings = ZmqSettings()
-    subscribers: Mapping[str, Any] = Field(default={}, description="who hears events: a table of each one's settings")
+    subscribers: Mapping[str, Any] = Field(default={}, description="event subscribers: a table of settings for each")
     operations: Mapping[str, Any] = Field(
-        default={}, description="request types that packages bring: a table of each one's settings"
+        default={}, description="operations that packages add: a table of settings for each"
     )
     helpers: Mapping[str, HelperSettings] = Field(
-        default={}, description="processes beside the server: a table of each one's settings"
+        default={}, description="helper processes: a table of settings for each"
     )
     quotas: Mapping[str, TenantQuota] = Field(
-        default={}, description="tenants: a table of each one's namespaces and figures"
+        default={}, description="tenants: a table of namespaces and figures for each"
     )
     record: RecordSettings = RecordSettings()
     otel: OtelSettings = OtelSettings()
@@ -418,7 +425,9 @@ class Settings(BaseModel):
     def _helper_names(cls, value: Mapping[str, HelperSettings]) -> Mapping[str, HelperSettings]:
         for name in value:
             if not _TIER_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a helper: use lower-case words joined by single underscores")
+                raise ValueError(
+                    f"{name!r} is not a valid name for a helper: use lower-case words joined by single underscores"
+                )
         return value
 
     @field_validator("name")

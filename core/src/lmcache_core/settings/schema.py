@@ -164,5 +164,6 @@ def read_text(field: SettingField, text: str) -> Any:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"it begins like JSON and is none: {error.msg} at character {error.pos}") from error
+            where = f"{error.msg} at character {error.pos}"
+            raise ValueError(f"it looks like JSON and cannot be parsed: {where}") from error
     return [part.strip() for part in text.split(",") if part.strip()] if listed else text

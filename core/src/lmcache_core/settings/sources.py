@@ -117,7 +117,7 @@ def find_file(given: str | Path | None) -> Path | None:
 
 
 def read_file(path: Path | None) -> Source:
-    """A TOML file. Raises SettingsError where it is not there or is no TOML."""
+    """A TOML file. Raises SettingsError where it is not there or is not valid TOML."""
     source = Source(Origin.FILE)
     if path is None:
         return source
@@ -127,7 +127,7 @@ def read_file(path: Path | None) -> Source:
     except OSError as error:
         raise SettingsError(f"the settings file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the settings file {path} is no TOML: {error}") from error
+        raise SettingsError(f"the settings file {path} is not valid TOML: {error}") from error
     source.leaves.update((at, Leaf(value, str(path))) for at, value in _flattened(table, ()))
     return source
 

@@ -81,16 +81,14 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise SettingsError(f"serde aesgcm: key_file {path} cannot be read: {error.strerror}") from error
     if len(data) > KEY_FILE_BYTES_MAX:
-        raise SettingsError(
-            f"serde aesgcm: key_file {path} is over {KEY_FILE_BYTES_MAX:,} bytes: it is no file of keys"
-        )
+        raise SettingsError(f"serde aesgcm: key_file {path} is over {KEY_FILE_BYTES_MAX:,} bytes: it is not a key file")
     return data.decode("utf-8", errors="replace")
 
 
 def _decoded(word: str, where: str) -> bytes:
     key = _hexadecimal(word) or _base64(word)
     if key is None or len(key) != KEY_BYTES:
-        raise SettingsError(f"serde aesgcm: {where} is no key", cure=_CURE)
+        raise SettingsError(f"serde aesgcm: {where} is not a key", cure=_CURE)
     return key
 
 

@@ -78,7 +78,7 @@ class KeysBody(Body):
     def key_bytes(self) -> list[bytes]:
         for key in self.keys:
             if not _KEY.fullmatch(key):
-                raise UsageError(f"{key[:80]!r} is no key: give its 64 hexadecimal digits")
+                raise UsageError(f"{key[:80]!r} is not a key: give its 64 hexadecimal digits")
         return [bytes.fromhex(key) for key in self.keys]
 
 
@@ -119,7 +119,7 @@ class TierBody(Body):
 class StoreQuota(Body):
     """Of one store. What is not given is not set."""
 
-    reserved_bytes: Bytes | None = Field(default=None, description="what nobody takes from the tenant")
+    reserved_bytes: Bytes | None = Field(default=None, description="bytes that no other tenant can take")
     limit_bytes: Bytes | None = Field(default=None, description="what the tenant never exceeds")
 
 
@@ -316,7 +316,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
 def _id(text: str) -> int:
     if not _ID.fullmatch(text):
-        raise UsageError(f"{text[:80]!r} is no namespace's id: give its 16 hexadecimal digits")
+        raise UsageError(f"{text[:80]!r} is not a namespace id: give its 16 hexadecimal digits")
     return int(text, 16)
 
 

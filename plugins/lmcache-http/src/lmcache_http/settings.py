@@ -36,7 +36,9 @@ class HttpSettings(BaseModel):
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if self.unix_socket is None and not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(f"host {self.host!r} is no loopback address: set http.token_file, or listen at 127.0.0.1")
+            raise ValueError(
+                f"host {self.host!r} is not a loopback address: set http.token_file, or listen at 127.0.0.1"
+            )
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("TLS needs both: set http.tls_cert_file and http.tls_key_file")
         return self

@@ -119,7 +119,7 @@ class RedisSettings(BaseModel):
             raise ValueError("the URL's only parameter is db: everything else has a setting of its own")
         database = query.get("db", [parts.path.strip("/") if parts.scheme != "unix" else ""])[0]
         if database and not database.isdigit():
-            raise ValueError("the database in the URL is no number")
+            raise ValueError("the database in the URL is not a number")
         return value
 
     @field_validator("key_prefix")

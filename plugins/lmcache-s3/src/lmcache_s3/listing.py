@@ -38,7 +38,8 @@ class Cursor(NamedTuple):
         try:
             return cls(**json.loads(text))
         except (TypeError, ValueError) as error:
-            raise TierError(f"{text[:80]!r} is no cursor of an S3 scan: begin without one", retryable=False) from error
+            text = f"{text[:80]!r} is not a cursor of an S3 scan: begin without one"
+            raise TierError(text, retryable=False) from error
 
     def write(self) -> str:
         return json.dumps(self._asdict(), separators=(",", ":"))

@@ -90,7 +90,7 @@ def _count(text: str) -> int:
     try:
         number = float(digits) * _UNITS[text[len(digits) :].lower()]
     except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, such as 4096, 10M or 4Ki") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 10M or 4Ki") from None
     if number < 1 or number != int(number):
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of 1 or more")
     return int(number)

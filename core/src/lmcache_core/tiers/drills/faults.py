@@ -68,7 +68,7 @@ class FaultRule:
         cure = f"write OPERATION FAULT [rate=R] [skip=N] [count=N] [s=SECONDS], with {', '.join(OPERATIONS)} and one of"
         cure += f" {', '.join(Fault)}"
         if len(words) < 2 or words[0] not in OPERATIONS or words[1] not in list(Fault):
-            raise UsageError(f"{text!r} is no fault rule: {cure}")
+            raise UsageError(f"{text!r} is not a fault rule: {cure}")
         operation, fault = words[0], Fault(words[1])
         for kind, only in (("store", _STORES_ONLY), ("load", _LOADS_ONLY)):
             if fault in only and operation not in ("any", kind):
