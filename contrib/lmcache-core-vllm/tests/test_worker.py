@@ -55,10 +55,15 @@ class Rank:
         return told.received, told.failed, told.invalid
 
 
-@pytest.fixture(params=[1, 2])
-def rank(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[Rank]:
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Client]:
     with server.client() as client:
-        yield Rank(client, request.param, request.node.name)
+        yield client
+
+
+@pytest.fixture(params=[1, 2])
+def rank(request: pytest.FixtureRequest, client: Client) -> Rank:
+    return Rank(client, request.param, request.node.name)
 
 
 def hashes(first: int, end: int) -> list[bytes]:
@@ -105,6 +110,22 @@ def test_a_load_of_a_step_that_was_interrupted_before_it_began_has_failed(rank: 
     assert [each.received for each in told] == [{"a"}, set(), set(), {"a"}]
     assert told[0].failed == {"a"}
     assert told[0].invalid == ({1, 2, 3, 4} if len(rank.memory) == 1 else set())
+
+
+def test_one_of_several_ranks_tells_of_a_load_once_however_long_the_others_take(client: Client) -> None:
+    """vLLM counts the ranks that have told: one that tells twice stands for another that still writes."""
+    rank = Rank(client, 1, "several ranks", ranks=2)
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
+    load = Load("a", False, blocks(rank, [5, 6, 7, 8]), 7)
+    first = Step(HASHING, number=1, loads=[load])
+    rank.side.begin_step(first)
+    assert rank.load(first) == ({"a"}, set(), set())
+    rank.side.end_step(first)
+    for number in range(2, 8):
+        step = Step(HASHING, number=number, awaited=[load])
+        rank.side.begin_step(step)
+        assert rank.side.arrived((), idle=False).received == set()
+        rank.side.end_step(step)
 
 
 def test_a_load_that_is_under_way_is_not_taken_for_lost(rank: Rank) -> None:

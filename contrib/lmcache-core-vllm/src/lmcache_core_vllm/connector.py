@@ -176,7 +176,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             tp.rank_in_group % replicas == 0,
             tuple(made),
         )
-        self._worker = WorkerSide(self._settings, self._connect(f"worker-{tp.rank_in_group}"), self._rank, memory)
+        client, ranks = self._connect(f"worker-{tp.rank_in_group}"), config.parallel_config.world_size
+        self._worker = WorkerSide(self._settings, client, self._rank, memory, ranks=ranks)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """What the scheduler's side needs to know of this worker."""

@@ -84,9 +84,7 @@ class SchedulerSide:
         self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
-        self._awaited: dict[
-            str, Load
-        ] = {}  # told to the workers, by request; those that have ended may not be heard of
+        self._awaited: dict[str, Load] = {}  # by request: told to the workers, and nobody has heard that they ended
         self._load_number = 0
         self._messages = Messages(client)
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)

@@ -69,10 +69,12 @@ class WorkerSide:
         rank: RankFacts,
         memory: Sequence[Sequence[LayerRegions]],
         *,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`memory`: of each group its layers' regions. `cpu_clock`: processor seconds of the calling thread."""
+        """`memory`: of each group its layers' regions. `ranks`: of the engine. `cpu_clock`: processor seconds of the
+        calling thread."""
         self._config = config
         self._client = client
         self._rank = rank
@@ -94,6 +96,7 @@ class WorkerSide:
         self._saving: list[_Saving] = []
         self._arrived = Arrived()
         self._told: dict[int, int] = {}  # by the number of a load, in which step it was told that it has ended
+        self._alone = ranks == 1
         self._tainted_epoch = -1
         self._step_number = 0  # of the last step that began
         self._step_is_open = False
@@ -121,12 +124,15 @@ class WorkerSide:
 
     def _find_lost(self, step: Step) -> None:
         """Loads that the scheduler waits for, and that are not under way: an interrupt came before they began, or
-        before anybody heard that they had ended. vLLM would keep their requests for ever; so they have failed."""
+        before anybody heard that they had ended. vLLM would keep their requests for ever; so they have failed.
+
+        Of several ranks vLLM counts who has told, and the scheduler waits for the slowest: none may tell twice, or the
+        blocks would be taken for loaded while another rank still writes to them."""
         for load in step.awaited:
             loading, told = self._loading.get(load.request_id), self._told.get(load.number)
             if loading is not None and loading.load.number == load.number:
                 continue
-            if told is None or step.number - told > STEPS_AHEAD:
+            if told is None or (self._alone and step.number - told > STEPS_AHEAD):
                 self._loading[load.request_id] = _Loading(load, None, self._clock())
         oldest = step.number - STEPS_AHEAD
         awaited = {load.number for load in step.awaited}
