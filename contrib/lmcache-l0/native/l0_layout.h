@@ -23,7 +23,7 @@
 #include <string.h>
 
 #define L0_MAGIC UINT64_C(0x4c4243414c304c31)
-#define L0_LAYOUT_VERSION 2u
+#define L0_LAYOUT_VERSION 3u
 #define L0_BYTE_ORDER 0x01020304u
 #define L0_HEADER_BYTES 4096u
 #define L0_WRITERS_MAX 1024u          /* processes that write at one time; more would be refused, not harmed */
@@ -57,7 +57,8 @@ typedef struct l0_stripe {
     uint64_t reserved[6];
 } l0_stripe;
 
-enum { L0_FREE = 0, L0_CLAIMED = 1, L0_LIVE = 2 };
+/* L0_ARRIVING: live, and perhaps in a slot farther from its home, too, from which somebody was moving it: l0_move.h. */
+enum { L0_FREE = 0, L0_CLAIMED = 1, L0_LIVE = 2, L0_ARRIVING = 3 };
 
 /* The parts of `current`. The buffer is counted within the stripe. An all-zero word is a slot that was never used: it
  * owns the buffer of its own place. */
@@ -66,6 +67,7 @@ static inline uint64_t l0_word(uint64_t generation, uint64_t buffer, uint64_t st
     return generation << L0_GENERATION_SHIFT | buffer << 2 | state;
 }
 static inline uint64_t l0_state(uint64_t word) { return word & 3; }
+static inline bool l0_there(uint64_t word) { return l0_state(word) >= L0_LIVE; }
 static inline uint64_t l0_generation(uint64_t word) { return word >> L0_GENERATION_SHIFT; }
 
 typedef struct l0_writer_row {

@@ -19,7 +19,7 @@ static inline bool l0_resident_at(const l0_table *t, uint64_t slot, l0_resident 
     l0_found found;
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
         uint64_t word = atomic_load_explicit(&m->current, memory_order_acquire);
-        if (l0_state(word) != L0_LIVE)
+        if (!l0_there(word))
             return false;
         l0_open(t, slot, word, &found);
         r->key_bytes = atomic_load_explicit(&found.head->bytes, memory_order_relaxed) >> 32;
@@ -52,7 +52,7 @@ static inline void l0_survey_add(const l0_table *t, uint64_t from, uint64_t to, 
         s->locked += atomic_load_explicit(&m->lock, memory_order_relaxed) != 0;
         uint64_t current = atomic_load_explicit(&m->current, memory_order_acquire);
         s->claimed += l0_state(current) == L0_CLAIMED;
-        if (l0_state(current) != L0_LIVE)
+        if (!l0_there(current))
             continue;
         uint64_t home = l0_home(t, atomic_load_explicit(&m->hash, memory_order_relaxed));
         uint64_t length = 1 + (slot >= home ? slot - home : slot + t->g.slots - home);

@@ -81,12 +81,38 @@ static inline l0_locked l0_lock_clean(const l0_table *t, uint64_t slot, uint64_t
     return locked;
 }
 
-/* Lock the slot in which the key lives. L0_DONE, L0_MISS, or L0_BUSY. Waits for a writer that is inserting it. */
+/* Our lock is on a copy of the key whose mover has died (l0_move.h): free the other copy, if it is there still. False: a
+ * writer has held that one for wait_ns. */
+static inline bool l0_settle(const l0_table *t, uint64_t home, uint64_t mine, l0_key key, uint64_t wait_ns) {
+    uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+    l0_found found;
+    for (uint64_t d = mine + 1; d < reach; d++) {
+        uint64_t slot = l0_position(t, home, d);
+        l0_meta *m = l0_meta_at(t, slot);
+        if (l0_look_at(t, slot, key, &found) != L0_DONE)
+            continue;
+        l0_locked locked = l0_lock(t, &m->lock, wait_ns);
+        if (locked == L0_LOCK_BUSY)
+            return false;
+        if (locked == L0_LOCKED_FROM_DEAD)
+            l0_bound_raise(t, home, 0);
+        if (l0_look_at(t, slot, key, &found) == L0_DONE)
+            l0_turn(t, slot, L0_FREE);
+        l0_unlock(&m->lock);
+        break;
+    }
+    l0_turn(t, l0_position(t, home, mine), L0_LIVE);
+    return true;
+}
+
+/* Lock the slot in which the key lives. L0_DONE, L0_MISS, or L0_BUSY. Waits for a writer that is inserting it. What was
+ * looked at is believed only if the bound has not moved meanwhile: a key that is moved, and a lock that is taken from
+ * the dead, which may have been moving a key, move it. */
 static inline l0_result l0_lock_key(const l0_table *t, l0_key key, uint64_t wait_ns, uint64_t *slot_of_key) {
     uint64_t home = l0_home(t, key.hash);
     l0_found found;
     for (int tries = 0; tries < L0_READ_TRIES; tries++) {
-        uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+        uint64_t bound = atomic_load(&l0_meta_at(t, home)->bound), reach = l0_reach(t, bound);
         uint64_t d = 0;
         for (; d < reach; d++) {
             uint64_t slot = l0_position(t, home, d);
@@ -94,22 +120,30 @@ static inline l0_result l0_lock_key(const l0_table *t, l0_key key, uint64_t wait
             uint64_t state = l0_state(atomic_load(&m->current));
             if (state == L0_FREE || atomic_load(&m->hash) != key.hash)
                 continue;
-            if (state == L0_LIVE && l0_look_at(t, slot, key, &found) == L0_MISS)
+            if (state >= L0_LIVE && l0_look_at(t, slot, key, &found) == L0_MISS)
                 continue;
-            if (l0_lock_clean(t, slot, wait_ns) == L0_LOCK_BUSY)
+            l0_locked locked = l0_lock_clean(t, slot, wait_ns);
+            if (locked == L0_LOCK_BUSY)
                 return L0_BUSY;
+            if (locked == L0_LOCKED_FROM_DEAD)
+                l0_bound_raise(t, home, 0);
             uint64_t word = atomic_load(&m->current); /* under the lock it stands still, and so does its buffer */
-            bool same = l0_state(word) == L0_LIVE && atomic_load(&m->hash) == key.hash;
-            if (same && l0_has_key(t, l0_buffer_at(t, slot, l0_buffer_of(t, slot, word)), key)) {
+            bool same = l0_there(word) && atomic_load(&m->hash) == key.hash;
+            bool still = atomic_load(&l0_meta_at(t, home)->bound) == bound;
+            if (still && same && l0_has_key(t, l0_buffer_at(t, slot, l0_buffer_of(t, slot, word)), key)) {
+                if (l0_state(word) == L0_ARRIVING && !l0_settle(t, home, d, key, wait_ns)) {
+                    l0_unlock(&m->lock);
+                    return L0_BUSY;
+                }
                 *slot_of_key = slot;
                 return L0_DONE;
             }
             l0_unlock(&m->lock);
-            if (same)
+            if (still && same)
                 continue; /* another key with this hash */
             break; /* it was settled otherwise while we waited: look again */
         }
-        if (d == reach)
+        if (d == reach && atomic_load(&l0_meta_at(t, home)->bound) == bound)
             return L0_MISS;
     }
     return L0_BUSY;
@@ -133,7 +167,7 @@ static inline l0_result l0_lock_free(const l0_table *t, uint64_t home, uint64_t 
         uint64_t slot = l0_position(t, home, d);
         l0_meta *m = l0_meta_at(t, slot);
         uint64_t owner = atomic_load(&m->lock);
-        if (l0_state(atomic_load(&m->current)) == L0_LIVE || (owner != 0 && !l0_owner_dead(t, owner)))
+        if (l0_there(atomic_load(&m->current)) || (owner != 0 && !l0_owner_dead(t, owner)))
             continue;
         if (l0_lock_clean(t, slot, 1) == L0_LOCK_BUSY)
             continue;
@@ -145,10 +179,9 @@ static inline l0_result l0_lock_free(const l0_table *t, uint64_t home, uint64_t 
     return L0_FULL;
 }
 
-/* Is our claim at `mine` the one that may go on? L0_DONE: yes. L0_MOVED: give way and look again. L0_BUSY. */
-static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t home, uint64_t mine,
-                                        uint64_t wait_ns) {
-    uint64_t reach = l0_reach(t, atomic_load(&l0_meta_at(t, home)->bound));
+/* One look for others than our claim at `mine`. */
+static inline l0_result l0_look_for_others(const l0_table *t, l0_key key, uint64_t home, uint64_t mine, uint64_t reach,
+                                           uint64_t wait_ns) {
     l0_found found;
     for (uint64_t d = 0; d < reach; d++) {
         uint64_t slot = l0_position(t, home, d);
@@ -156,7 +189,7 @@ static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t 
         uint64_t state = l0_state(atomic_load(&m->current));
         if (d == mine || state == L0_FREE || atomic_load(&m->hash) != key.hash)
             continue;
-        if (state == L0_LIVE) {
+        if (state >= L0_LIVE) {
             l0_result there = l0_look_at(t, slot, key, &found);
             if (there != L0_MISS)
                 return there == L0_DONE ? L0_MOVED : L0_BUSY;
@@ -174,6 +207,20 @@ static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t 
     return L0_DONE;
 }
 
+/* Is our claim at `mine` the one that may go on? L0_DONE: yes. L0_MOVED: give way and look again. L0_BUSY. */
+static inline l0_result l0_claim_stands(const l0_table *t, l0_key key, uint64_t home, uint64_t mine,
+                                        uint64_t wait_ns) {
+    uint64_t bound = atomic_load(&l0_meta_at(t, home)->bound);
+    for (int tries = 0; tries < L0_READ_TRIES; tries++) {
+        l0_result result = l0_look_for_others(t, key, home, mine, l0_reach(t, bound), wait_ns);
+        uint64_t seen = bound;
+        bound = atomic_load(&l0_meta_at(t, home)->bound);
+        if (result != L0_DONE || bound == seen)
+            return result;
+    }
+    return L0_BUSY;
+}
+
 /* Insert a key that was not there a moment ago. L0_MOVED: it may be there now (or the ticket is old). */
 static inline l0_result l0_put_new(const l0_table *t, l0_key key, l0_value value, uint64_t wait_ns,
                                    const uint64_t *ticket) {
@@ -183,7 +230,7 @@ static inline l0_result l0_put_new(const l0_table *t, l0_key key, l0_value value
         return result;
     uint64_t slot = l0_position(t, home, distance);
     l0_meta *m = l0_meta_at(t, slot);
-    atomic_store_explicit(&m->hash, key.hash, memory_order_relaxed);
+    atomic_store_explicit(&m->hash, key.hash, memory_order_release); /* who sees it sees what has left the slot */
     l0_turn(t, slot, L0_CLAIMED);
     if (ticket == NULL)
         l0_bound_raise(t, home, distance);

@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "l0_move.h"
 #include "l0_survey.h"
 #include "l0_write.h"
 
@@ -26,6 +27,8 @@
 #define COLLAPSE_BYTES (32u << 20)    /* collapsed between two looks for signals: some 10 ms */
 #define WAIT_S_MAX 86400
 #define SURVEY_SLOTS (1u << 16)       /* slots between two looks for signals */
+#define SCAN_TRIES 100                /* of one home whose keys come and go; then what was met is given */
+#define REHASH_SLOTS (1u << 12)       /* the same, where keys may be moved */
 
 /* ---- names from Python, fetched once ------------------------------------------------------------------------ */
 
@@ -1416,6 +1419,44 @@ static PyObject *Table_set_many(Table *self, PyObject *const *args, Py_ssize_t n
 
 /* ---- the whole table ------------------------------------------------------------------------------------------- */
 
+/* Add the keys of a home to the rows. A key's home never changes, so one that is moved meanwhile is met once; a
+ * home whose bound has moved is looked at again. */
+static bool residents_of(Table *self, uint64_t home, PyObject *rows) {
+    Py_ssize_t before = PyList_GET_SIZE(rows);
+    l0_resident r;
+    for (int tries = 0; tries < SCAN_TRIES; tries++) {
+        l0_table *t = to_read(self);
+        if (t == NULL)
+            return false;
+        uint64_t bound = atomic_load(&l0_meta_at(t, home)->bound), reach = l0_reach(t, bound), copied = 0;
+        for (uint64_t d = 0; d < reach; d++) {
+            t = to_read(self); /* again each time: rows are containers, and those set off the garbage collector */
+            if (t == NULL)
+                return false;
+            uint64_t slot = l0_position(t, home, d), hash = atomic_load(&l0_meta_at(t, slot)->hash);
+            if (l0_home(t, hash) != home || (copied && hash == copied) || !l0_resident_at(t, slot, &r) ||
+                l0_home(t, l0_hash(r.key, r.key_bytes, t->g.hash_seed)) != home)
+                continue;
+            if (l0_state(atomic_load(&l0_meta_at(t, slot)->current)) == L0_ARRIVING)
+                copied = hash; /* its mover died: the key may stand farther away, too */
+            PyObject *row = Py_BuildValue("(y#nK)", r.key, (Py_ssize_t)r.key_bytes, (Py_ssize_t)r.value_bytes,
+                                          (unsigned long long)r.hits);
+            int failed = row == NULL ? -1 : PyList_Append(rows, row);
+            Py_XDECREF(row);
+            if (failed)
+                return false;
+        }
+        t = to_read(self);
+        if (t == NULL)
+            return false;
+        if (atomic_load(&l0_meta_at(t, home)->bound) == bound)
+            break;
+        if (tries + 1 < SCAN_TRIES && PyList_SetSlice(rows, before, PyList_GET_SIZE(rows), NULL) < 0)
+            return false;
+    }
+    return true;
+}
+
 static PyObject *Table_scan(Table *self, PyObject *args) {
     unsigned long long from, most = SURVEY_SLOTS;
     Py_ssize_t limit;
@@ -1424,39 +1465,34 @@ static PyObject *Table_scan(Table *self, PyObject *args) {
     PyObject *found = PyList_New(0);
     if (found == NULL)
         return NULL;
-    l0_resident r;
-    uint64_t slot = from, slots = self->t.g.slots;
-    for (uint64_t looked = 0; slot < slots && PyList_GET_SIZE(found) < limit && looked < most; looked++, slot++) {
-        l0_table *t = to_read(self); /* again each time: rows are containers, and those set off the garbage collector */
-        if (t != NULL && !l0_resident_at(t, slot, &r))
-            continue;
-        PyObject *row = t == NULL ? NULL
-                                  : Py_BuildValue("(y#nK)", r.key, (Py_ssize_t)r.key_bytes, (Py_ssize_t)r.value_bytes,
-                                                  (unsigned long long)r.hits);
-        if (row == NULL || PyList_Append(found, row) < 0) {
-            Py_XDECREF(row);
+    uint64_t home = from, slots = self->t.g.slots;
+    for (uint64_t looked = 0; home < slots && PyList_GET_SIZE(found) < limit && looked < most; looked++, home++)
+        if (!residents_of(self, home, found)) {
             Py_DECREF(found);
             return NULL;
         }
-        Py_DECREF(row);
-    }
-    return Py_BuildValue("(KN)", (unsigned long long)(slot < slots ? slot : 0), found);
+    return Py_BuildValue("(KN)", (unsigned long long)(home < slots ? home : 0), found);
 }
 
+typedef enum Walk { WALK_SURVEY, WALK_COOL, WALK_REHASH } Walk;
+
 /* Walk the slots [from, to) without the GIL, in pieces. */
-static bool walk(Table *self, uint64_t from, uint64_t to, l0_survey *s) {
+static bool walk(Table *self, uint64_t from, uint64_t to, Walk what, l0_survey *s, uint64_t *moved) {
+    uint64_t piece = what == WALK_REHASH ? REHASH_SLOTS : SURVEY_SLOTS;
     to = to < self->t.g.slots ? to : self->t.g.slots;
     for (uint64_t slot = from, end; slot < to; slot = end) {
-        end = to - slot < SURVEY_SLOTS ? to : slot + SURVEY_SLOTS;
-        l0_table *t = s != NULL ? to_read(self) : to_write(self);
+        end = to - slot < piece ? to : slot + piece;
+        l0_table *t = what == WALK_SURVEY ? to_read(self) : to_write(self);
         if (t == NULL)
             return false;
         enter(self);
         Py_BEGIN_ALLOW_THREADS
-        if (s != NULL)
+        if (what == WALK_SURVEY)
             l0_survey_add(t, slot, end, s);
-        else
+        else if (what == WALK_COOL)
             l0_cool(t, slot, end);
+        else
+            *moved += l0_rehash(t, slot, end);
         Py_END_ALLOW_THREADS
         leave(self);
         if (PyErr_CheckSignals() < 0)
@@ -1478,7 +1514,7 @@ static PyObject *Table_survey(Table *self, PyObject *ignored) {
     l0_survey *s = PyMem_Calloc(1, sizeof *s);
     if (s == NULL)
         return PyErr_NoMemory();
-    l0_table *t = walk(self, 0, UINT64_MAX, s) ? to_read(self) : NULL;
+    l0_table *t = walk(self, 0, UINT64_MAX, WALK_SURVEY, s, NULL) ? to_read(self) : NULL;
     if (t == NULL) {
         PyMem_Free(s);
         return NULL;
@@ -1498,7 +1534,15 @@ static PyObject *Table_cool(Table *self, PyObject *args) {
     unsigned long long from = 0, to = ULLONG_MAX;
     if (!PyArg_ParseTuple(args, "|KK:cool", &from, &to))
         return NULL;
-    return walk(self, from, to, NULL) ? Py_NewRef(Py_None) : NULL;
+    return walk(self, from, to, WALK_COOL, NULL, NULL) ? Py_NewRef(Py_None) : NULL;
+}
+
+static PyObject *Table_rehash_slots(Table *self, PyObject *args) {
+    unsigned long long from, to;
+    uint64_t moved = 0;
+    if (!PyArg_ParseTuple(args, "KK:rehash_slots", &from, &to) || !walk(self, from, to, WALK_REHASH, NULL, &moved))
+        return NULL;
+    return PyLong_FromUnsignedLongLong(moved);
 }
 
 /* Gather the file's memory into huge pages, for everybody who has it mapped, without a moment in which it could not be
@@ -1645,6 +1689,8 @@ static PyMethodDef Table_methods[] = {
     {"survey", (PyCFunction)Table_survey, METH_NOARGS, "survey(): figures counted over all slots."},
     {"cool", (PyCFunction)Table_cool, METH_VARARGS,
      "cool(first=0, end=all of them): halve the counts of hits of these slots."},
+    {"rehash_slots", (PyCFunction)Table_rehash_slots, METH_VARARGS,
+     "rehash_slots(first, end): move keys whose homes are these slots nearer to them; how many were moved."},
     {"put", (PyCFunction)Table_put, METH_VARARGS,
      "put(key, value, tag, hits): store bytes as what the tag says, as if they had been counted so often."},
     {"collapse", (PyCFunction)Table_collapse, METH_NOARGS,

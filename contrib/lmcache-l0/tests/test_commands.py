@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 from lmcache_l0 import SharedCache
@@ -96,6 +97,20 @@ def test_a_table_is_made_switched_and_changed_from_outside(folder):
     refused = command("l0", "set", path, "enabled", "perhaps")
     assert refused.returncode == 1
     assert "say enabled, disabled" in refused.stderr
+
+
+def test_a_rehash_from_outside_shortens_probes(make):
+    cache = make(hash_slots=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TableLoadWarning)
+        cache.set_many({f"{i}": b"" for i in range(8)})
+    for i in range(7):
+        cache.delete(f"{i}")
+    done = command("l0", "rehash", cache.path)
+    assert done.returncode == 0, done.stderr
+    assert "mean: " in done.stdout
+    assert "1.00 now" in done.stdout
+    assert cache.get("7") == b""
 
 
 def test_the_value_comes_from_standard_input_as_it_is(make):

@@ -17,7 +17,7 @@ HEADERS = HERE.parent / "native"
 FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-pthread", "-g", f"-I{HEADERS}"]
 ADDRESS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-O1", "-fsanitize=thread"]
-TORN = 3
+TORN, MISSED = 3, 4
 
 
 def compiled(program: str, folder: Path, *flags: str, compiler: str = "cc") -> Path:
@@ -63,6 +63,17 @@ def test_without_the_validation_torn_reads_are_found(tmp_path):
     program = compiled("race", tmp_path, "-O3", "-DL0_TEST_NO_VALIDATION")
     done = run(program, 2000, 40000)  # ends at the first torn value
     assert done.returncode == TORN, done.stdout + done.stderr
+
+
+def test_a_key_that_is_moved_while_it_is_looked_for_is_not_missed(tmp_path):
+    done = run(compiled("race", tmp_path, "-O3", "-DL0_TEST_PAUSE"), 24, 20000)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_the_second_look_at_the_bound_keys_are_missed(tmp_path):
+    """The negative control for the one above."""
+    done = run(compiled("race", tmp_path, "-O3", "-DL0_TEST_PAUSE", "-DL0_TEST_ONE_LOOK"), 2000, 40000)
+    assert done.returncode == MISSED, done.stdout + done.stderr  # ends at the first key that was missed
 
 
 @pytest.mark.parametrize(("program", "size"), [("model", ["40"]), ("race", ["6", "10000"])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -197,6 +198,28 @@ def test_the_least_read_come_down_when_it_fills_and_are_still_in_l1(serve, conne
         assert number < 2000
     assert l0_key(cache._prefix, b"hot") in cache.l0
     assert cache.get_many([f"{i}" for i in range(number)]) == [b"%d" % i for i in range(number)]
+
+
+def test_the_server_rehashes_its_table_a_little_at_a_time(serve, connect, folder):
+    client = connect(serve(hash_slots=40, max_value_size=64))
+    caches = [ServedCache(client, name, max_value_size=64) for name in "ab"]
+    for key in range(12):
+        for cache in caches:
+            assert cache.set(f"{key}", b"%d" % key) is Status.STORED
+            heat_up(cache, client, f"{key}")
+    caches[0].clear()
+
+    def rehashed() -> bool:
+        """Whether a copy of it has nothing to move."""
+        copy = folder / "copy.l0"
+        shutil.copyfile(caches[1].l0.path, copy)
+        copy.chmod(0o600)
+        with SharedCache(copy, create=False) as table:
+            return table.rehash() == 0 and len(table) == 12
+
+    until(rehashed)
+    assert caches[1].get_many([f"{key}" for key in range(12)]) == [b"%d" % key for key in range(12)]
+    assert caches[1].l0.stats.locked == 0
 
 
 def test_the_switch_is_the_server_s_and_turns_it_off_for_every_process(serve, connect, tmp_path):

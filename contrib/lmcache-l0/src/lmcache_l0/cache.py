@@ -120,6 +120,7 @@ class SharedCache(_table.Table):
             super().__init__(name, fd, not read_only, wait_s, LOAD_MAX, huge_pages)
         finally:
             os.close(fd)
+        self._rehashed = 0
         self._again = {"read_only": read_only, "huge_pages": huge_pages, "wait_s": wait_s}
         try:
             _compare(self, given)
@@ -173,6 +174,20 @@ class SharedCache(_table.Table):
 
         apart = snapshot or self.read_only
         return tensor_of(lambda stored: self.get_numpy(key, shape, stored, snapshot=apart, writable=not apart), dtype)
+
+    def rehash(self, slots: int | None = None) -> int:
+        """Move keys nearer to their homes, into slots that became free, while others read and write; how many.
+
+        Goes through `slots` of the table, on from where this handle's last call ended, or through all of it. Never
+        waits: what others hold is left for the next time. A key that is moved ends its views as if it was written.
+        """
+        if slots is not None and slots < 1:
+            raise UsageError(f"slots={slots} must be 1 or more")
+        if slots is None:
+            return self.rehash_slots(0, self.hash_slots)
+        first = self._rehashed if self._rehashed < self.hash_slots else 0
+        self._rehashed = first + slots
+        return self.rehash_slots(first, self._rehashed)
 
     def residents(self) -> Iterator[tuple[bytes, int, int]]:
         """(key, bytes of its value, reads counted by sampling) of every key, in no order.

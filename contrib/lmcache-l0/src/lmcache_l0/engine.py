@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Bounds of one step, which together stay far below a millisecond of the loop.
 PROMOTED_KEYS_A_STEP = 32
 PROMOTED_BYTES_A_STEP = 256 << 10  # or one value
+REHASHED_BYTES_A_STEP = 256 << 10  # if every slot's key were moved; or one slot
 WALKED_KEYS_A_STEP = 256
 WALKED_SLOTS_A_STEP = 8192
 RETRIED_KEYS_A_STEP = 64
@@ -59,6 +60,7 @@ class L0Engine(Companion):
         self._demoting = False
         self._retired = False
         self._cursor = self._walks = 0
+        self._rehashed_slots = max(1, REHASHED_BYTES_A_STEP // self._table.slot_bytes)
         self._walk_at_s = 0.0
         self._retry_at_s = math.inf
         self.promoted = self.demoted = self.taken_out = self.too_large = self.damaged = self.retries = 0
@@ -190,6 +192,7 @@ class L0Engine(Companion):
         self._cursor, rows = table.scan(first, WALKED_KEYS_A_STEP, WALKED_SLOTS_A_STEP)
         if self._demoting or self._walks % COOLING_WALKS == 0:
             table.cool(first, self._cursor or table.hash_slots)
+        table.rehash(slots=self._rehashed_slots)
         self._walks += self._cursor == 0
         used: list[Name] = []
         for key, _, hits in rows:

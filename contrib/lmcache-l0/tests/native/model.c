@@ -44,6 +44,18 @@ static void check_buffers(const l0_table *t) {
         CHECK(seen[buffer] == (buffer < t->g.buffers), "buffer %llu: %u", (unsigned long long)buffer, seen[buffer]);
 }
 
+/* Nothing more can be moved: no key has a free slot between its home and itself. */
+static void check_no_holes(const l0_table *t) {
+    for (uint64_t slot = 0; slot < SLOTS; slot++) {
+        l0_meta *m = l0_meta_at(t, slot);
+        if (!l0_there(atomic_load(&m->current)))
+            continue;
+        uint64_t home = l0_home(t, atomic_load(&m->hash));
+        for (uint64_t at = home; at != slot; at = l0_position(t, at, 1))
+            CHECK(l0_there(atomic_load(&l0_meta_at(t, at)->current)), "a hole at %llu", (unsigned long long)at);
+    }
+}
+
 static void against_model(uint64_t seed, int steps) {
     rig r;
     l0_table t;
@@ -58,6 +70,11 @@ static void against_model(uint64_t seed, int steps) {
         bool inserted, room = live(m) < SLOTS, was = m[number].there;
         value_fill(value, n, number, stamp);
         l0_value v = {value, n, 0};
+        if (rig_random(&seed) % 4 == 0) {
+            while (l0_rehash(&t, 0, SLOTS))
+                ;
+            check_no_holes(&t);
+        }
         switch (rig_random(&seed) % 4) {
         case 0:
             CHECK(l0_delete(&t, key, 1) == (was ? L0_DONE : L0_MISS), "delete");
@@ -212,6 +229,73 @@ static void dead_owner_is_relieved(uint64_t versions, int stop) {
     rig_close(&r);
 }
 
+/* A mover that stops for ever at every step of a move. Key 1 has its home in front of key 2's slot, or the same. */
+static void dead_mover_is_relieved(int stop, bool deletes) {
+    rig r;
+    l0_table dead, alive;
+    unsigned char bytes[16], value[64];
+    bool inserted;
+    rig_open(&r, SLOTS, VALUE, 16, 0, 2);
+    rig_join(&r, &dead);
+    rig_join(&r, &alive);
+    l0_found found;
+    uint64_t number = 100, home;
+    l0_key key = numbered_key(&dead, bytes, 1);
+    home = l0_home(&dead, key.hash);
+    unsigned char other_bytes[16];
+    l0_key other = numbered_key(&dead, other_bytes, number); /* another one of this home, which is there before */
+    while (l0_home(&dead, other.hash) != home)
+        other = numbered_key(&dead, other_bytes, ++number);
+    value_fill(value, 64, 1, 1);
+    l0_value v = {value, 64, 0};
+    CHECK(l0_put(&dead, other, v, 1, &inserted) == L0_DONE && l0_put(&dead, key, v, 1, &inserted) == L0_DONE, "put");
+    CHECK(l0_delete(&dead, other, 1) == L0_DONE, "delete");
+    CHECK(l0_find(&dead, key, &found) == L0_DONE && found.slot == l0_position(&dead, home, 1), "not at home");
+    uint64_t from = found.slot, word = atomic_load(&l0_meta_at(&dead, home)->current), buffer;
+    l0_meta *left = l0_meta_at(&dead, from), *taken = l0_meta_at(&dead, home);
+    CHECK(l0_lock_try(&dead, &left->lock) && l0_lock_try(&dead, &taken->lock), "locks");
+    uint64_t owned = l0_buffer_of(&dead, home, word), generation = l0_generation(word) + 1;
+    if (stop > 0)
+        CHECK(l0_take(&dead, home, owned, 0, &buffer), "take");
+    if (stop > 1) {
+        l0_buffer_head *source = l0_buffer_at(&dead, from, l0_buffer_of(&dead, from, atomic_load(&left->current)));
+        l0_fill_from(&dead, l0_buffer_at(&dead, home, buffer), l0_stamp(&dead, home, generation), source);
+        atomic_store(&taken->hash, key.hash);
+        atomic_store(&taken->current, l0_word(generation, buffer, L0_ARRIVING));
+    }
+    if (stop > 2)
+        l0_retire(&dead, home, owned);
+    if (stop > 3)
+        l0_bound_raise(&dead, home, 0);
+    if (stop > 4)
+        l0_turn(&dead, from, L0_FREE);
+    rig_leave(&dead);
+    CHECK(l0_get_exactly(&alive, key, value, 64, 0, &found) == L0_DONE && value_whole(value, 64, 1), "read");
+    if (stop > 1)
+        CHECK(l0_rehash(&alive, 0, SLOTS) == 0, "a copy is not moved");
+    if (!deletes) {
+        value_fill(value, 64, 1, 2);
+        CHECK(l0_put(&alive, key, v, 1000000, &inserted) == L0_DONE && !inserted, "write");
+        CHECK(l0_get_exactly(&alive, key, value, 64, 0, &found) == L0_DONE, "read again");
+        uint64_t stamp;
+        memcpy(&stamp, value + 8, 8);
+        CHECK(stamp == 2, "the old value is there again");
+    }
+    CHECK(l0_delete(&alive, key, 1000000) == L0_DONE, "delete");
+    CHECK(l0_find(&alive, key, &found) == L0_MISS, "the key is there again");
+    CHECK(l0_delete(&alive, key, 1000000) == L0_MISS, "twice");
+    for (uint64_t i = 0; i < SLOTS; i++) { /* what it had locked can be used again */
+        CHECK(l0_put(&alive, numbered_key(&alive, other_bytes, i), v, 1000000, &inserted) == L0_DONE, "fill");
+    }
+    check_buffers(&alive);
+    l0_survey s = {0};
+    l0_survey_add(&alive, 0, SLOTS, &s);
+    CHECK(s.keys == SLOTS && s.locked == 0 && s.claimed == 0, "%llu keys, %llu locks", (unsigned long long)s.keys,
+          (unsigned long long)s.locked);
+    rig_leave(&alive);
+    rig_close(&r);
+}
+
 /* Whatever the file says, no access leaves it and every call comes back. */
 static void damaged_files(uint64_t seed, int rounds) {
     for (int round = 0; round < rounds; round++) {
@@ -244,6 +328,7 @@ static void damaged_files(uint64_t seed, int rounds) {
             if (i % 3 == 0)
                 l0_delete(&t, key, 1000);
             l0_resident_at(&t, i % SLOTS, &resident);
+            l0_rehash(&t, 0, SLOTS);
         }
         l0_survey s = {0};
         l0_survey_add(&t, 0, SLOTS, &s);
@@ -266,6 +351,10 @@ int main(int argc, char **argv) {
     for (int stop = 0; stop < 5; stop++) {
         dead_owner_is_relieved(0, stop);
         dead_owner_is_relieved(2, stop);
+    }
+    for (int stop = 0; stop < 6; stop++) {
+        dead_mover_is_relieved(stop, false);
+        dead_mover_is_relieved(stop, true);
     }
     damaged_files(99, rounds);
     puts("ok");

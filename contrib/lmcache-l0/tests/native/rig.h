@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include "l0_move.h"
 #include "l0_survey.h"
 #include "l0_write.h"
 

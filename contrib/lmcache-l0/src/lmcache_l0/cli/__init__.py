@@ -12,7 +12,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 2
 
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add `l0 stats|top|keys|get|set|delete|create|plan`."""
+    """Add `l0 stats|top|keys|get|set|delete|rehash|create|plan`."""
     summary = "make, look into and change a shared L0 table"
     commands = subparsers.add_parser("l0", help=summary, description=summary).add_subparsers(
         dest="l0_command", required=True, metavar="COMMAND"
@@ -48,6 +48,7 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     delete = command("delete", "delete keys; exit code 1 where none was there", "change")
     delete.add_argument("keys", nargs="+", metavar="KEY")
 
+    command("rehash", "move keys into nearer slots that became free; readers and writers go on meanwhile", "change")
     create = command("create", "make a table", "change")
     _add_sizes(create)
     create.add_argument("--size-gb", type=float, metavar="GIB", help="size of the file in GiB (default: 1)")

@@ -34,6 +34,7 @@ KEYS = 10_000
 BATCH = 512
 VALUE_BYTES = 64
 ARRAY_FLOATS = 128
+CHURNED_SLOTS = 50_000
 SLOTS_LARGE = 10_000_000
 
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, bench: Bench) -> None:
 
             measure(bench, folder)
             return
-        bench.steps(6)
+        bench.steps(7)
         values = {f"feature:{i}": os.urandom(VALUE_BYTES) for i in range(KEYS)}
         with SharedCache(folder / "t.l0", hash_slots=KEYS * 2, max_value_size=1024, max_key_size=64) as cache:
             cache.set_many(values)
@@ -69,6 +70,8 @@ def run(options: argparse.Namespace, bench: Bench) -> None:
             _two_readers(bench, cache)
             bench.step("peers across processes")
             _peers(bench, values, folder)
+        bench.step("churn")
+        _churn(bench, folder)
         bench.step("a large table")
         _large(bench, folder, 200_000 if bench.quick else options.slots, options.hugetlbfs)
 
@@ -227,6 +230,28 @@ def _peers(bench: Bench, values: dict[str, bytes], folder: Path) -> None:
             print(f"bench l0: left out {label}: there is no {missing}", file=sys.stderr)
             continue
         bench.record(label, found, "ns")
+
+
+def _churn(bench: Bench, folder: Path) -> None:
+    """A table at 60 %: new, after keys were replaced ten times over, and rehashed."""
+    chance = random.Random(4)
+    with SharedCache(folder / "churn.l0", hash_slots=CHURNED_SLOTS, max_value_size=8, max_key_size=16) as cache:
+        keys = [b"%d" % i for i in range(CHURNED_SLOTS * 6 // 10)]
+        cache.set_many([(key, b"") for key in keys])
+        new = cache.stats.found_probes_mean
+        for i in range(10 * len(keys)):
+            at = chance.randrange(len(keys))
+            cache.delete(keys[at])
+            keys[at] = b"n%d" % i
+            cache.set(keys[at], b"")
+        churned = cache.stats.found_probes_mean
+        begun = process_time_ns()
+        moved = cache.rehash()
+        took_ns = process_time_ns() - begun
+        bench.record("slots looked at, 60%, after churn", churned, "slots", floor=new)
+        rehashed = cache.stats.found_probes_mean
+    bench.record("slots looked at, 60%, after churn and a rehash", rehashed, "slots", floor=new, target=1.15 * new)
+    bench.record("rehash, a key moved", took_ns / max(moved, 1), "ns")
 
 
 def _large(bench: Bench, folder: Path, slots: int, hugetlbfs: str | None) -> None:

@@ -47,7 +47,7 @@ def plan_command(options: argparse.Namespace) -> int:
     for load, mean, p99, missed in measured:
         bar = "#" * min(_BAR, max(1, round(mean * 2)))
         print(f"  {load:4.0%}  mean {mean:6.2f}  99 % within {p99:4d}  for a missing key {missed:5.2f}  {bar}")
-    print('\nDeletes and inserts that go on for long make probes longer than in a new table: see the guide, "Churn".')
+    print("\nDeletes and inserts that go on for long make probes longer, until `lmcache-core l0 rehash PATH`.")
     return 0
 
 
