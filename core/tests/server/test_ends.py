@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.results import Status
-from lmcache_core.errors import UsageError
+from lmcache_core.errors import SettingsError, UsageError
 from lmcache_core.limits import LAYOUTS_MAX, WORKERS_MAX
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
@@ -105,6 +105,20 @@ def test_a_start_that_fails_late_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         Server(settings, load_plugins())
     assert not segment_path(settings.name).exists()
     assert not list((tmp_path / "run").rglob("lifeline"))
+
+
+def test_a_start_whose_second_carrier_cannot_be_served_leaves_no_socket_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "no.key_secret").touch()
+    zmq = {
+        "ipc": True,
+        "tcp": "127.0.0.1:0",
+        "curve_secret_key_file": str(tmp_path / "no.key_secret"),
+        "curve_clients_dir": str(tmp_path / "clients"),
+    }
+    with pytest.raises(SettingsError, match="key"):
+        Server(settings_for(tmp_path, zmq=zmq), load_plugins())
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_socket()]
 
 
 @pytest.mark.parametrize("step", ["lmcache_started", "lmcache_stopping"])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lmcache_core.errors import CacheError, LimitError, PluginError
+from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server import tier_changes
 from lmcache_core.server.server import Server
+from lmcache_core.tiers.contract import AdapterContext
+
+from .conftest import settings_for
 
 pytest.importorskip("lmcache_mock")
 
@@ -24,6 +29,28 @@ def add(server: Server) -> Any:
     with server.connect() as client:
         yield lambda: client.tiers_add("mem", {"type": "mock"})
     assert server.loop.faults == 0
+
+
+@pytest.fixture
+def adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The tiers whose adapters were made, and those whose adapters were closed, in order."""
+    from lmcache_mock.adapter import MockAdapter
+
+    told: dict[str, list[str]] = {"made": [], "closed": []}
+    make, close = MockAdapter.__init__, MockAdapter.close
+
+    def made(self: Any, settings: Any, context: AdapterContext) -> None:
+        make(self, settings, context)
+        self.tier = context.tier
+        told["made"].append(self.tier)
+
+    def closed(self: Any) -> None:
+        close(self)
+        told["closed"].append(self.tier)
+
+    monkeypatch.setattr(MockAdapter, "__init__", made)
+    monkeypatch.setattr(MockAdapter, "close", closed)
+    return told
 
 
 def fails_once(
@@ -53,3 +80,23 @@ def test_a_change_for_which_there_is_no_thread_is_refused_and_can_be_asked_for_a
 ) -> None:
     told = fails_once(add, monkeypatch, threading.Thread, "start", RuntimeError("can't start new thread"))
     assert isinstance(told, LimitError)
+
+
+def test_a_tier_whose_serde_cannot_be_built_leaves_no_adapter_open(
+    server: Server, adapters: dict[str, list[str]]
+) -> None:
+    pytest.importorskip("lmcache_crypto")
+    with server.connect() as client, pytest.raises(CacheError, match="openssl rand"):
+        client.tiers_add("mem", {"type": "mock", "serde": [{"type": "aesgcm", "keys": "zz"}]})
+    assert adapters == {"made": ["mem"], "closed": ["mem"]}
+
+
+def test_a_start_that_fails_once_its_tiers_are_built_leaves_none_open(
+    tmp_path: Path, adapters: dict[str, list[str]]
+) -> None:
+    settings = settings_for(tmp_path, l2={"warm": {"type": "mock"}, "cold": {"type": "mock"}})
+    settings.state_dir.mkdir()
+    (settings.state_dir / f"{settings.name}.epochs").write_text("not epochs")
+    with pytest.raises(CacheError, match="epochs"):
+        Server(settings, load_plugins())
+    assert adapters == {"made": ["warm", "cold"], "closed": ["cold", "warm"]}

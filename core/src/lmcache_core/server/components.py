@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -104,20 +105,25 @@ class PrefetchPolicies:
 
 
 def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
-    """One configured tier. Its medium need not be there."""
+    """One configured tier. Its medium need not be there. Raises what a plugin raises that cannot be built, and then
+    nothing stays open."""
     context = adapter_context(name, settings.connections)
-    adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.settings, context)
     component = settings.eviction
-    return Tier(
-        name,
-        wrapped(name, adapter, settings.wrap),
-        tier_config(settings),
-        serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
-        eviction=None if component is None else build_eviction(registry, component),
-        wrap=settings.wrap,
-        make_eviction=None if component is None else lambda: build_eviction(registry, component),
-        context=context,
-    )
+    with contextlib.ExitStack() as undo:
+        adapter = registry.build(Kind.L2_ADAPTER, settings.type, settings.settings, context)
+        undo.callback(adapter.close)
+        tier = Tier(
+            name,
+            wrapped(name, adapter, settings.wrap),
+            tier_config(settings),
+            serdes=[registry.build(Kind.SERDE, each.type, each.settings) for each in settings.serde],
+            eviction=None if component is None else build_eviction(registry, component),
+            wrap=settings.wrap,
+            make_eviction=None if component is None else lambda: build_eviction(registry, component),
+            context=context,
+        )
+        undo.pop_all()
+    return tier
 
 
 def tier_config(settings: TierSettings) -> TierConfig:
@@ -152,23 +158,30 @@ class TierOpener:
 
 
 def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering:
-    """All tiers of the settings, in their order."""
+    """All tiers of the settings, in their order. Where one cannot be built, none stays open."""
     store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
     prefetch_policy = registry.build(
         Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings
     )
-    epochs_path = settings.state_dir / f"{settings.name}.epochs"
-    return Tiering(
-        l1,
-        [build_tier(name, tier, registry) for name, tier in settings.l2.items()],
-        wake=wake,
-        clock=l1.clock,
-        store_policy=store_policy,
-        prefetch_policy=prefetch_policy,
-        config=TieringConfig(
-            prefetch_in_flight_max=settings.prefetch_in_flight_max,
-            store_in_flight_bytes_max=settings.store_in_flight_bytes_max,
-            dirty=settings.dirty,
-            epochs_path=str(epochs_path),
-        ),
+    config = TieringConfig(
+        prefetch_in_flight_max=settings.prefetch_in_flight_max,
+        store_in_flight_bytes_max=settings.store_in_flight_bytes_max,
+        dirty=settings.dirty,
+        epochs_path=str(settings.state_dir / f"{settings.name}.epochs"),
     )
+    with contextlib.ExitStack() as undo:
+        tiers = []
+        for name, each in settings.l2.items():
+            tiers.append(build_tier(name, each, registry))
+            undo.callback(tiers[-1].adapter.close)
+        tiering = Tiering(
+            l1,
+            tiers,
+            wake=wake,
+            clock=l1.clock,
+            store_policy=store_policy,
+            prefetch_policy=prefetch_policy,
+            config=config,
+        )
+        undo.pop_all()
+    return tiering

@@ -162,7 +162,7 @@ def _closing_if_refused(finish: _Finish, tier: Tier) -> _Finish:
     def guarded() -> None:
         try:
             finish()
-        except CacheError:
+        except BaseException:
             threading.Thread(target=tier.adapter.close, name=f"tier-{tier.name}-close", daemon=True).start()
             raise
 

@@ -221,16 +221,19 @@ def bind_carriers(
     access: Access,
     gids: Sequence[int],
 ) -> list[ZmqCarrier]:
-    """One carrier for each address that the settings name. tcp is served with CURVE only."""
+    """One carrier for each address that the settings name; all of them, or none. tcp is served with CURVE only."""
     carriers = []
-    if settings.ipc:
-        path = directory / IPC_NAME if settings.ipc is True else settings.ipc
-        carriers.append(ZmqCarrier(f"ipc://{path}", loop, None, access, gids))
-    if settings.tcp is not None:
-        assert settings.curve_secret_key_file is not None
-        assert settings.curve_clients_dir is not None
-        curve = CurveServer(settings.curve_secret_key_file, settings.curve_clients_dir)
-        carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, curve))
+    with contextlib.ExitStack() as undo:
+        if settings.ipc:
+            path = directory / IPC_NAME if settings.ipc is True else settings.ipc
+            carriers.append(ZmqCarrier(f"ipc://{path}", loop, None, access, gids))
+            undo.callback(carriers[-1].close)
+        if settings.tcp is not None:
+            assert settings.curve_secret_key_file is not None
+            assert settings.curve_clients_dir is not None
+            curve = CurveServer(settings.curve_secret_key_file, settings.curve_clients_dir)
+            carriers.append(ZmqCarrier(f"tcp://{settings.tcp}", loop, curve))
+        undo.pop_all()
     return carriers
 
 
