@@ -1479,6 +1479,12 @@ class TestListsWhatItCanRead(WrongFolder):
                 with contextlib.suppress(ValueError):
                     yield bytes.fromhex(name)  # takes capitals, too
 
+        def __getitem__(self, key: bytes) -> tuple[bytes, float]:
+            capitals = self.path / key.hex().upper()
+            if capitals.is_file():
+                return capitals.read_bytes(), capitals.stat().st_mtime
+            return super().__getitem__(key)
+
 
 class TestStumblesOverWhatIsNoFile(WrongFolder):
     caught_by = "test_what_is_no_object_is_none_of_ours"
