@@ -191,7 +191,7 @@ def test_plugins_lists_versions_components_capabilities_and_refusals(run: Run) -
     refused = {each["name"]: each for each in listed["refused"]}
     assert "a_library_that_is_not_there" in refused["broken"]["why"]
     table = run("plugins").stdout
-    for word in ("lmcache-acme", "1.5", "l2_adapter", "thread_safe", "a_library_that_is_not_there"):
+    for word in ("lmcache-acme", "1.5", "l2 adapter", "thread_safe", "a_library_that_is_not_there"):
         assert word in table
 
 
