@@ -41,8 +41,9 @@ def check_tier(name: str, settings: FsSettings) -> list[Finding]:
         error, free = str(failure), None
     if error:
         said, _, cure = error.rpartition(": ")  # as all words of an adapter end, where a person can help
-        otherwise = f"make {settings.path} a directory that user {os.getuid()} may read and write"
-        return [Finding(False, subject, said or error, cure if said else otherwise)]
+        if not said or not os.access(settings.path, os.R_OK | os.W_OK | os.X_OK):
+            cure = f"make {settings.path} a directory that user {os.getuid()} may read and write"
+        return [Finding(False, subject, said or error, cure)]
     findings = [Finding(True, subject, "an object was stored, loaded and deleted")]
     total = _total_bytes(settings.path)
     if free is not None and total:
