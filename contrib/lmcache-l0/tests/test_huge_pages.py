@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lmcache_l0 import SharedCache, _table
+from lmcache_l0 import SharedCache, _table, making
 from lmcache_l0.errors import TableDamagedError, TableRoomError
 from lmcache_l0.making import room_at
 
@@ -93,6 +93,14 @@ def test_a_table_for_which_there_are_too_few_huge_pages_is_refused(hugetlbfs):
     with pytest.raises(TableDamagedError, match="no finished L0 table"):
         SharedCache(hugetlbfs / "none.l0")
     assert [found.name for found in hugetlbfs.iterdir()] == ["none.l0"]
+
+
+def test_a_table_that_fills_its_pages_is_made_where_a_page_is_more_than_a_step(hugetlbfs, monkeypatch):
+    """As with pages of 1 GiB, of which each step of 64 MiB would take one whole."""
+    monkeypatch.setattr(making, "_STEP_BYTES", PAGE_BYTES // 4)
+    with SharedCache(hugetlbfs / "t.l0", size_gb=(PAGES - 0.5) * PAGE_BYTES / 2**30) as cache:
+        assert os.stat(cache.path).st_size == PAGES * PAGE_BYTES
+        assert room_at(hugetlbfs / "t.l0")[0] == 0
 
 
 def test_elsewhere_pages_are_the_machines_own(tmp_path):

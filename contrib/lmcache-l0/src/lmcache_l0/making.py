@@ -171,11 +171,12 @@ def _allocate(path: Path, fd: int, plan: Plan, reserve: bool) -> None:
     os.ftruncate(fd, file_bytes)
     if not reserve or not hasattr(os, "posix_fallocate"):
         return
-    for offset in range(0, file_bytes, _STEP_BYTES):
+    step_bytes = max(_STEP_BYTES, page_bytes)  # a part of a page takes all of it, and the rest would seem to lack room
+    for offset in range(0, file_bytes, step_bytes):
         left = file_bytes - offset
         _check_room(path, left)
         try:
-            os.posix_fallocate(fd, offset, min(_STEP_BYTES, left))
+            os.posix_fallocate(fd, offset, min(step_bytes, left))
         except OSError as error:
             raise TableRoomError(f"{path} cannot be given {left:,} bytes more ({error.strerror})") from error
 
