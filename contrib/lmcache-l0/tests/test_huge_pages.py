@@ -98,9 +98,10 @@ def test_a_table_for_which_there_are_too_few_huge_pages_is_refused(hugetlbfs):
 def test_a_table_that_fills_its_pages_is_made_where_a_page_is_more_than_a_step(hugetlbfs, monkeypatch):
     """As with pages of 1 GiB, of which each step of 64 MiB would take one whole."""
     monkeypatch.setattr(making, "_STEP_BYTES", PAGE_BYTES // 4)
-    with SharedCache(hugetlbfs / "t.l0", size_gb=(PAGES - 0.5) * PAGE_BYTES / 2**30) as cache:
-        assert os.stat(cache.path).st_size == PAGES * PAGE_BYTES
-        assert room_at(hugetlbfs / "t.l0")[0] == 0
+    path = hugetlbfs / "t.l0"
+    with SharedCache(path, size_gb=(PAGES - 0.5) * PAGE_BYTES / 2**30):
+        assert path.stat().st_size == PAGES * PAGE_BYTES
+        assert room_at(path)[0] == 0
 
 
 def test_elsewhere_pages_are_the_machines_own(tmp_path):

@@ -25,6 +25,7 @@ WRONG: list[tuple[list[str], str, str]] = [
     (["--l2.COLD.type", "fs"], "'COLD' is no tier name", "use lower-case words"),
     (["--l2", "cold"], "--l2 is a table", "set one of its settings"),
     (["--l2_order", '["cold"]'], "l2_order names the tier 'cold'", "take it out, or set l2.cold.type"),
+    (["--name", "A B"], "use lower-case letters, digits, - and _", "mend it where it is set"),
     (["--name", "a", "--name", "b"], "--name is given twice", "give it once"),
     (["--l1.sise_bytes", "1", "--l1.backin", "shm"], "; --l1.backin is not a setting", "mend it where it is set"),
 ]

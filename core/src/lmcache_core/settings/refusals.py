@@ -18,16 +18,17 @@ _HIDDEN = "**********"
 def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Source]) -> SettingsError:
     """One SettingsError for all that pydantic found."""
     problems = []
-    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    for detail in details:
         path = _as_written(detail["loc"])
-        if detail["type"] == "missing" and error.error_count() == 1:
+        if detail["type"] == "missing" and len(details) == 1:
             return SettingsError(f"{dotted(path)} is missing", cure=_how_to_set(path))
         problems.append(_sentence(detail["type"], detail["msg"], path, schema, sources))
     text = "; ".join(dict.fromkeys(problems))
     for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
-    if error.error_count() == 1 and error.errors()[0]["type"] == "value_error":  # of a validator of ours, or a plugin's
-        said, _, cure = text.rpartition(": ")  # which ends with what to do
+    if len(details) == 1 and details[0]["type"] == "value_error" and ": " in details[0]["msg"]:
+        said, _, cure = text.rpartition(": ")  # a validator of ours, or of a plugin, ends with what to do
         return SettingsError(said, cure=cure)
     return SettingsError(text)
 
