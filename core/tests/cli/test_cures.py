@@ -22,7 +22,7 @@ WRONG: list[tuple[list[str], str, str]] = [
     (["--l1.eviction.type", "lrrru"], "there is no eviction_policy 'lrrru'", "did you mean 'lru'?"),
     (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that brings it"),
     (["--l2.cold.connections", "3"], "the tier 'cold' has no type", "set l2.cold.type to the name of an adapter"),
-    (["--l2.COLD.type", "fs"], "'COLD' is no tier name", "use lower-case words"),
+    (["--l2.COLD.type", "fs"], "'COLD' is not a tier name", "use lower-case words"),
     (["--l2", "cold"], "--l2 is a table", "set one of its settings"),
     (["--l2_order", '["cold"]'], "l2_order names the tier 'cold'", "take it out, or set l2.cold.type"),
     (["--name", "A B"], "use lower-case letters, digits, - and _", "mend it where it is set"),
