@@ -241,7 +241,7 @@ def reasons_page() -> str:
     rows = [f"| `{reason}` | {sentence} |\n" for reason, sentence in explaining.sentences().items()]
     return (
         "# Reasons for a miss\n\nAs `lmcache-core explain` and `client.explain` say them;"
-        " [what helps](../operating/why-did-it-miss.md) stands in the guide.\n\n| reason | sentence |\n|---|---|\n"
+        " [what helps](../operating/why-did-it-miss.md) has a page of its own.\n\n| reason | sentence |\n|---|---|\n"
     ) + "".join(rows)
 
 

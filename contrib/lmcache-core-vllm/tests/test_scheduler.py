@@ -12,6 +12,7 @@ from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
 from lmcache_core_vllm.scheduler import SchedulerSide
+from lmcache_core_vllm.steps import Blocks, Load
 
 BLOCK = 16
 
@@ -168,9 +169,10 @@ def test_steps_name_the_loads_that_nobody_has_told_the_end_of(side: SchedulerSid
         side.allocated(request, [[1, 2, 3, 4, 5, 6]], 5 * BLOCK)
         first, second = side.step(output({})), side.step(output({}))
         assert (len(first.loads), first.awaited) == (1, [])
-        assert second.awaited == first.loads
+        awaited = [Load("a", False, [Blocks(0, [], [1, 2, 3, 4, 5])], first.loads[0].number)]
+        assert second.awaited == awaited  # in every step to every rank: without what a load reads
         side.finished(request)  # as when it is aborted: its blocks are kept all the same
-        assert side.step(output({})).awaited == first.loads
+        assert side.step(output({})).awaited == awaited
         side.heard(["a"], [], [])
         assert side.step(output({})).awaited == []
     assert first.loads[0].number == 2

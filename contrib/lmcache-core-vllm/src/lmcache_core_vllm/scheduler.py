@@ -234,7 +234,7 @@ class SchedulerSide:
         made = Step(self._hashing(), self._epoch, self._steps, idle=not output.total_num_scheduled_tokens)
         made.awaited = list(self._awaited.values())
         made.loads, self._pending = self._pending, []
-        self._awaited |= {load.request_id: load for load in made.loads if not load.waits}
+        self._awaited |= {load.request_id: load.without_hashes() for load in made.loads if not load.waits}
         self._give_back_ended()
         if self._saves and self._namespaces:
             state = output.kv_connector_block_state

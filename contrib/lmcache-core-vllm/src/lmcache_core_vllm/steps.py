@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmcache_core.client.promises import Promise
 from lmcache_core_vllm.namespaces import Hashing
@@ -32,12 +32,16 @@ class Load:
     blocks: list[Blocks]
     number: int = 0
 
+    def without_hashes(self) -> Load:
+        """What says which it is and where it goes, and not what it reads: for each step until it has ended."""
+        return replace(self, blocks=[Blocks(each.group, [], each.block_ids) for each in self.blocks])
+
 
 @dataclass
 class Step:
     """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler has heard of a
     load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads between steps that earlier
-    ones have asked for, and of which the scheduler has not heard that they ended."""
+    ones have asked for, and of which the scheduler has not heard that they ended; without their hashes."""
 
     hashing: Hashing
     epoch: int = 0

@@ -26,7 +26,8 @@ from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.tiers.drills import wrapped
-from lmcache_core.tiers.tier.tier import Tier, TierConfig, adapter_context
+from lmcache_core.tiers.tier.parallel import adapter_context
+from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
 EPOCH_BITS = 24  # of a lease id; the rest counts

@@ -42,12 +42,11 @@ from lmcache_core.tiers.tier.doubts import Doubts
 from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
 from lmcache_core.tiers.tier.latency import Latency
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder, Watch
-from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_core.tiers.tier.rebuild import Rebuild
 from lmcache_core.tiers.tier.reclaim import Reclaim
 from lmcache_core.tiers.tier.trouble import Losses, Trouble
 
-__all__ = ["Tier", "TierConfig", "adapter_context"]
+__all__ = ["Tier", "TierConfig"]
 
 log = logging.getLogger(__name__)
 
