@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,19 +45,41 @@ def test_every_line_is_an_object(tmp_path: Path) -> None:
     assert lines[2]["event"]["keys"] == 8
 
 
+STRANGER = """
+import os, socket
+os.setgroups([])
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+    sock.connect("lifeline")  # here, so that no folder above is in the way
+    assert b"uid 65534" in sock.recv(65536)
+"""
+
+
 def test_a_server_logs_in_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMCACHE_CORE_NONSENSE", "1")
     command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", "--log-format", "json", "--name"]
-    command += [f"json-{uuid4().hex[:8]}", "--runtime_dir", str(tmp_path / "run")]
+    name = f"json-{uuid4().hex[:8]}"
+    command += [name, "--runtime_dir", str(tmp_path / "run")]
     command += ["--state_dir", str(tmp_path / "state"), "--l1.size_bytes", "16MiB", "--l1.backing", "memfd"]
     command += ["--subscribers.log.level", "info"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     server.stdout.readline()
+    strange = os.geteuid() == 0  # only root can be somebody else
+    if strange:
+        folder = tmp_path / "run" / name
+        folder.chmod(0o711)
+        (folder / "lifeline").chmod(0o777)
+        for _ in range(2):
+            subprocess.run([sys.executable, "-c", STRANGER], cwd=folder, check=True)
     server.terminate()
     _, said = server.communicate(timeout=60)
     lines = [json.loads(line) for line in said.splitlines()]
     assert server.returncode == 0
     assert "LMCACHE_CORE_NONSENSE is not a setting" in lines[0]["message"]
     assert any("drains" in line["message"] for line in lines)
-    assert [line["event"]["event"] for line in lines if "event" in line] == ["drain"]
+    named = [line["event"]["event"] for line in lines if "event" in line]
+    assert named[0] == "serving"
+    others = {*named} - {"populated", "peer_refused"}  # it may end before it is populated
+    assert others == {"serving", "draining", "drain", "ending"}
+    assert ("peer_refused" in named) == strange

@@ -7,9 +7,15 @@ import logging
 from datetime import UTC, datetime
 
 
+def named(name: str, **fields: object) -> dict[str, object]:
+    """`extra` of a line in an operator's life: the name that stays while words change, and its figures."""
+    return {"event": {"event": name, **fields}}
+
+
 class JsonLines(logging.Formatter):
-    """One object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`; `event` with the fields of an event that
-    the subscriber `log` tells; `exception` with the trace, where there is one."""
+    """One object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`; `event` with the stable name and the
+    fields of what happened, in lines of an operator's life and in those of the subscriber `log`; `exception` with the
+    trace, where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of one record."""

@@ -10,6 +10,7 @@ from lmcache_core.kernel.allocator import slab_bytes_for
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import LIFE_CHECK_S_MAX, LIFE_CHECK_S_MIN, OBJECT_BYTES_MAX, SLAB_BYTES_MIN
 from lmcache_core.native import native
+from lmcache_core.observe.lines import named
 from lmcache_core.pool.lifelock import life_lock_free
 from lmcache_core.pool.segment import Segment
 from lmcache_core.server.verifying import Verifying
@@ -98,6 +99,7 @@ class Adopting:
             former.nbytes,
             time.monotonic() - former.began_s,
             len(self._checks),
+            extra=named("adopting", objects=former.objects, nbytes=former.nbytes),
         )
 
     def step(self, now: float) -> bool:

@@ -8,6 +8,7 @@ import threading
 from lmcache_core.errors import PoolError
 from lmcache_core.kernel.kernel import Kernel
 from lmcache_core.limits import READY_WAIT_S
+from lmcache_core.observe.lines import named
 from lmcache_core.pool.hugepages import huge_page_fraction
 from lmcache_core.pool.populate import Populator
 from lmcache_core.pool.segment import Segment
@@ -63,7 +64,8 @@ class PoolPopulator:
         """On the populator's thread."""
         self._loop.call(lambda: self._kernel.add_memory(nbytes))
         if nbytes == self._segment.info.data_bytes:
-            log.info("%r: all of the pool is populated, %s bytes", self._name, f"{nbytes:,}")
+            told = named("populated", nbytes=nbytes)
+            log.info("%r: all of the pool is populated, %s bytes", self._name, f"{nbytes:,}", extra=told)
             # Reads the page tables: too slow for the loop.
             self.huge_page_fraction = huge_page_fraction(self._segment)
 

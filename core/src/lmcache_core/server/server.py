@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lmcache_core.clock import Clock
 from lmcache_core.errors import UntrustedError, UsageError
-from lmcache_core.limits import HOUSEKEEPING_S, INDEX_SWEEP_PAUSE_S, READY_WAIT_S, SWITCH_INTERVAL_S
+from lmcache_core.limits import (
+    HOUSEKEEPING_S,
+    INDEX_SWEEP_PAUSE_S,
+    LIMIT_WARNING_PAUSE_S,
+    READY_WAIT_S,
+    SWITCH_INTERVAL_S,
+)
+from lmcache_core.observe.lines import named
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.segment import name_exists
@@ -93,6 +100,7 @@ class Server:
         self.dispatch = Dispatch(parts, lambda: describe(self))
         self.started_at_s = time.time()
         self.name_lost = False
+        self._refusal_told_at_s = -LIMIT_WARNING_PAUSE_S
         self.draining = False
         self.longest_turn_objects = 0  # touched in one turn of the loop, at most
         self.end_faults = 0  # steps of the end that failed; the others were done
@@ -273,9 +281,10 @@ class Server:
             if self.name_lost != (not name_exists(self.segment)):
                 self.name_lost = not self.name_lost
                 if self.name_lost:
-                    log.warning("the name of pool %r was deleted: serving goes on by descriptor", self.settings.name)
+                    words, told = "the name of pool %r was deleted: serving goes on by descriptor", "name_lost"
                 else:
-                    log.warning("the name of pool %r is back: clients may attach by it again", self.settings.name)
+                    words, told = "the name of pool %r is back: clients may attach by it again", "name_back"
+                log.warning(words, self.settings.name, extra=named(told))
             self._repair()
             if self.l1.taps is not None:
                 self.l1.taps.look(self.loop.faults + self.dispatch.counters["internal_errors"])
@@ -304,7 +313,9 @@ class Server:
         if self._drain_until_s is None:
             self.draining = True
             self._drain_until_s = self.clock.now + self.settings.drain_s
-            log.info("%r drains, for %g s at most: new stores are refused", self.settings.name, self.settings.drain_s)
+            name, drain_s = self.settings.name, self.settings.drain_s
+            told = named("draining", drain_s=drain_s)
+            log.info("%r drains, for %g s at most: new stores are refused", name, drain_s, extra=told)
             if self.l1.taps is not None:
                 self.l1.taps.drain_begun(self.settings.drain_s)
             self._end_by(
@@ -325,6 +336,7 @@ class Server:
             l1.eviction.type,
             f"tiers {', '.join(tiers)}" if tiers else "no tier",
             ", ".join([self.address, *(carrier.address for carrier in self.carriers)]),
+            extra=named("serving", pool_bytes=self.kernel.usage().pool_bytes, backing=l1.backing, tiers=tiers),
         )
         self.helpers.start()
         self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
@@ -344,7 +356,16 @@ class Server:
         if not ours and not in_group:
             self.dispatch.counters["refused_peers"] += 1
             peer.turn_away(encode(m.Error(0, UntrustedError.code, words_for_stranger(peer.uid), "never")))
+            self._tell_of_refusal(peer)
         self.sessions.connected(peer, self.clock.now)
+
+    def _tell_of_refusal(self, peer: LifelinePeer) -> None:
+        now, refused = self.clock.now, self.dispatch.counters["refused_peers"]
+        if now - self._refusal_told_at_s >= LIMIT_WARNING_PAUSE_S:
+            self._refusal_told_at_s = now
+            told = named("peer_refused", uid=peer.uid, pid=peer.pid, refused=refused)
+            words = "a process of user %s (pid %s) was turned away; refused so far: %d"
+            log.warning(words, peer.uid, peer.pid, refused, extra=told)
 
     def peer_ended(self, peer: Peer) -> None:
         """Its connection has ended."""
@@ -364,7 +385,7 @@ class Server:
 
     def _close(self) -> None:
         """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
-        log.info("%r ends%s", self.settings.name, self._owed())
+        log.info("%r ends%s", self.settings.name, self._owed(), extra=named("ending"))
         self._end_by(
             ("ending the recording", self.recording.stop),
             ("saying that nobody answers for the index", lambda: self.segment.serve(0)),
@@ -445,7 +466,10 @@ class Server:
             why_not = "its name was deleted"
         self._keeps_pool = not why_not
         if why_not:
-            log.warning("pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not)
+            told = named("not_kept", why=why_not)
+            log.warning(
+                "pool %r is not kept, and the next server begins cold: %s", self.settings.name, why_not, extra=told
+            )
 
     def __enter__(self) -> Self:
         return self.start() if self._thread is None else self

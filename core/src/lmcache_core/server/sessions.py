@@ -33,6 +33,7 @@ from lmcache_core.limits import (
     SILENT_SESSION_S,
     UNANSWERED_PER_UID_MAX,
 )
+from lmcache_core.observe.lines import named
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.pool.lifelock import life_lock_free
 from lmcache_core.pool.segment import Segment
@@ -294,6 +295,7 @@ class Sessions:
                 session.origin,
                 now - session.heard_at_s,
                 self.dropped - 1,
+                extra=named("session_limit", sessions=len(self._by_id), dropped=self.dropped),
             )
         self._end(session, SessionEvent.DROP, now)
 
