@@ -64,10 +64,38 @@ def test_pool_and_tier_hold_the_new_tokens_of_their_time(capsys: pytest.CaptureF
     [
         (["--layers", "2"], "give --kv-heads, --head-size, or --model FILE"),
         (["--model", "/nowhere"], "cannot be read"),
-        (["--layers", "0"], "must be at least 1, got 0"),
-        (["--layers", "2", "--kv-heads", "2", "--head-size", "64", "--serde", "0"], "must be more than 0, got 0"),
+        (["--layers", "0"], "must be a whole number of 1 or more, got '0'"),
+        (["--layers", "many"], "must be a whole number of 1 or more, got 'many'"),
+        (
+            ["--layers", "2", "--kv-heads", "2", "--head-size", "64", "--serde", "0"],
+            "must be a number above 0, got '0'",
+        ),
+        (["--new-tokens", "3k"], "must be a number above 0, got '3k'"),
     ],
 )
 def test_what_is_not_known_is_asked_for(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["size", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("odd", "asked_for"),
+    [
+        ({"num_hidden_layers": "32"}, "--layers"),
+        ({"num_hidden_layers": -1}, "--layers"),
+        ({"num_key_value_heads": [4, 4, 8]}, "--kv-heads"),
+        ({"num_attention_heads": None, "num_key_value_heads": None}, "--kv-heads, --head-size"),
+    ],
+    ids=["text", "negative", "heads by layer", "none"],
+)
+def test_a_config_that_says_it_otherwise_is_no_reason_to_guess(
+    odd: dict[str, Any], asked_for: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GROUPED, **odd}))
+    assert main(["size", "--model", str(tmp_path)]) == 2
+    assert f"give {asked_for}, or" in capsys.readouterr().err
+
+
+def test_a_latent_without_a_rotary_part_is_all_that_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, "qk_rope_head_dim": None}))
+    assert asked(capsys, "--model", tmp_path)["token_bytes"] == 61 * 512 * 2

@@ -76,25 +76,32 @@ def bytes_of_a_token(said: Mapping[str, Any], given: Mapping[str, int], dtype: s
     Every layer counts whole: of a model with sliding windows or linear attention, this is the most that it can be.
     """
     item = ITEM_BYTES[dtype or _dtype_of(said)]
-    layers = given.get("layers") or said.get("num_hidden_layers")
-    latent = said.get("kv_lora_rank")
-    if isinstance(latent, int) and layers and "kv_heads" not in given:
-        return int(layers) * (latent + int(said.get("qk_rope_head_dim", 0))) * item
-    heads = said.get("num_attention_heads")
-    kv_heads = given.get("kv_heads") or said.get("num_key_value_heads") or heads
-    head_size = given.get("head_size") or said.get("head_dim")
-    if not head_size and heads and said.get("hidden_size"):
-        head_size = int(said["hidden_size"]) // int(heads)
+    layers = given.get("layers") or _number(said, "num_hidden_layers")
+    latent = _number(said, "kv_lora_rank")
+    if latent and layers and "kv_heads" not in given:
+        return layers * (latent + _number(said, "qk_rope_head_dim")) * item
+    heads = _number(said, "num_attention_heads")
+    grouped = said.get("num_key_value_heads") is not None
+    kv_heads = given.get("kv_heads") or (_number(said, "num_key_value_heads") if grouped else heads)
+    head_size = given.get("head_size") or _number(said, "head_dim")
+    if not head_size and heads:
+        head_size = _number(said, "hidden_size") // heads
     missing = [
         option
         for option, found in (("--layers", layers), ("--kv-heads", kv_heads), ("--head-size", head_size))
         if not found
     ]
-    if missing or not (layers and kv_heads and head_size):
+    if missing:
         raise UsageError(
             f"the model's KV is not known: give {', '.join(missing)}, or --model FILE with its config.json"
         )
-    return 2 * int(layers) * int(kv_heads) * int(head_size) * item
+    return 2 * layers * kv_heads * head_size * item
+
+
+def _number(said: Mapping[str, Any], name: str) -> int:
+    """A figure of the config; 0 where it has none, or not one for all layers."""
+    found = said.get(name)
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def _dtype_of(said: Mapping[str, Any]) -> str:
@@ -138,14 +145,20 @@ def described(figures: Mapping[str, Any], arguments: argparse.Namespace) -> list
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 1 or more, got {text!r}")
     return number
 
 
 def _figure(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return number
