@@ -200,6 +200,32 @@ def test_the_least_read_come_down_when_it_fills_and_are_still_in_l1(serve, conne
     assert cache.get_many([f"{i}" for i in range(number)]) == [b"%d" % i for i in range(number)]
 
 
+def test_what_somebody_else_has_taken_out_first_is_counted_nowhere(serve, connect, monkeypatch):
+    """The counts are metrics, which only grow."""
+    server = serve(hash_slots=40, demote_at=0.5, demote_to=0.25)
+    client = connect(server)
+    cache = ServedCache(client, "f")
+    cache.set("first", b"first")
+    heat_up(cache, client, "first")
+    scan, gone = SharedCache.scan, []
+
+    def scanned(table, *wanted):
+        cursor, rows = scan(table, *wanted)
+        unread = [key for key, _, hits in rows if not hits]
+        if unread and cache.l0.delete(unread[0]):  # as another process may
+            gone.append(unread[0])
+        return cursor, rows
+
+    monkeypatch.setattr(SharedCache, "scan", scanned)
+    number = 0
+    while not gone or figures(client)["counts"]["demoted"] < 10:
+        cache.set(f"{number}", b"%d" % number)
+        assert cache.get(f"{number}") == b"%d" % number
+        assert figures(client)["counts"]["taken_out"] == 0
+        number += 1
+        assert number < 2000
+
+
 def test_the_server_rehashes_its_table_a_little_at_a_time(serve, connect, folder):
     client = connect(serve(hash_slots=40, max_value_size=64))
     caches = [ServedCache(client, name, max_value_size=64) for name in "ab"]

@@ -75,7 +75,7 @@ class L0Engine(Companion):
         """Delete what L0 has of them."""
         for item in objects:
             if self._record_bytes(item.layout_id):
-                self._take_out(l0_key_of(prefix_of(item.namespace), item.key))
+                self.taken_out += self._take_out(l0_key_of(prefix_of(item.namespace), item.key))
 
     def read(self, objects: Sequence[Incarnation]) -> None:
         """Count uses. Those of other processes, too: what they read in L1 without a call is heard here."""
@@ -95,10 +95,10 @@ class L0Engine(Companion):
         layout = self._context.layout(layout_id)  # None: adopted, and of no session so far, so nothing of it went up
         return layout.nbytes if layout is not None and is_record(layout) else 0
 
-    def _take_out(self, key: bytes) -> None:
-        """At once, or nobody is served from the table until it is done."""
+    def _take_out(self, key: bytes) -> bool:
+        """At once, or nobody is served from the table until it is done. Whether it was there and is gone."""
         try:
-            self.taken_out += self._table.delete(key)
+            return self._table.delete(key)
         except TableBusyError:
             # Only a writer that is not the server's, and that was stopped in the middle, can hold a slot.
             if not self._stuck:
@@ -106,6 +106,7 @@ class L0Engine(Companion):
                 self._retry_at_s = self._context.now + RETRY_PAUSE_S
             self._table.enabled = False
             self._stuck[key] = None
+            return False
 
     # --- its own work -------------------------------------------------------------------------------------------
 
@@ -200,8 +201,7 @@ class L0Engine(Companion):
             if hits and name is not None:
                 used.append(name)
             elif self._demoting and not hits and len(table) > self._demote_to_keys:
-                self._take_out(key)
-                self.demoted += 1
+                self.demoted += self._take_out(key)
                 if name is not None:
                     self._heat.demoted(name, now)
         self._demoting = self._demoting and len(table) > self._demote_to_keys
@@ -242,7 +242,7 @@ class L0Engine(Companion):
             "counts": {
                 "promoted": self.promoted,
                 "demoted": self.demoted,
-                "taken_out": self.taken_out - self.demoted,
+                "taken_out": self.taken_out,
                 "too_large": self.too_large,
                 "damaged": self.damaged,
             },
