@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from lmcache_core.client.explaining import counted_reasons, sentences
@@ -22,3 +25,10 @@ def test_a_tier_calls_a_reason_as_its_name_says(reason: TierReason) -> None:
 
 def test_what_is_counted_is_explained_under_the_same_word() -> None:
     assert all(name == reason.word for name, reason in counted_reasons().items())
+
+
+def test_a_client_loads_the_words_of_tiers_and_nothing_of_what_runs_them() -> None:
+    """Each rank of an engine is a client, and tiers are run by the server."""
+    program = "import sys, lmcache_core.client.client; print(*sorted(n for n in sys.modules if '.tiers' in n))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["lmcache_core.tiers", "lmcache_core.tiers.l1"]

@@ -12,8 +12,7 @@ from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, TIER_LOOKUP_S
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
-from lmcache_core.tiers.flow.whereabouts import Stored
-from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.l1 import Stored, TierReason
 
 L1_NAME = "l1"
 ON_ITS_WAY = "on_its_way"

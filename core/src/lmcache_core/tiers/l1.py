@@ -7,7 +7,7 @@ Every method is called on the loop's thread, and only there. Lanes see nothing o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple, Protocol
 
 from lmcache_core.pool.layout import Layout
@@ -29,6 +29,14 @@ class TierReason(StrEnum):
     BUSY = "busy"  # the L1 is being written with this key
     EVICTED = "evicted"  # left the L1 before it could be stored
     CUT = "cut"  # a key before it in the prefix was not served
+
+
+class Stored(IntEnum):
+    """What a tier's books say of one key."""
+
+    NO = 0  # not there, and not on its way
+    YES = 1
+    ON_ITS_WAY = 2
 
 
 class LoadGrant(StrEnum):

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from lmcache_core.limits import TIER_LOOKUP_S
 from lmcache_core.tiers.flow.store import StoreController
-from lmcache_core.tiers.l1 import TierReason
+from lmcache_core.tiers.l1 import Stored, TierReason
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.tier.lanes import Priority
 from lmcache_core.tiers.tier.tier import Tier
@@ -62,14 +61,6 @@ class Whereabouts:
                 self._on_done(self)
 
         return answered
-
-
-class Stored(IntEnum):
-    """What a tier's books say of one key."""
-
-    NO = 0  # not there, and not on its way
-    YES = 1
-    ON_ITS_WAY = 2
 
 
 class StoredWatch:
