@@ -14,6 +14,7 @@ from lmcache_core.trust import SERVER_UID_VARIABLE
 from lmcache_http.app import make_app
 from lmcache_http.guard import Guard
 from lmcache_http.node import Node
+from lmcache_http.patience import PatientProtocol
 from lmcache_http.settings import HttpSettings
 
 
@@ -35,7 +36,7 @@ def main() -> None:
 
 def _where(settings: HttpSettings) -> dict[str, Any]:
     where: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
-    where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256}
+    where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256, "http": PatientProtocol}
     if settings.unix_socket is not None:
         where["uds"] = str(settings.unix_socket)
     else:
