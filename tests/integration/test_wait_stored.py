@@ -192,6 +192,32 @@ def test_what_left_the_pool_before_its_turn_is_told(make: Callable[..., At]) -> 
     assert all("evicted" in each.why for each in gone)
 
 
+def test_a_tier_that_hangs_with_all_bytes_in_flight_keeps_none_from_another(make: Callable[..., At]) -> None:
+    at = make(
+        l2={"cold": {"type": "mock", "deadline_s": 0.2}, "good": NEVER_LATE},
+        l2_order=["cold", "good"],
+        store_in_flight_bytes_max="1MiB",
+    )
+    at.faults("store hang")
+    for turn in range(3):
+        wanted = keys(*(f"{turn}-{each}" for each in range(32)))
+        at.store(wanted)
+        until(lambda: all(each.tiers == ("good",) for each in at.wait(wanted, 0.01)), "the tier that is well")  # noqa: B023
+
+
+def test_the_last_line_counts_what_a_call_that_hangs_had(
+    make: Callable[..., At], caplog: pytest.LogCaptureFixture
+) -> None:
+    at = make(l2={"cold": NEVER_LATE})
+    at.faults("store hang")
+    at.store(keys(*range(20)))
+    until(lambda: at.client.status()["tiers"]["tiers"][0]["lanes"]["cold-store"]["running"], "a call that hangs")
+    caplog.set_level("INFO", logger="lmcache_core")
+    at.client.close()
+    at.server.stop()
+    assert "ends; of its objects there are 20 that tier cold does not have" in caplog.text
+
+
 def test_without_a_tier_nothing_is_waited_for(make: Callable[..., At]) -> None:
     at = make()
     (told,) = at.client.wait_stored(keys("k"), namespace=NS, timeout_s=3600)

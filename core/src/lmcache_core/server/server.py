@@ -412,9 +412,8 @@ class Server:
 
     def _owed(self) -> str:
         """What of the pool no tier has, in words."""
-        stores = {} if self.tiering is None else self.tiering.status()["stores"]
-        owed = {tier: objects for tier, objects in stores.get("dirty", {}).items() if objects}
-        said = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items())
+        owed = {} if self.tiering is None else self.tiering.owed
+        said = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items() if objects)
         return f"; of its objects there are {said}" if said else ""
 
     def _drain_tiers(self) -> None:

@@ -318,6 +318,11 @@ class Tiering:
         self._lookups.cancel_all()
 
     @property
+    def owed(self) -> dict[str, int]:
+        """How many objects each tier is to have and has not."""
+        return self._stores.owed
+
+    @property
     def drained(self) -> bool:
         """Nothing is pending or in flight, apart from objects for tiers that do not answer."""
         return self._stores.idle and self._lookups.idle and not self._ended

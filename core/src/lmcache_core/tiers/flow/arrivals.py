@@ -84,6 +84,9 @@ class Going:
     def __contains__(self, tier_key: bytes) -> bool:
         return tier_key in self._shards[tier_key[0] % _SHARDS]
 
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
 
 class Shields:
     """Who wants an incarnation to leave the L1 last: the arrival that it came in, then its `Dirty`. Each gives back

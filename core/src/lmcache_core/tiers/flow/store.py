@@ -147,6 +147,14 @@ class StoreController:
         )
 
     @property
+    def owed(self) -> dict[str, int]:
+        """How many objects each tier is to have and has not: not planned yet, waiting, or under way."""
+        return {
+            name: (0 if tier.draining else self._arrived.objects) + len(self._going.get(name, ()))
+            for name, tier in self._tiers.items()
+        }
+
+    @property
     def arrived(self) -> int:
         """The number of what was committed last."""
         return self._arrived.last
@@ -308,7 +316,8 @@ class StoreController:
             return False
         if self._forget_gone(name, queue):
             return True
-        if self._in_flight_bytes and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
+        # A tier with nothing under way may always have one batch: what another one that hangs holds would stop it else.
+        if self._in_flight.get(name) and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
         try:
             layout = self._l1.layout(queue[0].object.layout_id)
