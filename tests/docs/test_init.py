@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from lmcache_core.cli import init
+from lmcache_core.cli.main import main
 
 COMMAND = [sys.executable, "-m", "lmcache_core.cli.main"]
 
@@ -59,6 +64,29 @@ def test_init_replaces_no_file_unasked(tmp_path: Path) -> None:
     assert "--force" in done.stderr
     assert (tmp_path / "lmcache.toml").read_text() == "name = 'mine'\n"
     assert run("init", "--force", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_init_on_a_full_disk_leaves_what_was_there(
+    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a file, or an empty one, would be what the server reads next."""
+    before = "name = 'mine'\n" if force else None
+    file = tmp_path / "lmcache.toml"
+    if before is not None:
+        file.write_text(before)
+    monkeypatch.setattr(init, "settings_file", lambda *_: "x" * (8 << 20))
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, was[1]))  # the kernel refuses the rest, as a full disk does
+    try:
+        code = main(["init", "--output", str(file), *(["--force"] if force else [])])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert code == 2
+    assert "lmcache.toml cannot be written" in capsys.readouterr().err
+    assert [each.read_text() for each in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
 @pytest.mark.parametrize("tiers", ["nosuch", "disk,disk"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,14 +43,28 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     path = Path(arguments.output)
     try:
-        with path.open("w" if arguments.force else "x", encoding="utf-8") as file:
-            file.write(text)
+        _write(path, text, replace=arguments.force)
     except FileExistsError:
         raise UsageError(f"{path} is there already: name another --output, or replace it by --force") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     print(f"{path} written; next: lmcache-core check --config {path}")
     return 0
+
+
+def _write(path: Path, text: str, *, replace: bool) -> None:
+    """All of it or nothing: a full disk leaves what was there."""
+    target = path.resolve()
+    fresh = target.with_name(f".{target.name}.{os.getpid()}") if replace else path
+    with fresh.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except BaseException:
+            fresh.unlink()
+            raise
+    if replace:
+        fresh.replace(target)
 
 
 def settings_file(registry: Registry, tiers: Sequence[str]) -> str:
