@@ -48,6 +48,25 @@ def test_flag_beats_environment_beats_file_beats_default(registry: Registry, tom
     assert origins["l1.backing"] == (Origin.DEFAULT, "")
 
 
+@pytest.mark.parametrize("way", ["flag", "environment"])
+def test_a_list_within_a_table_of_names_is_read_as_json(registry: Registry, toml: Toml, way: str) -> None:
+    said = '["aa", "bb"]'
+    flags = ["--quotas.acme.namespaces", said] if way == "flag" else []
+    environ = {"LMCACHE_CORE_QUOTAS__ACME__NAMESPACES": said} if way == "environment" else {}
+    composed = compose(registry, flags, environ, toml("[quotas.acme.stores.l1]\nlimit_bytes = 4096\n"))
+    assert len(composed.settings.quotas["acme"].namespaces) == 2
+
+
+def test_a_text_within_a_table_of_texts_stays_a_text(registry: Registry, toml: Toml) -> None:
+    composed = compose(registry, ["--otel.headers.token", "[1]"], {}, toml(""))
+    assert composed.settings.otel.headers["token"].get_secret_value() == "[1]"
+
+
+def test_a_list_within_a_table_that_is_cut_short_names_the_flag(registry: Registry, toml: Toml) -> None:
+    with pytest.raises(SettingsError, match=r"--quotas\.acme\.namespaces.*looks like JSON and cannot be parsed"):
+        compose(registry, ["--quotas.acme.namespaces", '["aa"'], {}, toml(""))
+
+
 def test_every_setting_has_an_origin(registry: Registry) -> None:
     composed = compose_from(registry, {"l2": {"cold": {"type": "acme", "bucket": "b"}}})
     assert {".".join(path) for path in composed.schema} == set(composed.origins)

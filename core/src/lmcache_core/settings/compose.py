@@ -22,7 +22,7 @@ from lmcache_core.settings.concrete import Choices, concrete_model
 from lmcache_core.settings.model import Settings
 from lmcache_core.settings.names import check_names, take_unknown_variables, warnings_about
 from lmcache_core.settings.refusals import settings_error
-from lmcache_core.settings.schema import Schema, SettingField, read_text, schema_of
+from lmcache_core.settings.schema import Schema, SettingField, read_text, read_text_within, schema_of
 from lmcache_core.settings.sources import (
     Leaf,
     Origin,
@@ -112,8 +112,8 @@ def _merged(schema: Schema, sources: Sequence[Source]) -> dict[str, Any]:
         leaves = {}
         for path, leaf in source.leaves.items():
             setting, value = schema.get(path), leaf.value
-            if leaf.text and setting is not None:
-                value = _read(setting, leaf)
+            if leaf.text:
+                value = _read(schema, path, leaf)
             if setting is not None and setting.component and isinstance(value, str) and value != "none":
                 path = (*path, "type")
             leaves[path] = value
@@ -121,11 +121,16 @@ def _merged(schema: Schema, sources: Sequence[Source]) -> dict[str, Any]:
     return tree
 
 
-def _read(setting: SettingField, leaf: Leaf) -> Any:
+def _read(schema: Schema, path: tuple[str, ...], leaf: Leaf) -> Any:
+    setting = schema.get(path)
+    tables = (schema.get(path[:length]) for length in range(len(path) - 1, 0, -1))
     try:
-        return read_text(setting, leaf.value)
+        if setting is not None:
+            return read_text(setting, leaf.value)
+        table = next((each for each in tables if each is not None and each.open), None)
+        return leaf.value if table is None else read_text_within(table, leaf.value)
     except ValueError as error:
-        raise SettingsError(f"{dotted(setting.path)} ({leaf.where}): {error}") from None
+        raise SettingsError(f"{dotted(path)} ({leaf.where}): {error}") from None
 
 
 def _without_replaced(sources: Sequence[Source], choices: Choices) -> list[Source]:

@@ -167,3 +167,16 @@ def read_text(field: SettingField, text: str) -> Any:
             where = f"{error.msg} at character {error.pos}"
             raise ValueError(f"it looks like JSON and cannot be parsed: {where}") from error
     return [part.strip() for part in text.split(",") if part.strip()] if listed else text
+
+
+def read_text_within(field: SettingField, text: str) -> Any:
+    """A text for something within the table `field`: JSON's lists and tables are read, unless the table's values are
+    texts themselves."""
+    tables = [each for each in _alternatives(field.annotation) if _is_class(get_origin(each) or each, Mapping)]
+    values = [kind for each in tables for kind in _alternatives((get_args(each) or (None, Any))[1])]
+    if not text.lstrip().startswith(("[", "{")) or any(_is_class(kind, (str, SecretStr)) for kind in values):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it looks like JSON and cannot be parsed: {error.msg} at character {error.pos}") from error
