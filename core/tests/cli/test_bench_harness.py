@@ -196,4 +196,5 @@ def test_abbreviations_are_no_options() -> None:
     """`--conf` for `--config` would also swallow a setting that begins so."""
     parser = LazyParser()
     parser.add_argument("--config")
-    assert parser.parse_known_args(["--conf", "x"]) == (argparse.Namespace(config=None), ["--conf", "x"])
+    found, rest = parser.parse_known_args(["--conf", "x"])
+    assert (found.config, rest) == (None, ["--conf", "x"])

@@ -70,7 +70,7 @@ def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Any, evic
     loop.store(doubles.contents(5))
     loop.idle()
     assert len(adapter.objects) == 3
-    assert loop.tiering.status()["stores"]["counts"]["lost_full"] == 2
+    assert loop.tiering.status()["stores"]["counts"]["lost_no_room"] == 2
     assert loop.l1.held == 0
 
 

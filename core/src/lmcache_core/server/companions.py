@@ -93,7 +93,7 @@ class Companions:
         shown: dict[str, Any] = {}
         for name, companion in self._all.items():
             try:
-                shown[name] = companion.status()
+                shown[name] = dict(companion.status())
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
