@@ -190,9 +190,9 @@ def badges(session: nox.Session) -> None:
     needs = {each for path in [CORE, *installable()] for each in test_requirements(path)}
     tools = (*TEST_TOOLS, *sorted(needs), "coverage>=7.6")
     install(session, *installable(), extras="[cli,torch,testing]", tools=tools, native="require")
-    results, folder = Path("build/badges"), session.create_tmp()
+    results = Path("build/badges").absolute()
     results.mkdir(parents=True, exist_ok=True)
-    counted = {"COVERAGE_FILE": str(Path(folder, "coverage"))}
+    counted = {"COVERAGE_FILE": str(results / "coverage")}
     junit, covered, card = (str(results / name) for name in ("tests.xml", "coverage.json", "adapters.json"))
     pytest = ["pytest", "-q", "--timeout=300", "-p", "no:cacheprovider"]
     chosen = ["-m", "not slow", f"--junitxml={junit}", "core/tests", f"--ignore={CORE / NATIVE[0]}"]

@@ -110,7 +110,7 @@ for turn in range(3):
             shutil.rmtree(rng.choice([root / "objects", root / "tmp", root]), ignore_errors=True)
         for each in rng.sample(sorted(l1.ready), min(3, len(l1.ready))):
             l1.evict(each[1])
-        loop.ask([doubles.key(rng.randrange(number)) for _ in range(4)], wanted="sparse")
+        loop.ask([doubles.key(rng.randrange(number)) for _ in range(4)], prefix=False)
         if rng.random() < 0.2:
             loop.tiering.clear(None, tiers=True)
         loop.until(quiet)
