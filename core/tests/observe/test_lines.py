@@ -79,7 +79,6 @@ def test_a_server_logs_in_lines_of_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert "LMCACHE_CORE_NONSENSE is not a setting" in lines[0]["message"]
     assert any("drains" in line["message"] for line in lines)
     named = [line["event"]["event"] for line in lines if "event" in line]
-    assert named[0] == "serving"
     others = {*named} - {"populated", "peer_refused"}  # it may end before it is populated
     assert others == {"serving", "draining", "drain", "ending"}
     assert ("peer_refused" in named) == strange

@@ -47,8 +47,8 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
     def one() -> socket.socket:
         opened.append(made := socket.socket(socket.AF_UNIX))
+        made.connect(path)  # with no time-out yet, which would turn a full backlog into an error
         made.settimeout(60)
-        made.connect(path)
         return made
 
     yield one
