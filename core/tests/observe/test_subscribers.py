@@ -53,6 +53,13 @@ def test_files_are_rotated_and_only_so_many_are_kept(tmp_path: Path, files: int)
     assert times == ([] if files == 1 else [4.0, 5.0])  # the current file is empty: it was rotated just now
 
 
+def test_a_full_disk_is_told_with_the_path_of_the_file_and_once() -> None:
+    subscriber = JsonlEvents(JsonlSettings(path=Path("/dev/full")), SubscriberContext("node", Path("/")))
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        subscriber.hear(samples())
+    subscriber.close()
+
+
 def test_the_log_leaves_objects_out_and_says_trouble_louder(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.DEBUG, "lmcache_core.events")
     LogEvents(LogSettings(level="debug"), SubscriberContext("node", tmp_path)).hear(samples())

@@ -32,11 +32,15 @@ class JsonlEvents(EventSubscriber):
         self._settings = settings
         self._path = settings.path or context.state_dir / f"{context.server}-events.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab")
+        self._file = self._path.open("ab", buffering=0)  # what could not be written is not tried again at the end
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        self._file.write(b"".join(line_of(event) for event in events))
-        self._file.flush()
+        left = memoryview(b"".join(line_of(event) for event in events))
+        while left:
+            try:
+                left = left[self._file.write(left) :]
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self._path)) from None
         if self._file.tell() >= self._settings.rotate_bytes:
             self._rotate()
 
@@ -49,7 +53,7 @@ class JsonlEvents(EventSubscriber):
             former = self._numbered(number - 1)
             if former.exists():
                 former.replace(self._numbered(number))
-        self._file = self._path.open("wb" if self._settings.files == 1 else "ab")
+        self._file = self._path.open("wb" if self._settings.files == 1 else "ab", buffering=0)
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
