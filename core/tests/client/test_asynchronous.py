@@ -364,6 +364,7 @@ def test_one_client_serves_two_event_loops_and_is_closed_in_one_of_them(stopped:
     other.start()
     asyncio.run(connected())
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # until then it may answer
     hung.set()
 
     async def close() -> None:

@@ -32,11 +32,11 @@ export function duration(seconds) {
   return `${Math.round(seconds)} s`;
 }
 
-// "10 GiB", "1.5tb" or a plain number; null for nothing. Throws where it is no size.
+// "10 GiB", "1.5tb" or a plain number; null for nothing. Throws where it is not a size.
 export function parseSize(text) {
   if (!text.trim()) return null;
   const found = /^([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?$/i.exec(text.trim());
-  if (!found) throw new Error(`${text} is no size: write a number of bytes, or one with KiB, MiB, GiB or TiB`);
+  if (!found) throw new Error(`${text} is not a size: write a number of bytes, or one with KiB, MiB, GiB or TiB`);
   const power = found[2] ? "KMGT".indexOf(found[2].toUpperCase()) + 1 : 0;
   return Math.floor(Number(found[1]) * (found[3] ? 1024 : 1000) ** power);
 }
