@@ -52,14 +52,14 @@ class TestTheKit(L2AdapterContract):
         return service.expire(corner)
 
     @pytest.fixture
-    def small_adapter(self, service: Any, reopen: Callable[[], L2Adapter]) -> Iterator[L2Adapter | None]:
+    def small_adapter(self, service: Any, label: str, reopen: Callable[..., L2Adapter]) -> Iterator[L2Adapter | None]:
         if not service.ours:
             pytest.skip("a service of your own is not filled")
         with service.small() as possible:
             if not possible:
                 yield None
                 return
-            with reopen() as adapter:
+            with reopen(**service.corner(f"{label}-small")) as adapter:  # another medium: in a corner of its own
                 yield adapter
 
     @pytest.fixture
