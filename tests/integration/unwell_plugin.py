@@ -19,7 +19,7 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.server.companion import Companion, CompanionContext
 from lmcache_core.settings.model import Section
 
-STUCK = 24  # subscribers: each is put aside after five seconds, and a bus is full for as long as one is left
+STUCK = 60  # subscribers: each is put aside after five seconds, and a bus is full for as long as one is left
 
 
 class StuckSettings(Section):
@@ -35,7 +35,7 @@ class BrittleSettings(Section):
 
 
 class Stuck(EventSubscriber):
-    """Does not come back while there is a file."""
+    """Does not come back while there is a file, and leaves another beside it that says so."""
 
     wants_blocks = True
 
@@ -45,6 +45,7 @@ class Stuck(EventSubscriber):
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
         while self._path.exists():
+            self._path.with_suffix(".hangs").touch()
             time.sleep(0.002)
 
 
