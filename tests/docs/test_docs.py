@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 from lmcache_core.client.explaining import counted_reasons
-from lmcache_core.client.link_states import link_diagram
-from lmcache_core.kernel.states import diagram
 from lmcache_core.observe.events import EVENTS
-from lmcache_core.server.session_states import session_diagram
-from lmcache_core.tiers.flow.load_states import load_diagram
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in ROOT.rglob("*.md") if not {".nox", ".venv", "node_modules"} & set(path.parts))
@@ -66,17 +62,6 @@ def test_the_table_of_events_is_the_codes() -> None:
         for kind in EVENTS
         if kind.__struct_config__.tag
     }
-
-
-def test_the_diagram_of_states_is_the_codes() -> None:
-    text = (ROOT / "docs/internals/leases.md").read_text()
-    assert fenced(text, "mermaid") == [diagram()]
-    text = (ROOT / "docs/internals/protocol.md").read_text()
-    assert session_diagram() in fenced(text, "mermaid")
-    text = (ROOT / "docs/internals/links.md").read_text()
-    assert fenced(text, "mermaid") == [link_diagram()]
-    text = (ROOT / "docs/internals/ways.md").read_text()
-    assert fenced(text, "mermaid") == [load_diagram()]
 
 
 def test_the_two_commands_are_the_first_that_say_demo_and_tests() -> None:

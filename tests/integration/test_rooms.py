@@ -16,7 +16,7 @@ import lmcache_core
 SOURCE = Path(lmcache_core.__file__).parent
 # Each room may import itself and those in the lines above it. docs/internals/rooms.md says what is in them.
 ORDER = [
-    {"limits", "errors", "clock", "cpu_share", "descriptors", "files", "trust"},
+    {"limits", "errors", "clock", "cpu_share", "descriptors", "files", "trust", "transitions"},
     {"native"},
     {"kernel"},
     {"pool"},

@@ -10,7 +10,7 @@ import pytest
 from core.tests.client.test_channel import Script
 from lmcache_core.client.channel import Channel
 from lmcache_core.client.handshake import _STEPS
-from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState, link_diagram
+from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
 
 
 def channel(state: LinkState) -> Channel:
@@ -71,6 +71,6 @@ def test_a_link_ends_once_whoever_ends_it() -> None:
 
 
 def test_the_diagram_has_every_event() -> None:
-    assert "CONNECTING --> GREETING: connected" in link_diagram()
+    assert "CONNECTING --> GREETING: connected" in LINK_TRANSITIONS.diagram()
     for event in LinkEvent:
-        assert event.name.lower() in link_diagram()
+        assert event.name.lower() in LINK_TRANSITIONS.diagram()

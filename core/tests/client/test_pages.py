@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from lmcache_core import PageEntry, PageGroup, Region
 from lmcache_core.client import pages as pages_room
+from lmcache_core.client import pages_plain
 from lmcache_core.client.client import Client
 from lmcache_core.client.page_jobs import PagesJob, PagesResult, RetrieveJob
 from lmcache_core.client.pages import Pages
@@ -999,6 +1000,28 @@ def test_an_interrupt_anywhere_leaves_no_thread_at_work_and_no_lease(
         until(let_go, "the leases to go")
         assert large.pages.retrieve([large.entry]).hits == large.count
         client.clear(large.space)
+
+
+def test_a_job_that_was_interrupted_as_its_copies_began_reads_each_object_all_the_same(
+    ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(lambda groups: ways.pages("plain", groups))
+    small.store()
+    start, interrupts = pages_plain.PageJob.start, [Interrupt()]
+
+    def interrupted(work: pages_plain.PageJob, threads: int, waits: bool) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        start(work, threads, waits)
+
+    monkeypatch.setattr(pages_plain.PageJob, "start", interrupted)
+    job = small.pages.retrieve_start([small.entry])
+    with pytest.raises(Interrupt):
+        job.wait()
+    assert job.wait(60.0)
+    assert job.result is not None
+    assert job.result.hits == small.count
+    small.check(job.result)
 
 
 def test_pages_are_stored_again_at_the_next_server(tmp_path: Path) -> None:

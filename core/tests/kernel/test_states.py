@@ -9,7 +9,7 @@ from kernel_words import LAYOUT, NS, WORKER, keys, offer
 
 from lmcache_core.errors import InvariantError
 from lmcache_core.kernel import TRANSITIONS, Event, Kernel, State
-from lmcache_core.kernel.states import INDEXED, diagram
+from lmcache_core.kernel.states import INDEXED
 
 
 def test_every_state_is_reached_from_free_and_leads_back_to_it() -> None:
@@ -66,6 +66,12 @@ def test_a_batch_is_moved_whole_or_not_at_all(kernel: Kernel) -> None:
         assert (list(residents.objects_by_state), list(residents.bytes_by_state)) == sums
 
 
-def test_the_diagram_has_a_line_for_each_step() -> None:
-    assert len(diagram().splitlines()) == 1 + len(TRANSITIONS)
-    assert "WRITING --> QUARANTINED: expire" in diagram()
+def test_the_diagram_has_a_line_for_each_pair_of_states_and_says_every_event() -> None:
+    pairs = {(before, after) for (before, _), after in TRANSITIONS.items()}
+    assert len(TRANSITIONS.diagram().splitlines()) == 1 + len(pairs)
+    assert "WRITING --> QUARANTINED: expire, clear\n" in TRANSITIONS.diagram()
+
+
+def test_a_step_that_is_not_in_the_table_is_named() -> None:
+    with pytest.raises(KeyError, match="State READY has no step GRANT"):
+        TRANSITIONS[State.READY, Event.GRANT]

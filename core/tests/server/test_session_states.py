@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lmcache_core.server.session import Session
-from lmcache_core.server.session_states import SESSION_TRANSITIONS, SessionEvent, SessionState, session_diagram
+from lmcache_core.server.session_states import SESSION_TRANSITIONS, SessionEvent, SessionState
 
 
 def session(state: SessionState) -> Session:
@@ -56,6 +56,6 @@ def test_a_step_that_is_not_in_the_table_is_refused() -> None:
 
 
 def test_the_diagram_has_every_event() -> None:
-    assert "CONNECTED --> OPEN: hello" in session_diagram()
+    assert "CONNECTED --> OPEN: hello" in SESSION_TRANSITIONS.diagram()
     for event in SessionEvent:
-        assert event.name.lower().replace("_", " ") in session_diagram()
+        assert event.name.lower().replace("_", " ") in SESSION_TRANSITIONS.diagram()

@@ -19,10 +19,11 @@ from lmcache_core.limits import (
     TIER_LOOKUP_S,
 )
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.jobs import JobStatus
+from lmcache_core.tiers.flow.job_states import JobState
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import tier_key
-from lmcache_core.tiers.tier.lanes import Call, CallState, Lane
+from lmcache_core.tiers.tier.call_states import CallState
+from lmcache_core.tiers.tier.lanes import Call, Lane
 from lmcache_core.tiers.tier.trouble import Trouble
 
 
@@ -56,7 +57,7 @@ def test_a_hung_lookup_is_given_up_and_the_others_decide(doubles: Any, stocked: 
     del stocked.far.objects[tier_key(doubles.key(2), doubles.namespace, 0)]
     job = stocked.ask([doubles.key(i) for i in range(4)])
     stocked.until(lambda: stocked.near.calls["exists"] and len(stocked.tiering._lookups._work[job].found) == 1)
-    assert job.status is JobStatus.ASKING, "the silent tier may have the third key"
+    assert job.state is JobState.ASKING, "the silent tier may have the third key"
     stocked.jump(TIER_LOOKUP_S + 0.1)
     stocked.until(lambda: job.ended)
     assert job.hits == 2
@@ -255,7 +256,7 @@ def test_lookups_beyond_the_limit_wait_and_beyond_the_queue_are_throttled(double
     loop.idle()
     adapter.hang("exists")
     jobs = [loop.ask([doubles.key(i)]) for i in range(LOOKUPS_WAITING_MAX + 3)]
-    assert [job.status for job in jobs[:3]] == [JobStatus.ASKING, JobStatus.ASKING, JobStatus.WAITING]
+    assert [job.state for job in jobs[:3]] == [JobState.ASKING, JobState.ASKING, JobState.WAITING]
     assert jobs[-1].reasons == {0: TierReason.THROTTLED}
     adapter.release("exists")
     loop.until(lambda: all(job.ended for job in jobs))
@@ -266,7 +267,7 @@ def test_eight_hung_prefetches_do_not_stop_prefetching_for_ever(doubles: Any, st
     stocked.near.hang("load")
     stocked.far.hang("load")
     jobs = [stocked.ask([doubles.key(i % 4)], seconds=3.0) for i in range(8)]
-    stocked.until(lambda: any(job.status is JobStatus.LOADING for job in jobs))
+    stocked.until(lambda: any(job.state is JobState.LOADING for job in jobs))
     stocked.jump(4.0)
     stocked.until(lambda: all(job.ended for job in jobs))
     stocked.near.release("load")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.tiers.flow.load_states import LOAD_TRANSITIONS, LoadEvent, LoadState, load_diagram
+from lmcache_core.tiers.flow.load_states import LOAD_TRANSITIONS, LoadEvent, LoadState
 from lmcache_core.tiers.flow.loads import Load, LoadTable, LoadTerms
 from lmcache_core.tiers.object.format import tier_key
 from lmcache_core.tiers.tier.lanes import WAITED_FOR
@@ -41,8 +41,8 @@ def test_a_slot_that_a_lane_may_write_to_is_left_by_its_return_or_its_commit_alo
 
 
 def test_the_diagram_has_every_event() -> None:
-    assert "OUT --> LATE: expire" in load_diagram()
-    assert all(f": {event.name.lower()}\n" in load_diagram() for event in LoadEvent)
+    assert "OUT --> LATE: expire" in LOAD_TRANSITIONS.diagram()
+    assert all(f": {event.name.lower()}\n" in LOAD_TRANSITIONS.diagram() for event in LoadEvent)
 
 
 def test_a_load_changes_its_state_by_the_table_alone(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_load_changes_its_state_by_the_table_alone(doubles: Any, monkeypatch: 
     near.entered.acquire(timeout=60)
     loop.until(lambda: late.ended)
     cancelled = loop.ask([doubles.key(6)])
-    loop.until(lambda: cancelled.status == "loading")
+    loop.until(lambda: cancelled.state == "loading")
     loop.tiering.cancel(cancelled)
     near.release("load")
     loop.until(lambda: set(moved.values()) == {LoadState.OVER})  # the call that was late comes back, too

@@ -16,7 +16,8 @@ from lmcache_core.policies.lru import LruEviction
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
-from lmcache_core.tiers.tier.lanes import WAITED_FOR, Call, CallState
+from lmcache_core.tiers.tier.call_states import CallState
+from lmcache_core.tiers.tier.lanes import WAITED_FOR, Call
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
 
 OBJECT_BYTES = HEADER_BYTES + 5000

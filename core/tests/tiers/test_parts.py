@@ -20,8 +20,10 @@ from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.flow.jobs import TierLookup, select
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.retry import ask_batch, call_batch
-from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, CallState, Lane
+from lmcache_core.tiers.tier.breaker import Breaker
+from lmcache_core.tiers.tier.breaker_states import BreakerState
+from lmcache_core.tiers.tier.call_states import CallState
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WAITED_FOR, WARM_UP, WRITE_BACK, Call, Lane
 from lmcache_core.tiers.tier.parallel import Parallel
 
 SAFETY_S = 60.0

@@ -9,7 +9,7 @@ import pytest
 from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.contract import Outcome, Result
-from lmcache_core.tiers.flow.jobs import JobStatus
+from lmcache_core.tiers.flow.job_states import JobState
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import tier_key
 
@@ -26,7 +26,7 @@ def test_what_was_stored_comes_back_byte_for_byte(doubles: Any) -> None:
     loop.idle()
     _evict_all(loop)
     job = loop.fetch(list(contents))
-    assert (job.status, job.hits, job.loaded, job.reasons) == (JobStatus.DONE, 10, set(range(10)), {})
+    assert (job.state, job.hits, job.loaded, job.reasons) == (JobState.DONE, 10, set(range(10)), {})
     assert {key: loop.l1.get(key) for key in contents} == contents
     assert loop.l1.held == 0
 
@@ -179,7 +179,7 @@ def test_hits_are_known_before_the_loads_end(doubles: Any) -> None:
     adapter.hang("load")
     job = loop.ask(list(contents))
     loop.until(lambda: job.hits is not None)
-    assert (job.status, job.hits, job.loaded) == (JobStatus.LOADING, 3, set())
+    assert (job.state, job.hits, job.loaded) == (JobState.LOADING, 3, set())
     adapter.release("load")
     loop.until(lambda: job.ended)
     assert job.loaded == {0, 1, 2}
@@ -194,9 +194,9 @@ def test_two_requests_for_one_key_load_it_once(doubles: Any) -> None:
     _evict_all(loop)
     adapter.hang("load")
     first = loop.ask(list(contents))
-    loop.until(lambda: first.status is JobStatus.LOADING)
+    loop.until(lambda: first.state is JobState.LOADING)
     second = loop.ask(list(contents))
-    loop.until(lambda: second.status is JobStatus.LOADING)
+    loop.until(lambda: second.state is JobState.LOADING)
     adapter.release("load")
     loop.until(lambda: first.ended and second.ended)
     assert first.loaded == second.loaded == {0, 1, 2, 3}
@@ -212,11 +212,11 @@ def test_a_cancelled_request_holds_nothing_and_does_not_disturb_another(doubles:
     _evict_all(loop)
     adapter.hang("load")
     first = loop.ask(list(contents))
-    loop.until(lambda: first.status is JobStatus.LOADING)
+    loop.until(lambda: first.state is JobState.LOADING)
     second = loop.ask(list(contents)[:2])
-    loop.until(lambda: second.status is JobStatus.LOADING)
+    loop.until(lambda: second.state is JobState.LOADING)
     loop.tiering.cancel(first)
-    assert first.status is JobStatus.CANCELLED
+    assert first.state is JobState.CANCELLED
     assert first in loop.done
     adapter.release("load")
     loop.until(lambda: second.ended and not loop.l1.held)
@@ -239,9 +239,9 @@ def _waiting_for_slots(doubles: Any, count: int = 4) -> tuple[Any, Any, list[byt
 def test_loads_that_wait_for_their_slots_are_shared_and_start_once_they_have_them(doubles: Any) -> None:
     loop, adapter, keys = _waiting_for_slots(doubles)
     first = loop.ask(keys)
-    loop.until(lambda: first.status is JobStatus.LOADING)
+    loop.until(lambda: first.state is JobState.LOADING)
     second = loop.ask(keys[:2])
-    loop.until(lambda: second.status is JobStatus.LOADING)
+    loop.until(lambda: second.state is JobState.LOADING)
     assert len(loop.l1.waits) == 1, "the second one joins"
     assert not adapter.calls["load"]
     loop.l1.make_room()
@@ -253,7 +253,7 @@ def test_loads_that_wait_for_their_slots_are_shared_and_start_once_they_have_the
 def test_of_loads_that_have_waited_those_without_a_slot_are_misses(doubles: Any) -> None:
     loop, _, keys = _waiting_for_slots(doubles)
     job = loop.ask(keys)
-    loop.until(lambda: job.status is JobStatus.LOADING)
+    loop.until(lambda: job.state is JobState.LOADING)
     taken, loop.l1.free = loop.l1.free[2:], loop.l1.free[:2]
     loop.l1.make_room()
     loop.until(lambda: job.ended)
@@ -267,7 +267,7 @@ def test_of_loads_that_have_waited_those_without_a_slot_are_misses(doubles: Any)
 def test_no_room_is_made_for_loads_that_nobody_waits_for_any_more(doubles: Any, how: str) -> None:
     loop, adapter, keys = _waiting_for_slots(doubles)
     first, second = loop.ask(keys, seconds=50.0), loop.ask(keys[:2], seconds=50.0)
-    loop.until(lambda: second.status is JobStatus.LOADING)
+    loop.until(lambda: second.state is JobState.LOADING)
     wait = loop.l1.waits[0]
     if how == "cancel":
         loop.tiering.cancel(first)
@@ -317,7 +317,7 @@ def test_a_damaged_object_comes_from_the_next_tier_and_leaves_its_own(doubles: A
     near.hang("load")
     far.hang("exists")  # so that near is chosen, and far is known only while near's load is under way
     job = loop.ask([key])
-    loop.until(lambda: job.status is JobStatus.LOADING)
+    loop.until(lambda: job.state is JobState.LOADING)
     far.release("exists")
     loop.until(lambda: not loop.tiering._lookups._work[job].waiting)
     near.release("load")

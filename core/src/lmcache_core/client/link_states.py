@@ -5,13 +5,14 @@ call that finds it half made takes the next step. Once it is open, silence is no
 in time leaves it SILENT, further calls answer at once that nobody is there, and the first frame that comes opens it
 again. Only an end of the connection, or a refusal, ends it; the next link begins after a pause.
 
-The table feeds the code (`Channel.move` looks every step up in it), the diagram in the docs (`link_diagram()`) and the
-tests.
+The table feeds the code (`Channel.move` looks every step up in it), the diagram in the docs and the tests.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+
+from lmcache_core.transitions import Transitions
 
 
 class LinkState(IntEnum):
@@ -39,28 +40,20 @@ class LinkEvent(IntEnum):
     END = 7
 
 
-LINK_TRANSITIONS: dict[tuple[LinkState, LinkEvent], LinkState] = {
-    (LinkState.CONNECTING, LinkEvent.CONNECTED): LinkState.GREETING,
-    (LinkState.GREETING, LinkEvent.WELCOMED): LinkState.MAPPING,
-    (LinkState.MAPPING, LinkEvent.MAPPED): LinkState.ATTACHING,
-    (LinkState.MAPPING, LinkEvent.UNMAPPED): LinkState.OPEN,
-    (LinkState.ATTACHING, LinkEvent.ATTACHED): LinkState.OPEN,
-    (LinkState.OPEN, LinkEvent.QUIET): LinkState.SILENT,
-    (LinkState.SILENT, LinkEvent.HEARD): LinkState.OPEN,
-    (LinkState.CONNECTING, LinkEvent.END): LinkState.ENDED,
-    (LinkState.GREETING, LinkEvent.END): LinkState.ENDED,
-    (LinkState.MAPPING, LinkEvent.END): LinkState.ENDED,
-    (LinkState.ATTACHING, LinkEvent.END): LinkState.ENDED,
-    (LinkState.OPEN, LinkEvent.END): LinkState.ENDED,
-    (LinkState.SILENT, LinkEvent.END): LinkState.ENDED,
-}
-
-
-def link_diagram() -> str:
-    """The table as Mermaid text, for the docs."""
-    lines = ["stateDiagram-v2"]
-    lines += [
-        f"    {before.name} --> {after.name}: {event.name.lower()}"
-        for (before, event), after in LINK_TRANSITIONS.items()
-    ]
-    return "\n".join(lines) + "\n"
+LINK_TRANSITIONS: Transitions[LinkState, LinkEvent] = Transitions(
+    {
+        (LinkState.CONNECTING, LinkEvent.CONNECTED): LinkState.GREETING,
+        (LinkState.GREETING, LinkEvent.WELCOMED): LinkState.MAPPING,
+        (LinkState.MAPPING, LinkEvent.MAPPED): LinkState.ATTACHING,
+        (LinkState.MAPPING, LinkEvent.UNMAPPED): LinkState.OPEN,
+        (LinkState.ATTACHING, LinkEvent.ATTACHED): LinkState.OPEN,
+        (LinkState.OPEN, LinkEvent.QUIET): LinkState.SILENT,
+        (LinkState.SILENT, LinkEvent.HEARD): LinkState.OPEN,
+        (LinkState.CONNECTING, LinkEvent.END): LinkState.ENDED,
+        (LinkState.GREETING, LinkEvent.END): LinkState.ENDED,
+        (LinkState.MAPPING, LinkEvent.END): LinkState.ENDED,
+        (LinkState.ATTACHING, LinkEvent.END): LinkState.ENDED,
+        (LinkState.OPEN, LinkEvent.END): LinkState.ENDED,
+        (LinkState.SILENT, LinkEvent.END): LinkState.ENDED,
+    }
+)

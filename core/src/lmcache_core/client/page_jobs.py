@@ -22,6 +22,14 @@ from lmcache_core.client.hits import CHANGED, DAMAGED, READ, VERIFY, Hits
 from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
+from lmcache_core.client.page_states import (
+    FRAME_TRANSITIONS,
+    LEASED_READ_TRANSITIONS,
+    FrameEvent,
+    FrameState,
+    LeasedReadEvent,
+    LeasedReadState,
+)
 from lmcache_core.client.presence import Presence
 from lmcache_core.client.promises import Promise, frames_of
 from lmcache_core.client.regions import RegionTables
@@ -102,7 +110,7 @@ class Frame:
         self.positions = positions  # of its keys among those of the entry
         self.keys = keys
         self.lease = make_lease()
-        self.heard = False
+        self.state = FrameState.WANTED
         self._links = ground.links
         self._namespace = namespace
         self._make_lease = make_lease
@@ -112,14 +120,23 @@ class Frame:
         self._pending: Pending | None = None
         self._again = True  # a namespace that the server has forgotten is registered again, once
 
+    def move(self, event: FrameEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = FRAME_TRANSITIONS[self.state, event]
+
+    @property
+    def heard(self) -> bool:
+        """It is known what became of each key, as far as anybody will say."""
+        return self.state is FrameState.HEARD
+
     def get_on(self, patient: bool = False) -> bool:
         """Ask, or hear the answer, if it has come; whether it has. `patient`: wait for a link as any call does."""
         if self.heard:
             return True
         try:
-            if self._pending is None:
+            if self.state is FrameState.WANTED:
                 self._send(self._links.current() if patient else self._links.step())
-            self.heard = self._hear()
+            self._hear()
         except UnknownNamespaceError as error:
             assert self._link is not None
             self._link.remove_binding(self._namespace)
@@ -128,6 +145,7 @@ class Frame:
                 return True
             self.lease.leave()
             self.lease, self._pending, self._binding, self._again = self._make_lease(), None, None, False
+            self.move(FrameEvent.REPEAT)
         except CacheError as error:
             self._refuse(error)
         return self.heard
@@ -140,39 +158,40 @@ class Frame:
         # The server answers in order: by the time it comes to the question, the namespace is registered.
         self._binding = link.start_binding(self._namespace)
         self._pending = self.lease.start(link, self._message, len(self.keys))
+        self.move(FrameEvent.ASK if self._binding is None else FrameEvent.BIND)
 
-    def _hear(self) -> bool:
+    def _hear(self) -> None:
         link, binding, pending = self._link, self._binding, self._pending
         if link is None or pending is None:
-            return False
-        if binding is not None:
+            return
+        if self.state is FrameState.BINDING and binding is not None:
             bound = link.channel.poll(binding)
             if bound is None:
-                return False
+                return
             link.note_bound(self._namespace.id, self._namespace.layout, bound)
-            self._binding = None
+            self.move(FrameEvent.BOUND)
         reply = link.channel.poll(pending)
         if reply is None:
-            return False
+            return
         self.lease.hear(link, reply, len(self.keys))
         if isinstance(self.lease, ReadLease):
             self.lease.watch(self.keys)
-        return True
+        self.move(FrameEvent.ANSWER)
 
     def _refuse(self, error: CacheError) -> None:
-        self.heard = True
+        self.move(FrameEvent.REFUSE)
         self.lease.refuse(error, len(self.keys))
 
     def cancel(self, outcome: _Outcome) -> None:
         """No answer is wanted any more: what it grants, should it come, goes back."""
         if not self.heard:
-            self.heard = True
+            self.move(FrameEvent.CANCEL)
             self.lease.leave()
             self.lease.add_ungranted(*outcome, len(self.keys))
 
     def wait(self, timeout_s: float) -> None:
         """Until something has come, at most for that long."""
-        waits_for = self._binding or self._pending
+        waits_for = self._binding if self.state is FrameState.BINDING else self._pending
         if self._link is None or waits_for is None:
             self._links.wait(timeout_s)
         else:
@@ -403,15 +422,19 @@ class PagesJob(ABC):
         """Stop, and say so of what is not done."""
 
 
-class _Leased:
-    """Objects that are read under leases: asked for, copied, and settled."""
+class _LeasedRead:
+    """Objects that are read under leases: asked for at once, copied, and settled."""
 
     def __init__(self, frames: list[Frame]) -> None:
         self.frames = frames
         self.work: Any = None
         self.parts: list[tuple[Frame, array[int]]] = []  # with the lease's positions
-        self.over = False
+        self.state = LeasedReadState.ASKING
         self.asked_again = False  # for what the session could not hold beside the rest
+
+    def move(self, event: LeasedReadEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = LEASED_READ_TRANSITIONS[self.state, event]
 
     def over_share(self) -> list[tuple[int, Sequence[int]]]:
         """(Entry, positions) of what is to be asked for once what is read here has been settled."""
@@ -450,7 +473,7 @@ class RetrieveJob(PagesJob):
         self._told = False  # of a region that is done: no thread may write to it again
         self._found: list[tuple[int, array[int]]] = []  # entry and positions, a part each
         self._indexed: Any = None
-        self._leased: list[_Leased] = []
+        self._leased: list[_LeasedRead] = []
         parts, rest = self._look()
         if rest:
             self._ask(rest)
@@ -500,7 +523,7 @@ class RetrieveJob(PagesJob):
                 return ReadLease(ground.links, entry.namespace)
 
             frames += _frames_of(ground, number, entry, positions, BATCH_KEYS_MAX, lease, message, promise)
-        self._leased.append(_Leased(frames))
+        self._leased.append(_LeasedRead(frames))
         for frame in frames:
             frame.get_on(self._waits and self._until is None)
 
@@ -524,7 +547,8 @@ class RetrieveJob(PagesJob):
         """What copies, or will; None for what is not begun yet."""
         indexed = [] if self._indexed is None else [self._indexed]
         to_come = [None for leased in self._leased if leased.over_share()]
-        return indexed + to_come + [each.work for each in self._leased if not (each.over and each.work is None)]
+        leased = [each.work for each in self._leased if each.work is not None or each.state is not LeasedReadState.OVER]
+        return indexed + to_come + leased
 
     @staticmethod
     def _has_region(work: Any, region: int) -> bool:
@@ -598,23 +622,22 @@ class RetrieveJob(PagesJob):
             if link is not None and number:
                 link.channel.post(partial(_redemption, number, entry.namespace.id, join_keys(keys[first:end])))
 
-    def _get_leased_on(self, leased: _Leased) -> bool:
-        if leased.over:
-            return True
-        if leased.work is None:
+    def _get_leased_on(self, leased: _LeasedRead) -> bool:
+        if leased.state is LeasedReadState.ASKING:
             heard = [frame.get_on() for frame in leased.frames]
             if not all(heard):
                 return False
             self._copy_leased(leased)
-        if leased.work is not None:
+        if leased.state is LeasedReadState.COPYING:
             if not _over(leased.work):
                 return False
             self._settle(leased)
-        leased.over = True
+        if leased.state is not LeasedReadState.OVER:
+            leased.move(LeasedReadEvent.END)
         return True
 
-    def _copy_leased(self, leased: _Leased) -> None:
-        parts = []
+    def _copy_leased(self, leased: _LeasedRead) -> None:
+        parts, copied = [], []
         for frame in leased.frames:
             self._note_ungranted(frame)
             lease = frame.lease
@@ -631,17 +654,19 @@ class RetrieveJob(PagesJob):
             positions = array("Q", [frame.positions[at] for at in own])
             addresses = array("Q", [mapping.address + offset for _, offset in chosen])
             parts.append((frame.entry, positions, addresses, lease.checksums_at(own)))
-            leased.parts.append((frame, own))
+            copied.append((frame, own))
+        leased.parts = copied  # whole: an interrupt in what follows has all of this done again
         if parts:
             try:
-                leased.work = self._begin(parts, self._by_region, [frame for frame, _ in leased.parts], self._waits)
+                leased.work = self._begin(parts, self._by_region, [frame for frame, _ in copied], self._waits)
+                leased.move(LeasedReadEvent.COPY)
             except LeaseExpiredError:
-                for frame, own in leased.parts:
+                for frame, own in copied:
                     for at in own:
                         self._note(frame.entry, frame.positions[at], Status.ABORTED)
                     frame.lease.leave()
 
-    def _settle(self, leased: _Leased) -> None:
+    def _settle(self, leased: _LeasedRead) -> None:
         for part, (frame, own) in enumerate(leased.parts):
             lease, damaged, read = frame.lease, [], []
             assert isinstance(lease, ReadLease)
@@ -705,13 +730,13 @@ class RetrieveJob(PagesJob):
         for leased in self._leased:
             for frame in leased.frames:
                 frame.cancel((status, reason))
-            if leased.work is None and not leased.over:
+            if leased.state is LeasedReadState.ASKING:
                 for frame in leased.frames:
                     self._note_ungranted(frame)
                     for at in frame.lease.granted:
                         self._note(frame.entry, frame.positions[at], status, reason)
                     frame.lease.leave()
-                leased.over = True
+                leased.move(LeasedReadEvent.END)
         self._get_on()
         for answer in self._answers:  # what nobody can say now is not trusted
             for position in answer.frame.positions:

@@ -33,7 +33,7 @@ from lmcache_core.kernel.releases import Releases
 from lmcache_core.kernel.residents import Residents
 from lmcache_core.kernel.rooms import Preparation, Rooms
 from lmcache_core.kernel.sessions import SERVER_SESSION, SessionBook
-from lmcache_core.kernel.states import NO_ROW, State
+from lmcache_core.kernel.states import NO_ROW, TRANSITIONS, Event, State
 from lmcache_core.kernel.tenants import Quota
 from lmcache_core.kernel.usage import usage_of
 from lmcache_core.kernel.writing import Writing, check_batch
@@ -200,7 +200,7 @@ class Kernel:
         self._expire_due(now, session_id)
         self.adoption.touch(namespace, keys)
         session = self._sessions.attached(session_id)
-        live = State.LOADING if loading else State.WRITING
+        live = TRANSITIONS[State.FREE, Event.LOAD if loading else Event.GRANT]
         answer = self._writing.prepare(session, namespace, layout_id, keys, now, lease_id, live, ttl_s, wait_s)
         if isinstance(answer, Preparation):
             self._rooms.add(answer)

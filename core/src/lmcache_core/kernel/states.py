@@ -1,12 +1,14 @@
 """The states of an incarnation, and the one table that says how it moves between them.
 
 The table feeds the code (`Residents.move` looks every step up in it), the assertion (a step that is not in it
-stops the kernel), the diagram in the docs (`diagram()`) and the test machine.
+stops the kernel), the diagram in the docs and the test machine.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+
+from lmcache_core.transitions import Transitions
 
 
 class State(IntEnum):
@@ -35,33 +37,25 @@ class Event(IntEnum):
     ANSWER = 9  # the owner of a quarantined slot said it is done, or is dead
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.FREE, Event.GRANT): State.WRITING,
-    (State.FREE, Event.LOAD): State.LOADING,
-    (State.WRITING, Event.COMMIT): State.READY,
-    (State.WRITING, Event.ABORT): State.FREE,
-    (State.WRITING, Event.EXPIRE): State.QUARANTINED,
-    (State.WRITING, Event.CLEAR): State.QUARANTINED,
-    (State.LOADING, Event.COMMIT): State.READY,
-    (State.LOADING, Event.ABORT): State.FREE,
-    (State.LOADING, Event.EXPIRE): State.QUARANTINED,
-    (State.LOADING, Event.CLEAR): State.QUARANTINED,
-    (State.READY, Event.REMOVE): State.FREE,
-    (State.READY, Event.REMOVE_HELD): State.DOOMED,
-    (State.DOOMED, Event.LAST_RELEASE): State.FREE,
-    (State.QUARANTINED, Event.ANSWER): State.FREE,
-}
+TRANSITIONS: Transitions[State, Event] = Transitions(
+    {
+        (State.FREE, Event.GRANT): State.WRITING,
+        (State.FREE, Event.LOAD): State.LOADING,
+        (State.WRITING, Event.COMMIT): State.READY,
+        (State.WRITING, Event.ABORT): State.FREE,
+        (State.WRITING, Event.EXPIRE): State.QUARANTINED,
+        (State.WRITING, Event.CLEAR): State.QUARANTINED,
+        (State.LOADING, Event.COMMIT): State.READY,
+        (State.LOADING, Event.ABORT): State.FREE,
+        (State.LOADING, Event.EXPIRE): State.QUARANTINED,
+        (State.LOADING, Event.CLEAR): State.QUARANTINED,
+        (State.READY, Event.REMOVE): State.FREE,
+        (State.READY, Event.REMOVE_HELD): State.DOOMED,
+        (State.DOOMED, Event.LAST_RELEASE): State.FREE,
+        (State.QUARANTINED, Event.ANSWER): State.FREE,
+    }
+)
 
 NO_ROW = 0xFFFF  # in the place of a worker's row: the server itself, a lane, or nobody
 
 INDEXED = frozenset({State.WRITING, State.LOADING, State.READY})  # at most one incarnation of a key is in these
-
-
-def diagram() -> str:
-    """The table as Mermaid text, for the docs."""
-    lines = ["stateDiagram-v2"]
-    lines += [
-        f"    {before.name} --> {after.name}: {event.name.lower().replace('_', ' ')}"
-        for (before, event), after in TRANSITIONS.items()
-    ]
-    return "\n".join(lines) + "\n"

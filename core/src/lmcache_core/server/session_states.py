@@ -1,7 +1,7 @@
 """The states of a session, and the one table that says how it moves between them.
 
-The table feeds the code (`Session.move` looks every step up in it), the diagram in the docs (`session_diagram()`)
-and the test machine. Three rules stand behind it:
+The table feeds the code (`Session.move` looks every step up in it), the diagram in the docs and the test machine.
+Three rules stand behind it:
 
 - End of file is not death. Whoever has shown that it maps the pool may touch its bytes until its death is proven;
   a session whose connection ended waits as LOST.
@@ -14,6 +14,8 @@ and the test machine. Three rules stand behind it:
 from __future__ import annotations
 
 from enum import IntEnum
+
+from lmcache_core.transitions import Transitions
 
 
 class SessionState(IntEnum):
@@ -41,17 +43,19 @@ class SessionEvent(IntEnum):
     SHUT = 8  # the server itself ends
 
 
-def _session_transitions() -> dict[tuple[SessionState, SessionEvent], SessionState]:
+def _session_transitions() -> Transitions[SessionState, SessionEvent]:
     state, event = SessionState, SessionEvent
-    table = {
-        (state.CONNECTED, event.HELLO): state.OPEN,
-        (state.CONNECTED, event.HANG_UP): state.ENDED,
-        (state.CONNECTED, event.DROP): state.ENDED,
-        (state.CONNECTED, event.SHUT): state.ENDED,
-        (state.OPEN, event.SEAT): state.SEATED,
-        (state.SEATED, event.ATTACH): state.ATTACHED,
-        (state.ATTACHED, event.ATTACH): state.ATTACHED,  # it declares again what it holds
-    }
+    table = Transitions(
+        {
+            (state.CONNECTED, event.HELLO): state.OPEN,
+            (state.CONNECTED, event.HANG_UP): state.ENDED,
+            (state.CONNECTED, event.DROP): state.ENDED,
+            (state.CONNECTED, event.SHUT): state.ENDED,
+            (state.OPEN, event.SEAT): state.SEATED,
+            (state.SEATED, event.ATTACH): state.ATTACHED,
+            (state.ATTACHED, event.ATTACH): state.ATTACHED,  # it declares again what it holds
+        }
+    )
     for connected in (state.OPEN, state.SEATED, state.ATTACHED):
         table[connected, event.HANG_UP] = state.LOST
     for known in (state.OPEN, state.SEATED, state.ATTACHED, state.LOST):
@@ -62,12 +66,3 @@ def _session_transitions() -> dict[tuple[SessionState, SessionEvent], SessionSta
 
 
 SESSION_TRANSITIONS = _session_transitions()
-
-
-def session_diagram() -> str:
-    """The table as Mermaid text, for the docs: one line for each pair of states, with all events between them."""
-    between: dict[tuple[SessionState, SessionState], list[str]] = {}
-    for (before, event), after in SESSION_TRANSITIONS.items():
-        between.setdefault((before, after), []).append(event.name.lower().replace("_", " "))
-    lines = [f"    {before.name} --> {after.name}: {', '.join(events)}" for (before, after), events in between.items()]
-    return "\n".join(["stateDiagram-v2", *lines]) + "\n"

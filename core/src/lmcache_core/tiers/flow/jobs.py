@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from lmcache_core.protocol.requests import ORDINARY_LOOKUP, LookupOptions
+from lmcache_core.tiers.flow.job_states import JOB_TRANSITIONS, JobEvent, JobState
 from lmcache_core.tiers.l1 import TierReason
 
 
@@ -24,14 +25,6 @@ def wanted_by(options: LookupOptions) -> Wanted:
     if options.window:
         return Wanted.WINDOW
     return Wanted.PREFIX if options.prefix else Wanted.SPARSE
-
-
-class JobStatus(StrEnum):
-    WAITING = "waiting"  # the limit of prefetches in flight is reached
-    ASKING = "asking"  # tiers are being asked which keys they have
-    LOADING = "loading"  # hits are known, loads are under way
-    DONE = "done"
-    CANCELLED = "cancelled"
 
 
 class TierLookup(NamedTuple):
@@ -53,14 +46,14 @@ class TierLookup(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """The state of one lookup, to be read at any time. `on_done(job)` is called once, from `Tiering.step` or
+    """One lookup and how far it has come, to be read at any time. `on_done(job)` is called once, from `Tiering.step` or
     `Tiering.cancel`, never from inside `Tiering.lookup`, and forgotten then: it and what remembers the job would hold
     each other, and the server's collector does not look at what is old."""
 
     id: int
     request: TierLookup
     on_done: Callable[[Job], None] | None
-    status: JobStatus = JobStatus.WAITING
+    state: JobState = JobState.WAITING
     # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with
     # SPARSE and WINDOW the number of keys. None until the tiers have answered; falls where a load fails.
     hits: int | None = None
@@ -68,9 +61,13 @@ class Job:
     came_from: dict[int, str] = field(default_factory=dict)  # of these, the tier, where a load brought it
     reasons: dict[int, TierReason] = field(default_factory=dict)  # position → why it was not served
 
+    def move(self, event: JobEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = JOB_TRANSITIONS[self.state, event]
+
     @property
     def ended(self) -> bool:
-        return self.status in (JobStatus.DONE, JobStatus.CANCELLED)
+        return self.state in (JobState.DONE, JobState.CANCELLED)
 
 
 class Selection(NamedTuple):

@@ -4,13 +4,14 @@ What they tell apart is who may write to the slot: nobody has one yet, it is our
 slot is given back to the L1 once, and never while a lane may write to it. How many wait for a load is no part of its
 state: one that everybody has given up goes on until its lane has returned.
 
-The table feeds the code (`Load.move` looks every step up in it), the diagram in the docs (`load_diagram()`) and the
-tests.
+The table feeds the code (`Load.move` looks every step up in it), the diagram in the docs and the tests.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+
+from lmcache_core.transitions import Transitions
 
 
 class LoadState(IntEnum):
@@ -35,23 +36,15 @@ class LoadEvent(IntEnum):
     ABORT = 6  # no tier is asked any more
 
 
-LOAD_TRANSITIONS: dict[tuple[LoadState, LoadEvent], LoadState] = {
-    (LoadState.WANTED, LoadEvent.GRANT): LoadState.GRANTED,
-    (LoadState.WANTED, LoadEvent.REFUSE): LoadState.OVER,
-    (LoadState.GRANTED, LoadEvent.SUBMIT): LoadState.OUT,
-    (LoadState.GRANTED, LoadEvent.ABORT): LoadState.OVER,
-    (LoadState.OUT, LoadEvent.RETURN): LoadState.GRANTED,
-    (LoadState.OUT, LoadEvent.EXPIRE): LoadState.LATE,
-    (LoadState.OUT, LoadEvent.COMMIT): LoadState.OVER,
-    (LoadState.LATE, LoadEvent.RETURN): LoadState.OVER,
-}
-
-
-def load_diagram() -> str:
-    """The table as Mermaid text, for the docs."""
-    lines = ["stateDiagram-v2"]
-    lines += [
-        f"    {before.name} --> {after.name}: {event.name.lower()}"
-        for (before, event), after in LOAD_TRANSITIONS.items()
-    ]
-    return "\n".join(lines) + "\n"
+LOAD_TRANSITIONS: Transitions[LoadState, LoadEvent] = Transitions(
+    {
+        (LoadState.WANTED, LoadEvent.GRANT): LoadState.GRANTED,
+        (LoadState.WANTED, LoadEvent.REFUSE): LoadState.OVER,
+        (LoadState.GRANTED, LoadEvent.SUBMIT): LoadState.OUT,
+        (LoadState.GRANTED, LoadEvent.ABORT): LoadState.OVER,
+        (LoadState.OUT, LoadEvent.RETURN): LoadState.GRANTED,
+        (LoadState.OUT, LoadEvent.EXPIRE): LoadState.LATE,
+        (LoadState.OUT, LoadEvent.COMMIT): LoadState.OVER,
+        (LoadState.LATE, LoadEvent.RETURN): LoadState.OVER,
+    }
+)

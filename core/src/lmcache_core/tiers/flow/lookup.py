@@ -13,7 +13,8 @@ from lmcache_core.clock import Clock
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import LOOKUPS_WAITING_MAX, TIER_LOOKUP_S
 from lmcache_core.policies.contracts import PrefetchPlan, PrefetchPolicy
-from lmcache_core.tiers.flow.jobs import Job, JobStatus, TierLookup, Wanted, select
+from lmcache_core.tiers.flow.job_states import JobEvent, JobState
+from lmcache_core.tiers.flow.jobs import Job, TierLookup, Wanted, select
 from lmcache_core.tiers.flow.loads import LoadTable
 from lmcache_core.tiers.l1 import L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
@@ -34,14 +35,13 @@ class _Work:
     waiting: set[str] = field(default_factory=set)  # asked, and no answer yet
     found: dict[str, Sequence[bool]] = field(default_factory=dict)
     failed: list[TierReason] = field(default_factory=list)
-    decided: bool = False
     pending: set[int] = field(default_factory=set)  # positions being loaded
     own: dict[int, int] = field(default_factory=dict)  # temporary, loaded for this job alone: position → generation
     cut: int = 0
 
 
 class LookupController:
-    """Driven by Tiering. A job goes WAITING → ASKING → LOADING → DONE, or CANCELLED at any time."""
+    """Driven by Tiering. `job_states` says where a job stands."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class LookupController:
 
     def cancel(self, job: Job) -> None:
         if not job.ended:
-            self._give_up(job, TierReason.CANCELLED, JobStatus.CANCELLED)
+            self._give_up(job, TierReason.CANCELLED, JobEvent.CANCEL)
             self.notify()
 
     def clear(self, namespace: int | None) -> None:
@@ -130,7 +130,7 @@ class LookupController:
 
     def cancel_all(self) -> None:
         for job in list(self._work):
-            self._give_up(job, TierReason.CANCELLED, JobStatus.CANCELLED)
+            self._give_up(job, TierReason.CANCELLED, JobEvent.CANCEL)
         self.notify()
 
     def status(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class LookupController:
 
     def _ask(self, job: Job) -> None:
         request, work = job.request, self._work[job]
-        job.status = JobStatus.ASKING
+        job.move(JobEvent.ASK)
         self._active[job] = None
         epoch = self._epochs.of(request.namespace)
         keys = [tier_key(request.keys[position], request.namespace, epoch) for position in request.missing]
@@ -173,7 +173,7 @@ class LookupController:
             if work is None:
                 return
             work.waiting.discard(name)
-            if work.decided:
+            if job.state is JobState.LOADING:
                 if found is not None:  # too late to be chosen, in time to help where a load fails
                     there = [p for p, has in zip(job.request.missing, found, strict=True) if has]
                     self.loads.offer(job, there, name)
@@ -196,7 +196,7 @@ class LookupController:
         self._decide(job, work)
 
     def _decide(self, job: Job, work: _Work) -> None:
-        work.decided = True
+        job.move(JobEvent.CHOOSE)
         request = job.request
         views = [self._tiers[name].view for name in work.asked if name in self._tiers]
         try:
@@ -224,9 +224,8 @@ class LookupController:
             if position not in wanted:
                 job.reasons[position] = TierReason.CUT if position in sources else nowhere
         if not wanted:
-            self._finish(job, JobStatus.DONE)
+            self._finish(job, JobEvent.END)
             return
-        job.status = JobStatus.LOADING
         work.pending = wanted
         retained = set(chosen.positions) if plan.retain else self._retained(work.policy, request, chosen.positions)
         self.loads.begin(job, {position: sources[position] for position in chosen.positions}, retained, work.priority)
@@ -262,7 +261,7 @@ class LookupController:
         else:
             self._failed(job, work, position, reason)
         if not work.pending:
-            self._finish(job, JobStatus.DONE)
+            self._finish(job, JobEvent.END)
 
     def _failed(self, job: Job, work: _Work, position: int, reason: TierReason) -> None:
         job.reasons[position] = reason
@@ -281,7 +280,7 @@ class LookupController:
         self.loads.detach(job, useless)
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _give_up(self, job: Job, reason: TierReason, status: JobStatus = JobStatus.DONE) -> None:
+    def _give_up(self, job: Job, reason: TierReason, end: JobEvent = JobEvent.END) -> None:
         """End a job now, whatever it waits for."""
         work = self._work.get(job)
         if work is None:
@@ -298,22 +297,22 @@ class LookupController:
             else:
                 work.cut = min(work.cut, hole)
                 job.hits = work.cut if job.hits is None else min(job.hits, work.cut)
-        if status is JobStatus.CANCELLED or reason is TierReason.CLEARED:
+        if end is JobEvent.CANCEL or reason is TierReason.CLEARED:
             work.cut = 0  # nobody will read any of it
-        self._finish(job, status)
+        self._finish(job, end)
         self.loads.detach(job, pending)
 
-    def _finish(self, job: Job, status: JobStatus) -> None:
+    def _finish(self, job: Job, end: JobEvent) -> None:
         work = self._work.pop(job)
-        job.status = status
+        job.move(end)
         self._active.pop(job, None)
-        self.counts[str(status)] += 1
+        self.counts[str(job.state)] += 1
         if job in self._waiting:
             self._waiting.remove(job)
         elif job in self._warm_ups:
             self._warm_ups.remove(job)
         unread = sorted(p for p in work.own if p >= work.cut) if job.request.wanted is not Wanted.SPARSE else []
-        if status is JobStatus.CANCELLED:
+        if job.state is JobState.CANCELLED:
             unread = sorted(work.own)
         if unread:
             self._l1.drop(job.request.namespace, [(job.request.keys[p], work.own[p]) for p in unread])

@@ -25,7 +25,7 @@ from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_keys
 from lmcache_core.tiers.object.transfer import NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver, TierTracer
-from lmcache_core.tiers.tier.breaker import BreakerState
+from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 from lmcache_core.limits import BREAKER_FAILURES, BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
-
-
-class BreakerState(StrEnum):
-    CLOSED = "closed"  # calls go through
-    OPEN = "open"  # no call goes through until the pause is over
-    HALF_OPEN = "half_open"  # one call is under way to see whether the tier is back
+from lmcache_core.tiers.tier.breaker_states import BREAKER_TRANSITIONS, BreakerEvent, BreakerState
 
 
 class Breaker:
@@ -37,18 +31,23 @@ class Breaker:
         self.last_error = ""
         self.on_move: Callable[[BreakerState], None] | None = None  # told when it opens, and when it closes
 
+    def move(self, event: BreakerEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = BREAKER_TRANSITIONS[self.state, event]
+
     def allows(self, now: float) -> bool:
         """Whether a call may start now. In the open state, after the pause, True once: the call is the probe."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN and now >= self.probe_at:
-            self.state = BreakerState.HALF_OPEN
+            self.move(BreakerEvent.PROBE)
             return True
         return False
 
     def succeeded(self) -> None:
         """A call came back, with whatever ordinary answer."""
-        was, self.state = self.state, BreakerState.CLOSED
+        was = self.state
+        self.move(BreakerEvent.SUCCEED)
         self._failures = 0
         self._pause_s = self._first_pause_s
         if was is not BreakerState.CLOSED and self.on_move is not None:
@@ -61,7 +60,7 @@ class Breaker:
             return
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
-            self.state = BreakerState.OPEN
+            self.move(BreakerEvent.TRIP)
             self.opened += 1
             self.probe_at = now + self._pause_s
             self._pause_s = min(self._pause_max_s, 2 * self._pause_s)
@@ -76,4 +75,4 @@ class Breaker:
     def not_used(self) -> None:
         """The call that `allows` let through was not made."""
         if self.state is BreakerState.HALF_OPEN:
-            self.state = BreakerState.OPEN
+            self.move(BreakerEvent.SKIP)

@@ -23,7 +23,8 @@ from lmcache_core.tiers.contract import L2Adapter, Recount
 from lmcache_core.tiers.object.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.accounting import Accounting
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, CallState, Lane
+from lmcache_core.tiers.tier.call_states import CallState
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, Lane
 from lmcache_core.tiers.tier.order import KeyOrder
 
 

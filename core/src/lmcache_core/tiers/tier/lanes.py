@@ -1,12 +1,7 @@
 """Lanes: the bounded threads on which a tier's blocking calls run.
 
-The loop's thread submits, cancels and expires; lane threads run calls and post them back. A call is in exactly
-one of these states, and only its lane changes it, under the lane's lock:
-
-    QUEUED ──▶ RUNNING ──▶ ENDED            the usual way
-       │          └──────▶ LATE ──▶ ENDED   reported twice: late now, ended when the call really returns
-       ├──▶ EXPIRED                          its deadline passed in the queue: it never ran
-       └──▶ CANCELLED                        taken back before it ran
+The loop's thread submits, cancels and expires; lane threads run calls and post them back. `call_states` says where a
+call stands. What is in a lane moves under the lane's lock.
 """
 
 from __future__ import annotations
@@ -16,22 +11,13 @@ import logging
 import math
 import threading
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import Any
 
 from lmcache_core.limits import LANE_QUEUE_MAX, LANE_REPLACEMENTS_MAX
 from lmcache_core.tiers.tier.background import step_behind
+from lmcache_core.tiers.tier.call_states import CALL_TRANSITIONS, CallEvent, CallState
 
 log = logging.getLogger(__name__)
-
-
-class CallState(Enum):
-    QUEUED = auto()
-    RUNNING = auto()
-    LATE = auto()
-    ENDED = auto()
-    EXPIRED = auto()
-    CANCELLED = auto()
 
 
 class Priority(int):
@@ -77,6 +63,12 @@ class Call:
         self.sequence = 0
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def move(self, event: CallEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = CALL_TRANSITIONS[self.state, event]
+        if event is CallEvent.EXPIRE:
+            self.was_late = True
 
     def __lt__(self, other: Call) -> bool:
         return (self.priority, self.sequence) < (other.priority, other.sequence)
@@ -149,7 +141,7 @@ class Lane:
         with self._wakeup:
             if call.state is not CallState.QUEUED:
                 return False
-            call.state = CallState.CANCELLED
+            call.move(CallEvent.CANCEL)
             self._queued -= 1
             self._sweep()
             return True
@@ -168,13 +160,11 @@ class Lane:
                     self._soonest = min(self._soonest, call.deadline)
                     continue
                 late.append(call)
-                call.was_late = True
-                if call.state is CallState.QUEUED:
-                    call.state = CallState.EXPIRED
-                    self._queued -= 1
-                else:
-                    call.state = CallState.LATE
+                if call.state is CallState.RUNNING:
                     self._hung += 1
+                else:
+                    self._queued -= 1
+                call.move(CallEvent.EXPIRE)
             self._sweep()
             if self._queued > self._idle and self._threads < self._allowed_threads():
                 self._start_thread()
@@ -209,7 +199,8 @@ class Lane:
         with self._wakeup:
             self._closing = True
             for call in self._queue:
-                call.state = CallState.CANCELLED
+                if call.state is CallState.QUEUED:  # others are in the heap until they come up
+                    call.move(CallEvent.CANCEL)
             self._queue.clear()
             self._queued = 0
             self._wakeup.notify_all()
@@ -252,7 +243,7 @@ class Lane:
                 self._running.pop(call, None)
                 if call.state is CallState.LATE:
                     self._hung -= 1
-                call.state = CallState.ENDED
+                call.move(CallEvent.RETURN)
                 if self._closing:
                     self._wakeup.notify_all()
             self._post(call)
@@ -269,7 +260,7 @@ class Lane:
                 if self._queue:
                     call = heapq.heappop(self._queue)
                     self._queued -= 1
-                    call.state = CallState.RUNNING
+                    call.move(CallEvent.TAKE)
                     self._running[call] = None
                     return call
                 self._idle += 1

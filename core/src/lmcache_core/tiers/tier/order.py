@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from lmcache_core.tiers.tier.lanes import Call, CallState, Lane
+from lmcache_core.tiers.tier.call_states import CallEvent, CallState
+from lmcache_core.tiers.tier.lanes import Call, Lane
 
 
 class KeyAccess(Enum):
@@ -148,7 +149,7 @@ class KeyOrder:
         if call.state is CallState.EXPIRED:  # somebody is being told, in this same turn
             return False
         if ticket in self._held:
-            call.state = CallState.CANCELLED
+            call.move(CallEvent.CANCEL)
         elif not ticket.lane.cancel(call):
             return False
         self._leave(ticket)
@@ -158,7 +159,8 @@ class KeyOrder:
         """Those whose deadline has passed before any lane had them; `on_late` is the caller's to call."""
         late = [ticket.call for ticket in self._held if ticket.call.deadline <= now]
         for call in late:
-            call.state, call.was_late = CallState.EXPIRED, True
+            if call.state is CallState.QUEUED:
+                call.move(CallEvent.EXPIRE)
         return late
 
     def busy(self, key: bytes) -> bool:
@@ -177,7 +179,8 @@ class KeyOrder:
     def close(self) -> None:
         """Nothing that is held back is started any more, and nothing of it is called back."""
         for ticket in self._held:
-            ticket.call.state = CallState.CANCELLED
+            if ticket.call.state is CallState.QUEUED:
+                ticket.call.move(CallEvent.CANCEL)
         self._held.clear()
         self._held_by_lane.clear()
 
@@ -284,7 +287,7 @@ class KeyOrder:
         self._no_longer_held(ticket)
         call = ticket.call
         if call.state is CallState.QUEUED and not ticket.lane.submit(call):
-            call.state, call.was_late = CallState.EXPIRED, True  # the lane is full: it will not run in time
+            call.move(CallEvent.EXPIRE)  # the lane is full: it will not run in time
             call.on_late(call)
 
     def _no_longer_held(self, ticket: _Ticket) -> None:

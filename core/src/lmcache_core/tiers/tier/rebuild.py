@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 
 from lmcache_core.clock import Clock
 from lmcache_core.limits import (
@@ -21,17 +20,9 @@ from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
 from lmcache_core.tiers.tier.accounting import Accounting, InDoubt
 from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, Lane
 from lmcache_core.tiers.tier.order import KeyOrder, Watch
+from lmcache_core.tiers.tier.rebuild_states import REBUILD_TRANSITIONS, RebuildEvent, RebuildState
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
-
-
-class RebuildState(StrEnum):
-    OFF = "off"  # the medium cannot be scanned
-    SCANNING = "scanning"
-    ADOPTING = "adopting"
-    DONE = "done"
-    RESCANNING = "rescanning"  # counted all the while; what others did comes in
-    FORGETTING = "forgetting"  # what others deleted goes
 
 
 class Rebuild:
@@ -83,6 +74,10 @@ class Rebuild:
         # over, of a later one (which takes each page over at once) during the page.
         self._changed = order.watch_all(of_stores=False) if self.state is RebuildState.SCANNING else Watch()
 
+    def move(self, event: RebuildEvent) -> None:
+        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        self.state = REBUILD_TRANSITIONS[self.state, event]
+
     def retime(self, deadline_s: float, rescan_s: float | None) -> None:
         """Other times from now on."""
         self._deadline_s, self._rescan_s = deadline_s, rescan_s
@@ -119,7 +114,8 @@ class Rebuild:
                 if self._clock.now >= self._due_at:
                     if self._clock.now >= self._again_at:
                         self._again_at, self._asked_at = math.inf, self._clock.now
-                    self.state, self._cursor, self._next_at = RebuildState.RESCANNING, None, self._clock.now
+                    self.move(RebuildEvent.AGAIN)
+                    self._cursor, self._next_at = None, self._clock.now
                     self._accounting.rescan_begins()
                     self._ask()
 
@@ -171,16 +167,16 @@ class Rebuild:
             self._accounting.found(page.entries, self._changed, self._in_doubt)
             if self._cursor is None:
                 self._gone = self._accounting.gone()
-                self.state = RebuildState.FORGETTING
+                self.move(RebuildEvent.LISTED)
             return
         self._pages.append(list(page.entries))
         if self._cursor is None:
             self._accounting.scan_ended(self._pages)
             self._pages = []
-            self.state = RebuildState.ADOPTING
+            self.move(RebuildEvent.LISTED)
 
     def _finish(self) -> None:
-        self.state = RebuildState.DONE
+        self.move(RebuildEvent.FINISHED)
         self._done_at = self._clock.now
 
     def _late(self, call: Call) -> None:

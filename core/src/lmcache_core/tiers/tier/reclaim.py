@@ -12,8 +12,9 @@ from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.epochs import Epochs, former_epochs
 from lmcache_core.tiers.retry import call_batch
 from lmcache_core.tiers.tier.accounting import Accounting, TierEntry
+from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.doubts import Doubts
-from lmcache_core.tiers.tier.lanes import DELETE, Call, CallState, Lane
+from lmcache_core.tiers.tier.lanes import DELETE, Call, Lane
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
 from lmcache_core.tiers.tier.trouble import Losses
 

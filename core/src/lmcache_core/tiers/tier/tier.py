@@ -36,10 +36,12 @@ from lmcache_core.tiers.object.transfer import Carrier, Loaded, NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver
 from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.accounting import Accounting, Sizes
-from lmcache_core.tiers.tier.breaker import Breaker, BreakerState
+from lmcache_core.tiers.tier.breaker import Breaker
+from lmcache_core.tiers.tier.breaker_states import BreakerState
+from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.config import TierConfig
 from lmcache_core.tiers.tier.doubts import Doubts
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, CallState, Lane, Note, Priority
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, Lane, Note, Priority
 from lmcache_core.tiers.tier.latency import Latency
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder, Watch
 from lmcache_core.tiers.tier.rebuild import Rebuild
