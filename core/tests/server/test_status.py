@@ -58,7 +58,7 @@ def on_the_loop(server: Server, *works: Callable[[Server], None]) -> None:
 def troubled(server: Server) -> None:
     assert server.tiering is not None
     for tier in server.tiering._tiers.values():
-        tier._troubles.note("store", "é" * ERROR_CHARS_MAX, server.loop.clock.now)
+        tier.trouble.note("store", "é" * ERROR_CHARS_MAX, server.loop.clock.now)
         tier.reclaim.last_error = "é" * ERROR_CHARS_MAX
         for latency in tier.latencies.values():
             latency.counts[:] = [U64_MAX] * len(latency.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_the_last_error_has_a_time_and_goes_when_the_tier_is_well(doubles: Any, 
 
 
 def test_an_error_of_one_thing_outlives_the_success_of_another_for_a_while_only() -> None:
-    trouble = Trouble()
+    trouble = Trouble("near", Counter())
     trouble.note("store", "no right to write", now=100.0)
     trouble.note("lookup", "no answer", now=101.0)
     assert (trouble.text, trouble.age_s(103.0)) == ("no answer", 2.0)

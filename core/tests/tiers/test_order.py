@@ -94,7 +94,7 @@ class PaperLane:
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> None:
     PaperLane.made = []
-    monkeypatch.setattr("lmcache_core.tiers.tier.tier.Lane", PaperLane)
+    monkeypatch.setattr("lmcache_core.tiers.tier.medium.Lane", PaperLane)
 
 
 def make_machine(doubles: Any) -> type[RuleBasedStateMachine]:

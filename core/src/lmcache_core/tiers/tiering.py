@@ -354,10 +354,10 @@ class Tiering:
     def _check_medium(self, tier: Tier) -> None:
         """Raise `SettingsError` if another tier is on the same medium."""
         for other in self._tiers.values():
-            if tier.medium is not None and tier.medium == other.medium and tier.name != other.name:
+            if tier.medium_name is not None and tier.medium_name == other.medium_name and tier.name != other.name:
                 raise SettingsError(
-                    f"tiers {other.name!r} and {tier.name!r} are both on {tier.medium}: one medium is one tier; give "
-                    "each a directory, a prefix or a database of its own"
+                    f"tiers {other.name!r} and {tier.name!r} are both on {tier.medium_name}: one medium is one tier; "
+                    "give each a directory, a prefix or a database of its own"
                 )
 
     def _changed(self, name: str, action: str) -> None:

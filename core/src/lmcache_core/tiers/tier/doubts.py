@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from threading import Event
 from typing import NamedTuple
 
-from lmcache_core.clock import Clock
 from lmcache_core.limits import (
     BREAKER_PAUSE_MAX_S,
     BREAKER_PAUSE_S,
@@ -19,13 +17,12 @@ from lmcache_core.limits import (
     TIER_DOUBTS_MAX,
     TIER_LOOKUP_S,
 )
-from lmcache_core.tiers.contract import L2Adapter, Recount
+from lmcache_core.tiers.contract import Recount
 from lmcache_core.tiers.object.format import TIER_KEY_BYTES, split_tier_key
-from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.accounting import Accounting
 from lmcache_core.tiers.tier.call_states import CallState
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, Lane
-from lmcache_core.tiers.tier.order import KeyOrder
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call
+from lmcache_core.tiers.tier.medium import Medium
 
 
 class _Doubt(NamedTuple):
@@ -40,22 +37,16 @@ class Doubts:
 
     def __init__(
         self,
-        adapter: L2Adapter,
+        medium: Medium,
         accounting: Accounting,
-        lane: Lane,
-        order: KeyOrder,
-        clock: Clock,
-        stop: Event,
         recount: Recount,
         on_found: Callable[[Sequence[bytes]], None],
     ) -> None:
         """`on_found`: hears of keys that turned out to be there, and were not accounted."""
-        self._adapter = adapter
+        self._medium = medium
         self._accounting = accounting
-        self._lane = lane
-        self._order = order
-        self._clock = clock
-        self._stop = stop
+        self._order = medium.order
+        self._clock = medium.clock
         self._recount = recount
         self._on_found = on_found
         self._keys: dict[bytes, _Doubt] = {}
@@ -92,7 +83,7 @@ class Doubts:
         """Ask about some of them."""
         if self._asked or not self._keys or self._clock.now < self._next_at:
             return
-        keys_max = min(TIER_BATCH_KEYS_MAX, max(1, self._adapter.capabilities.batch_keys_max))
+        keys_max = min(TIER_BATCH_KEYS_MAX, max(1, self._medium.adapter.capabilities.batch_keys_max))
         keys = [key for key in islice(self._keys, keys_max) if not self._order.busy(key)]
         if not keys:  # what is under way will tell
             for key in list(islice(self._keys, keys_max)):
@@ -121,10 +112,8 @@ class Doubts:
                 self._order.unwatch(changed, keys)
                 self._again()
 
-        call = Call(
-            lambda: ask_batch(self._adapter.exists, keys, deadline, self._stop), deadline, HOUSEKEEPING, ended, late
-        )
-        if not self._lane.submit(call):
+        call = Call(lambda: self._medium.exists(keys, deadline), deadline, HOUSEKEEPING, ended, late)
+        if not self._medium.lookups.submit(call):
             self._order.unwatch(changed, keys)
             self._again()
 

@@ -6,9 +6,8 @@ In the background, page by page, with pauses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from lmcache_core.clock import Clock
 from lmcache_core.limits import (
     ACCOUNTING_STEP_ENTRIES,
     BREAKER_PAUSE_MAX_S,
@@ -16,11 +15,15 @@ from lmcache_core.limits import (
     RECOUNT_PAUSE_S,
     SCAN_PAUSE_S,
 )
-from lmcache_core.tiers.contract import L2Adapter, ScanEntry, ScanPage
-from lmcache_core.tiers.tier.accounting import Accounting, InDoubt
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call, Lane
-from lmcache_core.tiers.tier.order import KeyOrder, Watch
+from lmcache_core.tiers.contract import ScanEntry, ScanPage
+from lmcache_core.tiers.tier.accounting import Accounting
+from lmcache_core.tiers.tier.doubts import Doubts
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, Call
+from lmcache_core.tiers.tier.medium import Medium
+from lmcache_core.tiers.tier.order import Watch
 from lmcache_core.tiers.tier.rebuild_states import REBUILD_TRANSITIONS, RebuildEvent, RebuildState
+from lmcache_core.tiers.tier.reclaim import Reclaim
+from lmcache_core.tiers.tier.trouble import Trouble
 
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 
@@ -34,29 +37,19 @@ class Rebuild:
 
     def __init__(
         self,
-        adapter: L2Adapter,
+        medium: Medium,
         accounting: Accounting,
-        lane: Lane,
-        order: KeyOrder,
-        clock: Clock,
-        deadline_s: float,
-        rescan_s: float | None,
-        on_done: Callable[[], None],
-        on_trouble: Callable[[str], None],
-        on_well: Callable[[], None],
-        in_doubt: InDoubt,
+        reclaim: Reclaim,
+        doubts: Doubts,
+        trouble: Trouble,
     ) -> None:
-        self._adapter = adapter
+        self._medium = medium
         self._accounting = accounting
-        self._lane = lane
-        self._order = order
-        self._clock = clock
-        self._deadline_s = deadline_s
-        self._rescan_s = rescan_s
-        self._on_done = on_done
-        self._on_trouble = on_trouble
-        self._on_well = on_well
-        self._in_doubt = in_doubt
+        self._reclaim = reclaim
+        self._doubts = doubts
+        self._trouble = trouble
+        self._order = medium.order
+        self._clock = medium.clock
         self._cursor: str | None = None
         self._pages: list[list[ScanEntry]] = []
         self._call: Call | None = None
@@ -67,20 +60,16 @@ class Rebuild:
         self._again_at = math.inf  # when the medium is scanned once more, because somebody asked
         self._asked_at = -math.inf  # when that was last begun
         self.forgotten = 0  # objects that others deleted
-        self.state = RebuildState.SCANNING if adapter.capabilities.scan else RebuildState.OFF
+        self.state = RebuildState.SCANNING if medium.adapter.capabilities.scan else RebuildState.OFF
         if self.state is RebuildState.SCANNING:
             accounting.scan_begins()
         # What is deleted after it was listed must not come back with the list: of the first scan until all is taken
         # over, of a later one (which takes each page over at once) during the page.
-        self._changed = order.watch_all(of_stores=False) if self.state is RebuildState.SCANNING else Watch()
+        self._changed = self._order.watch_all(of_stores=False) if self.state is RebuildState.SCANNING else Watch()
 
     def move(self, event: RebuildEvent) -> None:
         """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
         self.state = REBUILD_TRANSITIONS[self.state, event]
-
-    def retime(self, deadline_s: float, rescan_s: float | None) -> None:
-        """Other times from now on."""
-        self._deadline_s, self._rescan_s = deadline_s, rescan_s
 
     def again(self) -> None:
         """Count once more: what is known may be wrong. After what is under way, and some time after the last."""
@@ -90,16 +79,18 @@ class Rebuild:
     @property
     def _due_at(self) -> float:
         """Of the next scan, where none is under way."""
-        return min(self._again_at, math.inf if self._rescan_s is None else self._done_at + self._rescan_s)
+        rescan_s = self._medium.config.rescan_s
+        return min(self._again_at, math.inf if rescan_s is None else self._done_at + rescan_s)
 
     def step(self) -> None:
         """Start the next page, or take over some of what was found."""
         match self.state:
             case RebuildState.ADOPTING:
-                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed, self._in_doubt):
+                if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed, self._doubts.add):
                     self._order.unwatch(self._changed)
                     self._finish()
-                    self._on_done()
+                    # Objects of former epochs may have come to light: a clear just before a restart.
+                    self._reclaim.forget_former_epochs()
             case RebuildState.SCANNING | RebuildState.RESCANNING:
                 if self._call is None and self._clock.now >= self._next_at:
                     self._ask()
@@ -132,9 +123,9 @@ class Rebuild:
         return None
 
     def _ask(self) -> None:
-        cursor, deadline = self._cursor, self._clock.now + self._deadline_s
+        cursor, deadline = self._cursor, self._clock.now + self._medium.config.deadline_s
         call = Call(lambda: self._page(cursor, deadline), deadline, HOUSEKEEPING, self._ended, self._late)
-        if self._lane.submit(call):
+        if self._medium.lookups.submit(call):
             self._call = call
             if self.state is RebuildState.RESCANNING:
                 self._order.unwatch(self._changed)
@@ -144,8 +135,8 @@ class Rebuild:
 
     def _page(self, cursor: str | None, deadline: float) -> tuple[ScanPage, bool | None]:
         """On a lane. With the first page, who leads is settled anew."""
-        leads = self._adapter.try_to_lead() if cursor is None else None
-        page = self._adapter.scan(cursor, deadline)
+        leads = self._medium.adapter.try_to_lead() if cursor is None else None
+        page = self._medium.adapter.scan(cursor, deadline)
         return ScanPage(sorted(page.entries, key=lambda entry: entry.used_at_s), page.cursor), leads
 
     def _ended(self, call: Call) -> None:
@@ -155,7 +146,7 @@ class Rebuild:
         if call.error is not None or not isinstance(call.result, tuple):
             self._try_later(str(call.error) or repr(call.error))
             return
-        self._on_well()
+        self._trouble.well("scan", self._clock.now)
         page, leads = call.result
         if leads is not None:
             self._accounting.leads = leads
@@ -164,7 +155,7 @@ class Rebuild:
         self._next_at = self._clock.now + SCAN_PAUSE_S
         if self.state is RebuildState.RESCANNING:
             self._order.unwatch(self._changed)
-            self._accounting.found(page.entries, self._changed, self._in_doubt)
+            self._accounting.found(page.entries, self._changed, self._doubts.add)
             if self._cursor is None:
                 self._gone = self._accounting.gone()
                 self.move(RebuildEvent.LISTED)
@@ -185,6 +176,6 @@ class Rebuild:
             self._try_later("a page of the scan was not done by its deadline")
 
     def _try_later(self, error: str) -> None:
-        self._on_trouble(error)
+        self._trouble.failed("scan", error, self._clock.now)
         self._next_at = self._clock.now + self._pause_s
         self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)

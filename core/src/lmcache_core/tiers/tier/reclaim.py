@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event
 
-from lmcache_core.clock import Clock
 from lmcache_core.limits import BREAKER_PAUSE_MAX_S, BREAKER_PAUSE_S
-from lmcache_core.tiers.contract import L2Adapter, Outcome, Result
+from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.epochs import Epochs, former_epochs
-from lmcache_core.tiers.retry import call_batch
 from lmcache_core.tiers.tier.accounting import Accounting, TierEntry
 from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.doubts import Doubts
-from lmcache_core.tiers.tier.lanes import DELETE, Call, Lane
-from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
+from lmcache_core.tiers.tier.lanes import DELETE, Call
+from lmcache_core.tiers.tier.medium import Medium
+from lmcache_core.tiers.tier.order import KeyAccess
 from lmcache_core.tiers.tier.trouble import Losses
 
 _TENANT_BATCHES_OUT = 4  # of deletes, while what is beyond limits leaves
@@ -29,29 +27,20 @@ class Reclaim:
 
     def __init__(
         self,
-        adapter: L2Adapter,
+        medium: Medium,
         accounting: Accounting,
         losses: Losses,
-        lane: Lane,
-        order: KeyOrder,
         doubts: Doubts,
-        clock: Clock,
         epochs: Epochs,
-        deadline_s: float,
-        batch_keys_max: int,
-        stop: Event,
     ) -> None:
-        self._adapter = adapter
+        self._medium = medium
         self._accounting = accounting
         self._losses = losses
-        self._lane = lane
-        self._order = order
         self._doubts = doubts
-        self._clock = clock
         self._epochs = epochs
-        self.deadline_s = deadline_s
-        self._batch_keys_max = batch_keys_max
-        self._stop = stop
+        self._clock = medium.clock
+        self._batch_keys_max = medium.batch_keys_max
+        self._deletes = medium.adapter.capabilities.delete
         self._paused_until = 0.0  # after a delete that failed: the medium may be read-only …
         self._pause_s = BREAKER_PAUSE_S  # … and for ever so, so the pauses grow
         self._walk: Iterator[list[TierEntry]] | None = None  # over everything, for what former epochs left
@@ -127,14 +116,13 @@ class Reclaim:
 
     def forget_former_epochs(self) -> None:
         """Delete, by and by, what can no longer be reached since an epoch moved."""
-        if self._adapter.capabilities.delete:
+        if self._deletes:
             self._walk, self._former = self._accounting.shards(), []
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Delete tier keys; those that are not there are no error."""
-        if not self._adapter.capabilities.delete:
-            return
-        self._submit(keys, self._adapter.delete)
+        if self._deletes:
+            self._submit(keys, self._medium.delete)
 
     def delete_former(self, keys: Sequence[bytes]) -> None:
         """Delete those of these keys, found or stored just now, that a clear has made unreachable meanwhile."""
@@ -142,8 +130,8 @@ class Reclaim:
 
     def set_aside(self, keys: Sequence[bytes]) -> None:
         """Take damaged objects out of the way."""
-        if self._adapter.capabilities.delete:
-            self._submit(keys, self._adapter.set_aside, checks=True)
+        if self._deletes:
+            self._submit(keys, self._medium.set_aside, checks=True)
 
     def _evict(self, entries: Sequence[TierEntry]) -> None:
         self.evicted += len(entries)
@@ -157,7 +145,7 @@ class Reclaim:
 
     def _submit_batch(self, keys: Sequence[bytes], method: _Method, checks: bool) -> None:
         """`checks`: whether they are gone is looked at, for what cannot be kept aside may stay where it is."""
-        deadline = self._clock.now + self.deadline_s
+        deadline = self._clock.now + self._medium.config.deadline_s
         sizes = {key: self._accounting.nbytes_of(key) for key in keys}
 
         def ended(call: Call) -> None:
@@ -182,8 +170,8 @@ class Reclaim:
                 self._out -= 1
                 self._refused(keys, "delete not done by its deadline")
 
-        call = Call(lambda: call_batch(method, keys, deadline, self._stop), deadline, DELETE, ended, late)
-        if self._order.submit(self._lane, call, keys, KeyAccess.DELETE):
+        call = Call(lambda: method(keys, deadline), deadline, DELETE, ended, late)
+        if self._medium.order.submit(self._medium.stores, call, keys, KeyAccess.DELETE):
             self._out += 1
         else:
             self._refused(keys, "the queue of deletes is full")

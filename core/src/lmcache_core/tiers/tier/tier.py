@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -22,7 +21,6 @@ from lmcache_core.limits import (
     TIER_BATCH_KEYS_MAX,
     TIER_CLOSE_S,
     TIER_LOOKUP_S,
-    TIER_WARNING_PAUSE_S,
 )
 from lmcache_core.policies.contracts import EvictionPolicy, TierView
 from lmcache_core.pool.layout import Layout
@@ -34,23 +32,21 @@ from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import HEADER_BYTES, TIER_KEY_BYTES, ObjectKind, object_kind, split_tier_key
 from lmcache_core.tiers.object.transfer import Carrier, Loaded, NoRoom, Transfer
 from lmcache_core.tiers.observer import TierObserver
-from lmcache_core.tiers.retry import ask_batch
 from lmcache_core.tiers.tier.accounting import Accounting, Sizes
 from lmcache_core.tiers.tier.breaker import Breaker
 from lmcache_core.tiers.tier.breaker_states import BreakerState
 from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.config import TierConfig
 from lmcache_core.tiers.tier.doubts import Doubts
-from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, Lane, Note, Priority
+from lmcache_core.tiers.tier.lanes import HOUSEKEEPING, WRITE_BACK, Call, Note, Priority
 from lmcache_core.tiers.tier.latency import Latency
-from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder, Watch
+from lmcache_core.tiers.tier.medium import Medium
+from lmcache_core.tiers.tier.order import KeyAccess, Watch
 from lmcache_core.tiers.tier.rebuild import Rebuild
 from lmcache_core.tiers.tier.reclaim import Reclaim
 from lmcache_core.tiers.tier.trouble import Losses, Trouble
 
 __all__ = ["Tier", "TierConfig"]
-
-log = logging.getLogger(__name__)
 
 TENANTS_SHOWN_MAX = 50  # of one tier: `status` is one frame, and `quota` tells all
 _LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing about the tier's health
@@ -85,14 +81,13 @@ class Tier:
         self.name = name
         self.adapter = adapter
         self.wrap = list(wrap)  # for `status`: what the adapter is wrapped in
-        self.medium = adapter.medium()
+        self.medium_name = adapter.medium()  # what no other tier may be on
         self._recount = Recount() if context is None else context.recount  # as the adapter was built with
         self.config = config
         self.chain = CodecChain(serdes)
         self.counts: Counter[str] = Counter()
         self.latencies = {what: Latency() for what in ("lookup", "load", "store")}  # of calls, their wait included
-        self._troubles = Trouble()
-        self._quiet_until = 0.0
+        self.trouble = Trouble(name, self.counts)
         self._clock = Clock()  # the server's, from `start` on
         guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
         self.accounting = Accounting(
@@ -105,8 +100,6 @@ class Tier:
         self.writes = Breaker()
         self.draining = False
         self.batch_keys_max = max(1, min(adapter.capabilities.batch_keys_max, TIER_BATCH_KEYS_MAX))
-        self._stop = threading.Event()
-        self._carrier = Carrier(adapter, self.chain, self._stop)
         self._kinds: dict[int, ObjectKind] = {}
         self._stored_bytes: dict[int, int] = {}
         self._sizes = Sizes()
@@ -118,54 +111,12 @@ class Tier:
         self._clock = clock
         self.store_cpu = CpuShare(self.config.store_cpu_share, lambda: clock.now)
         self.losses = Losses(clock)
-        connections = max(1, self.config.connections)
-        if self.adapter.capabilities.thread_safe:
-            self._lookups = Lane(f"{self.name}-lookup", min(2, connections), post)
-            self._loads = Lane(f"{self.name}-load", min(4, connections), post)
-            idle = self.config.store_io == "idle"
-            self._stores = Lane(f"{self.name}-store", min(2, connections), post, idle_disk=idle)
-        else:
-            self._lookups = Lane(self.name, 1, post, replaces=False)
-            self._loads = self._stores = self._lookups
-        self.lanes = list(dict.fromkeys((self._lookups, self._loads, self._stores)))
-        self.order = KeyOrder()
-        self.doubts = Doubts(
-            self.adapter,
-            self.accounting,
-            self._lookups,
-            self.order,
-            clock,
-            self._stop,
-            self._recount,
-            lambda found: self.reclaim.delete_former(found),
-        )
-        self.reclaim = Reclaim(
-            self.adapter,
-            self.accounting,
-            self.losses,
-            self._stores,
-            self.order,
-            self.doubts,
-            clock,
-            epochs,
-            self.config.deadline_s,
-            self.batch_keys_max,
-            self._stop,
-        )
-        # Objects of former epochs may have come to light: a clear just before a restart.
-        self.rebuild = Rebuild(
-            self.adapter,
-            self.accounting,
-            self._lookups,
-            self.order,
-            clock,
-            self.config.deadline_s,
-            self.config.rescan_s,
-            self.reclaim.forget_former_epochs,
-            lambda error: self._count_failure("scan", error),
-            lambda: self._troubles.well("scan", self._clock.now),
-            self.doubts.add,
-        )
+        medium = self._medium = Medium(self.name, self.adapter, self.config, self.batch_keys_max, clock, post)
+        self._carrier = Carrier(self.adapter, self.chain, medium.stopping)
+        self.lanes, self.order = medium.lanes, medium.order
+        self.doubts = Doubts(medium, self.accounting, self._recount, lambda found: self.reclaim.delete_former(found))
+        self.reclaim = Reclaim(medium, self.accounting, self.losses, self.doubts, epochs)
+        self.rebuild = Rebuild(medium, self.accounting, self.reclaim, self.doubts, self.trouble)
 
     def watch(self, observer: TierObserver) -> None:
         """Have somebody told when the tier is left alone, and when it is used again."""
@@ -244,7 +195,7 @@ class Tier:
         def work() -> list[bool]:
             found: list[bool] = []
             for at in range(0, len(keys), step):
-                found += ask_batch(self.adapter.exists, keys[at : at + step], deadline, self._stop)
+                found += self._medium.exists(keys[at : at + step], deadline)
             return found
 
         def ended(call: Call) -> None:
@@ -271,7 +222,7 @@ class Tier:
             answer(None, TierReason.LATE)
 
         call = Call(work, deadline, priority, ended, late)
-        refused = self._submit(self._lookups, call)
+        refused = self._submit_lookup(call)
         if refused is not None:
             self.order.unwatch(changed, known)
         return refused
@@ -312,7 +263,7 @@ class Tier:
 
         call = Call(partial(self._carrier.load, batch, deadline), deadline, priority, ended, late)
         call.allowed_s = deadline - self._clock.now
-        return call if self.order.submit(self._loads, call, keys, KeyAccess.LOAD, changed) else self._throttled()
+        return call if self.order.submit(self._medium.loads, call, keys, KeyAccess.LOAD, changed) else self._throttled()
 
     def store(
         self, batch: Sequence[Transfer], reserved: Sequence[int], on_end: Callable[[Sequence[Outcome]], None]
@@ -368,7 +319,7 @@ class Tier:
 
         call = Call(work, deadline, WRITE_BACK, ended, late)
         call.allowed_s = deadline - self._clock.now
-        if not self.order.submit(self._stores, call, keys, KeyAccess.STORE):
+        if not self.order.submit(self._medium.stores, call, keys, KeyAccess.STORE):
             return self._throttled()
         hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
         return None
@@ -386,7 +337,7 @@ class Tier:
         """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""
         if self.stores_rest_until > self._clock.now:
             return False
-        return self._stores.backlog + self.order.held(self._stores) < 2
+        return self._medium.stores.backlog + self.order.held(self._medium.stores) < 2
 
     @property
     def stores_rest_until(self) -> float:
@@ -406,15 +357,14 @@ class Tier:
         self.config = replace(config, connections=self.config.connections)
         self.draining = False
         self.accounting.resize(config.capacity_bytes, config.watermark, config.evict_ratio)
-        self.reclaim.deadline_s = config.deadline_s
-        self.rebuild.retime(config.deadline_s, config.rescan_s)
+        self._medium.config = self.config
         self.store_cpu.share = config.store_cpu_share
 
     # --- the loop's turn ----------------------------------------------------------------------------------
     def step(self) -> None:
         """Report what is late, scan on, evict, probe."""
         now = self._clock.now
-        self._expire(now)
+        self._medium.expire(now)
         if self._recount.take():
             self.rebuild.again()
         self.rebuild.step()
@@ -425,7 +375,7 @@ class Tier:
 
     def next_deadline(self) -> float | None:
         """When `step` has something to do, apart from completions."""
-        times = [self.order.next_deadline, *(lane.next_deadline for lane in self.lanes)]
+        times = [self._medium.next_deadline]
         times += [at for at in (self.rebuild.next_at, self.reclaim.next_at, self.doubts.next_at) if at is not None]
         if self.reads.state is BreakerState.OPEN:
             times.append(self.reads.probe_at)
@@ -434,27 +384,18 @@ class Tier:
 
     def abandon(self) -> None:
         """Report every call as late now: queued ones never run, running ones end whenever they do."""
-        self._expire(float("inf"))
-
-    def _expire(self, now: float) -> None:
-        for call in self.order.expire(now):  # first: what they held up finds no lane that has gone over the calls
-            call.on_late(call)
-        for lane in self.lanes:
-            for call in lane.expire(now):
-                call.on_late(call)
+        self._medium.expire(float("inf"))
 
     def close(self, *, waits: bool = True) -> bool:
         """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned.
         `waits`: give the adapter's own close a moment, at the end of a process."""
-        self._stop.set()
-        self.order.close()
-        idle = [lane.close() for lane in self.lanes]
+        idle = self._medium.close()
         # The adapter's close comes after its last call, and may block on its medium: it must not hold the end.
-        closer = threading.Thread(target=self._close_adapter, name=f"tier-{self.name}-close", daemon=True)
+        closer = threading.Thread(target=self._medium.close_adapter, name=f"tier-{self.name}-close", daemon=True)
         closer.start()
-        if waits and all(idle):
+        if waits and idle:
             closer.join(TIER_CLOSE_S)
-        return all(idle)
+        return idle
 
     def status(self) -> dict[str, Any]:
         """For `status`: plain values, cheap to make."""
@@ -506,7 +447,7 @@ class Tier:
                 self._failed(self.reads, "probe", str(call.error) or repr(call.error))
             else:
                 self._went_well(self.reads, "probe")
-                self._troubles.well("lookup", self._clock.now)  # which is what a probe is
+                self.trouble.well("lookup", self._clock.now)  # which is what a probe is
 
         deadline = self._clock.now + TIER_LOOKUP_S
         call = Call(
@@ -516,21 +457,16 @@ class Tier:
             ended,
             lambda call: self._late(call, self.reads, "probe"),
         )
-        if self._submit(self._lookups, call) is not None:
+        if self._submit_lookup(call) is not None:
             self.reads.failed(self._clock.now, "the queue of lookups is full")
-
-    def _close_adapter(self) -> None:
-        for lane in self.lanes:
-            lane.wait_idle()
-        self.adapter.close()
 
     # --- ends of calls ------------------------------------------------------------------------------------
     def _timed(self, what: str, call: Call) -> None:
         self.latencies[what].add(self._clock.now - (call.deadline - call.allowed_s))
 
-    def _submit(self, lane: Lane, call: Call) -> TierReason | None:
+    def _submit_lookup(self, call: Call) -> TierReason | None:
         call.allowed_s = call.deadline - self._clock.now
-        return None if lane.submit(call) else self._throttled()
+        return None if self._medium.lookups.submit(call) else self._throttled()
 
     def _throttled(self) -> TierReason:
         self.counts["throttled"] += 1
@@ -539,28 +475,22 @@ class Tier:
     @property
     def last_error(self) -> str:
         """Empty when the tier is well."""
-        return self._troubles.text
+        return self.trouble.text
 
     @property
     def last_error_age_s(self) -> float | None:
-        age = self._troubles.age_s(self._clock.now)
+        age = self.trouble.age_s(self._clock.now)
         return None if age is None else round(age, 3)
-
-    def _trouble(self, what: str, error: str) -> None:
-        """Keep it for `status`, and log it, unless this tier has logged another a moment ago."""
-        self._troubles.note(what, error, self._clock.now)
-        if self._clock.now >= self._quiet_until:
-            self._quiet_until = self._clock.now + TIER_WARNING_PAUSE_S
-            log.warning("tier %s: %s", self.name, error)
 
     def _policy_failed(self, method: str, error: BaseException) -> None:
         """Nothing leaves then: what needs room waits, or is answered FULL."""
         self.counts["eviction_failed"] += 1
-        self._trouble("eviction", f"its eviction policy failed in {method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX])
+        text = f"its eviction policy failed in {method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX]
+        self.trouble.note("eviction", text, self._clock.now)
 
     def _late(self, call: Call, breaker: Breaker, what: str) -> None:
         self.counts[f"{what}_late"] += 1
-        self._trouble(what, f"{what} not done by its deadline")
+        self.trouble.note(what, f"{what} not done by its deadline", self._clock.now)
         if call.state is CallState.LATE and call.allowed_s >= _LATE_COUNTS_S:
             breaker.failed(self._clock.now, self.last_error)
         elif breaker.state is BreakerState.HALF_OPEN:
@@ -572,12 +502,8 @@ class Tier:
         return call.was_late
 
     def _failed(self, breaker: Breaker, what: str, error: str) -> None:
-        self._count_failure(what, error)
+        self.trouble.failed(what, error, self._clock.now)
         breaker.failed(self._clock.now, error)
-
-    def _count_failure(self, what: str, error: str) -> None:
-        self.counts[f"{what}_failed"] += 1
-        self._trouble(what, error)
 
     # --- the books: whole batches at once, for this runs on the loop, and a batch may have hundreds of objects --------
     def _note_loaded(self, keys: Sequence[bytes], results: Sequence[Loaded], changed: Watch) -> None:
@@ -597,7 +523,7 @@ class Tier:
             if result.reason is TierReason.GONE:
                 gone.append(key)
             if result.reason is TierReason.DAMAGED:
-                self._trouble("load", result.error)
+                self.trouble.note("load", result.error, self._clock.now)
                 damaged.append(key)
                 if not result.mismatched:
                     broken.append(key)
@@ -626,7 +552,7 @@ class Tier:
             unknown[key] = outcome.nbytes
             full |= outcome.result is Result.FULL
             if outcome.error:
-                self._trouble("store", outcome.error)
+                self.trouble.note("store", outcome.error, self._clock.now)
         self.counts["store_done"] += len(there)
         self.counts["stored_bytes"] += sum(nbytes for _, nbytes in there)
         self.accounting.add(there)
@@ -650,7 +576,7 @@ class Tier:
 
     def _went_well(self, breaker: Breaker, what: str) -> None:
         breaker.succeeded()
-        self._troubles.well(what, self._clock.now)
+        self.trouble.well(what, self._clock.now)
 
 
 def _tenants(usage: list[TenantUsage]) -> list[dict[str, Any]]:

@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from lmcache_core.clock import Clock
-from lmcache_core.limits import ERROR_EXCERPT_CHARS_MAX, TIER_ERROR_KEPT_S, TIER_LOSSES_REMEMBERED
+from lmcache_core.limits import (
+    ERROR_EXCERPT_CHARS_MAX,
+    TIER_ERROR_KEPT_S,
+    TIER_LOSSES_REMEMBERED,
+    TIER_WARNING_PAUSE_S,
+)
 from lmcache_core.tiers.l1 import TierReason
+
+log = logging.getLogger(__name__)
 
 
 class Trouble:
     """The last error of each thing that is tried (lookup, load, store, scan, …), until that goes well again.
 
-    An error of something that is not tried any more goes when the tier answers anything else, after a while.
+    An error of something that is not tried any more goes when the tier answers anything else, after a while. `counts`:
+    the tier's own, where failures are counted, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tier: str, counts: Counter[str]) -> None:
+        self._tier = tier
+        self._counts = counts
         self._errors: dict[str, tuple[float, str]] = {}
+        self._quiet_until = 0.0
 
     def note(self, what: str, error: str, now: float) -> None:
+        """Keep it for `status`, and log it, unless this tier has logged another a moment ago."""
         self._errors.pop(what, None)  # the newest stands last
         self._errors[what] = (now, error)
+        if now >= self._quiet_until:
+            self._quiet_until = now + TIER_WARNING_PAUSE_S
+            log.warning("tier %s: %s", self._tier, error)
+
+    def failed(self, what: str, error: str, now: float) -> None:
+        """It was tried, and failed."""
+        self._counts[f"{what}_failed"] += 1
+        self.note(what, error, now)
 
     def well(self, what: str, now: float) -> None:
         """It was tried, and went well."""
