@@ -95,13 +95,9 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
     quotas = Quotas(settings.state_dir / f"{name}.quotas.json", kernel, l1, housekeeping, settings.quotas)
 
     def make_tiering() -> Tiering:
-        tiering = build_tiering(settings, registry, l1, loop.wake)
-        quotas.watch(tiering)
-        if events is not None:
-            tiering.watch(events)
-        if tracing is not None:
-            tiering.trace(tracing)
-        return tiering
+        return build_tiering(
+            settings, registry, l1, loop.wake, observer=events, tracer=tracing, on_tier=quotas.tell_tier
+        )
 
     tiers = TierOpener(l1, make_tiering)
     if settings.l2:

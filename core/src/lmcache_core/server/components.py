@@ -26,6 +26,7 @@ from lmcache_core.pool.tables import NO_ROW
 from lmcache_core.server.l1 import L1
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.tiers.drills import wrapped
+from lmcache_core.tiers.observer import TierObserver, TierTracer
 from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
@@ -158,8 +159,18 @@ class TierOpener:
         return tiering
 
 
-def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable[[], None]) -> Tiering:
-    """All tiers of the settings, in their order. Where one cannot be built, none stays open."""
+def build_tiering(
+    settings: Settings,
+    registry: Registry,
+    l1: L1,
+    wake: Callable[[], None],
+    *,
+    observer: TierObserver | None,
+    tracer: TierTracer | None,
+    on_tier: Callable[[Tier], None],
+) -> Tiering:
+    """All tiers of the settings, in their order. Where one cannot be built, none stays open. See `Tiering` for who is
+    told of what."""
     store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
     prefetch_policy = registry.build(
         Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings
@@ -183,6 +194,9 @@ def build_tiering(settings: Settings, registry: Registry, l1: L1, wake: Callable
             store_policy=store_policy,
             prefetch_policy=prefetch_policy,
             config=config,
+            observer=observer,
+            tracer=tracer,
+            on_tier=on_tier,
         )
         undo.pop_all()
     return tiering

@@ -29,7 +29,6 @@ from lmcache_core.server.loop import Alarm
 from lmcache_core.server.session import Session
 from lmcache_core.settings.model import TenantQuota
 from lmcache_core.tiers.tier.tier import Tier
-from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
 POOL = "l1"  # how the pool is called beside the tiers
@@ -94,12 +93,6 @@ class Quotas:
                 raise SettingsError(f"quotas.{name}: {error}") from error
         if len(self._tenants) > TENANTS_MAX:
             raise SettingsError(f"quotas: there are {len(self._tenants)} tenants, and at most {TENANTS_MAX} can be")
-
-    def watch(self, tiering: Tiering) -> None:
-        """Tell these tiers, and those that come."""
-        tiering.on_tier = self._tell_tier
-        for tier in tiering.tiers:
-            self._tell_tier(tier)
 
     # --- requests -----------------------------------------------------------------------------------------
 
@@ -266,7 +259,8 @@ class Quotas:
                 self._tell_one(tier, name)
             tiering.tenants_changed()
 
-    def _tell_tier(self, tier: Tier) -> None:
+    def tell_tier(self, tier: Tier) -> None:
+        """Of all tenants: it is used from now on."""
         for name in self._tenants:
             self._tell_one(tier, name)
 

@@ -80,7 +80,12 @@ class Tiering:
         store_policy: StorePolicy,
         prefetch_policy: PrefetchPolicy,
         config: TieringConfig = TieringConfig(),
+        observer: TierObserver | None = None,
+        tracer: TierTracer | None = None,
+        on_tier: Callable[[Tier], None] | None = None,
     ) -> None:
+        """`observer` is told what tiers have stored and how they fare, `tracer` of each call that loads or stores, and
+        `on_tier` of each tier, these and those that are added or replaced later."""
         self._wake = wake
         self._clock = clock
         self.wants_reuse = store_policy.wants_reuse
@@ -100,26 +105,19 @@ class Tiering:
             self._epochs,
             in_flight_bytes_max=config.store_in_flight_bytes_max,
             keep=config.dirty != "drop",
+            observer=observer,
+            tracer=tracer,
         )
         self._lookups = LookupController(
-            l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max
+            l1, self._tiers, prefetch_policy, self._epochs, clock, config.prefetch_in_flight_max, tracer
         )
         self._draining = False
         self._faults = 0
-        self.on_tier: Callable[[Tier], None] = lambda tier: None  # told of each that is added or replaced from now on
-        self._observer: TierObserver | None = None
+        self._observer = observer
+        self._on_tier = on_tier
         for tier in tiers:
-            self.add_tier(tier)
-
-    def watch(self, observer: TierObserver) -> None:
-        """Have somebody told what tiers have stored, and how they fare; those that are added later, too."""
-        self._observer = self._stores.observer = observer
-        for tier in self._tiers.values():
-            tier.watch(observer)
-
-    def trace(self, tracer: TierTracer) -> None:
-        """Have somebody told of each call that loads or stores."""
-        self._stores.tracer = self._lookups.loads.tracer = tracer
+            self._check_name(tier)
+            self._use(tier)
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
         """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
@@ -245,15 +243,8 @@ class Tiering:
 
     def add_tier(self, tier: Tier) -> None:
         """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
-        if tier.name in self._tiers:
-            raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
-        self._check_medium(tier)
-        self._settled = True
-        tier.start(self._post, self._epochs, self._clock)
-        if self._observer is not None:
-            tier.watch(self._observer)
-        self._tiers[tier.name] = tier
-        self.on_tier(tier)
+        self._check_name(tier)
+        self._use(tier)
         self._changed(tier.name, "add")
 
     def reconfigure_tier(self, name: str, config: TierConfig) -> None:
@@ -267,12 +258,7 @@ class Tiering:
         """Put a new tier in the place of the one with its name. What waits to be stored goes to the new one; what
         is under way counts as late. Raises `UsageError` for an unknown name."""
         old = self._tier(tier.name)
-        self._check_medium(tier)
-        tier.start(self._post, self._epochs, self._clock)
-        if self._observer is not None:
-            tier.watch(self._observer)
-        self._tiers[tier.name] = tier
-        self.on_tier(tier)
+        self._use(tier)
         self._stores.tier_replaced(tier.name)
         self._changed(tier.name, "replace")
         old.abandon()
@@ -351,14 +337,24 @@ class Tiering:
             "tiers": [tier.status() for tier in self._tiers.values()],
         }
 
-    def _check_medium(self, tier: Tier) -> None:
-        """Raise `SettingsError` if another tier is on the same medium."""
+    def _check_name(self, tier: Tier) -> None:
+        """Raise `SettingsError` if another tier has the name."""
+        if tier.name in self._tiers:
+            raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
+
+    def _use(self, tier: Tier) -> None:
+        """From now on. Raises `SettingsError` if another tier is on the same medium."""
         for other in self._tiers.values():
             if tier.medium_name is not None and tier.medium_name == other.medium_name and tier.name != other.name:
                 raise SettingsError(
                     f"tiers {other.name!r} and {tier.name!r} are both on {tier.medium_name}: one medium is one tier; "
                     "give each a directory, a prefix or a database of its own"
                 )
+        self._settled = True
+        tier.start(self._post, self._epochs, self._clock, self._observer)
+        self._tiers[tier.name] = tier
+        if self._on_tier is not None:
+            self._on_tier(tier)
 
     def _changed(self, name: str, action: str) -> None:
         if self._observer is not None:

@@ -130,7 +130,15 @@ class LoadBatch:
 class LoadTable:
     """Begins, shares, settles and gives up loads."""
 
-    def __init__(self, l1: L1Port, tiers: dict[str, Tier], epochs: Epochs, clock: Clock, settle: Settle) -> None:
+    def __init__(
+        self,
+        l1: L1Port,
+        tiers: dict[str, Tier],
+        epochs: Epochs,
+        clock: Clock,
+        settle: Settle,
+        tracer: TierTracer | None,
+    ) -> None:
         self._l1 = l1
         self._tiers = tiers
         self._epochs = epochs
@@ -138,7 +146,7 @@ class LoadTable:
         self._table: dict[tuple[int, bytes], Load] = {}
         self._batches: dict[LoadBatch, None] = {}  # whose calls have not returned
         self._clock = clock
-        self.tracer: TierTracer | None = None
+        self._tracer = tracer
 
     def __len__(self) -> int:
         """Loads that are out, late ones included."""
@@ -238,7 +246,7 @@ class LoadTable:
         kind = None if tier is None else self._kind(tier, terms.layout_id)
         refused = TierReason.TIER_ERROR
         if tier is not None and kind is not None:
-            batch = LoadBatch(name, loads, self._clock.now, self.tracer)
+            batch = LoadBatch(name, loads, self._clock.now, self._tracer)
             transfers = [Transfer(load.key, load.namespace, load.epoch, kind, load.view) for load in loads]
             call = tier.load(
                 transfers, terms.deadline, terms.priority, partial(self._ended, batch), partial(self._late, batch)

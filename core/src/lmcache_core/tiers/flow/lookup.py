@@ -19,6 +19,7 @@ from lmcache_core.tiers.flow.loads import LoadTable
 from lmcache_core.tiers.l1 import L1Port, TierReason
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import tier_key
+from lmcache_core.tiers.observer import TierTracer
 from lmcache_core.tiers.tier.lanes import WAITED_FOR, WARM_UP, Priority
 from lmcache_core.tiers.tier.tier import Tier
 
@@ -51,13 +52,14 @@ class LookupController:
         epochs: Epochs,
         clock: Clock,
         in_flight_max: int,
+        tracer: TierTracer | None = None,
     ) -> None:
         self._l1 = l1
         self._tiers = tiers
         self._epochs = epochs
         self._in_flight_max = in_flight_max
         self.policy = policy
-        self.loads = LoadTable(l1, tiers, epochs, clock, self._settled)
+        self.loads = LoadTable(l1, tiers, epochs, clock, self._settled, tracer)
         self.counts: Counter[str] = Counter()
         self._ids = count(1)
         self._clock = clock

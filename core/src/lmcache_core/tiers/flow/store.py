@@ -47,6 +47,8 @@ class StoreController:
         *,
         in_flight_bytes_max: int,
         keep: bool,
+        observer: TierObserver | None = None,
+        tracer: TierTracer | None = None,
     ) -> None:
         self._l1 = l1
         self._tiers = tiers
@@ -66,8 +68,8 @@ class StoreController:
         self._unstored_objects = self._unstored_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
-        self.observer: TierObserver | None = None
-        self.tracer: TierTracer | None = None
+        self._observer = observer
+        self._tracer = tracer
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
@@ -402,7 +404,7 @@ class StoreController:
     def _at_end(
         self, name: str, tier: Tier, lease: int, positions: Sequence[int], going: Sequence[Dirty], nbytes: int
     ) -> Callable[[Sequence[Outcome]], None]:
-        traced = None if self.tracer is None else self.tracer.storing(name, [dirty.object for dirty in going])
+        traced = None if self._tracer is None else self._tracer.storing(name, [dirty.object for dirty in going])
 
         def ended(outcomes: Sequence[Outcome]) -> None:
             if traced is not None:
@@ -431,8 +433,8 @@ class StoreController:
             if finished:
                 self.counts["stored"] += len(finished)
                 self._gone(name, finished)
-                if self.observer is not None:
-                    self.observer.stored(name, [dirty.object for dirty in finished])
+                if self._observer is not None:
+                    self._observer.stored(name, [dirty.object for dirty in finished])
             self._settle(finished)
 
         return ended

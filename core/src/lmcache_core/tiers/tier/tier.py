@@ -104,8 +104,15 @@ class Tier:
         self._stored_bytes: dict[int, int] = {}
         self._sizes = Sizes()
 
-    def start(self, post: Callable[[Call | Note], None], epochs: Epochs, clock: Clock) -> None:
-        """Called once, by Tiering."""
+    def start(
+        self,
+        post: Callable[[Call | Note], None],
+        epochs: Epochs,
+        clock: Clock,
+        observer: TierObserver | None = None,
+    ) -> None:
+        """Called once, by Tiering. `observer`: told when the tier is left alone, when it is used again, and of what it
+        does not have any more."""
         self._post = post
         self._epochs = epochs
         self._clock = clock
@@ -117,9 +124,10 @@ class Tier:
         self.doubts = Doubts(medium, self.accounting, self._recount, lambda found: self.reclaim.delete_former(found))
         self.reclaim = Reclaim(medium, self.accounting, self.losses, self.doubts, epochs)
         self.rebuild = Rebuild(medium, self.accounting, self.reclaim, self.doubts, self.trouble)
+        if observer is not None:
+            self._watch(observer)
 
-    def watch(self, observer: TierObserver) -> None:
-        """Have somebody told when the tier is left alone, and when it is used again."""
+    def _watch(self, observer: TierObserver) -> None:
         for what, breaker in (("reads", self.reads), ("writes", self.writes)):
             breaker.on_move = partial(self._told, observer, what, breaker)
         self.accounting.on_removed = partial(self._tell_removed, observer)
