@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_core.limits import EVENT_BUS_OBJECTS_MAX
+from lmcache_core.limits import EVENT_BATCH_OBJECTS, EVENT_BUS_OBJECTS_MAX
 from lmcache_core.observe import bus as bus_module
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import (
@@ -101,6 +101,28 @@ def test_a_full_bus_keeps_the_oldest_and_counts_what_it_drops(make: Callable[...
     heard.gate.set()
     bus.close()
     assert heard.numbers == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_subscriber_is_told_of_a_bounded_number_of_objects_at_once(make: Callable[..., EventBus]) -> None:
+    batches: list[int] = []
+
+    class Counting(Heard):
+        def hear(self, events: Sequence[CacheEvent]) -> None:
+            super().hear(events)
+            batches.append(sum(len(event.keys) for event in events if isinstance(event, ObjectsEvicted)))
+
+    heard = Counting()
+    bus = make(heard=heard)
+    heard.gate.clear()
+    emit(bus, 0)
+    assert heard.inside.wait(WAIT_S)
+    for number in range(20):
+        keys = [bytes([number, at]) * 16 for at in range(EVENT_BATCH_OBJECTS // 4)]
+        bus.emit(one, ObjectsEvicted, keeps=len(keys), namespace=1, keys=keys, nbytes=1, policy="lru")
+    heard.gate.set()
+    bus.close()
+    assert sum(batches) == 20 * (EVENT_BATCH_OBJECTS // 4)
+    assert max(batches) <= EVENT_BATCH_OBJECTS
 
 
 def test_objects_that_wait_are_bounded_too(make: Callable[..., EventBus]) -> None:

@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from lmcache_core.limits import (
     EVENT_BATCH_MAX,
+    EVENT_BATCH_OBJECTS,
     EVENT_BATCH_S,
     EVENT_BUS_OBJECTS_MAX,
+    EVENT_REST_S_MAX,
     EVENTS_CLOSE_S,
     SUBSCRIBER_HANG_S,
 )
@@ -48,13 +50,21 @@ class _Heard:
 class EventBus:
     """`emit` and `check` are the loop's; `status` is for any thread; all else happens on the bus's own."""
 
-    def __init__(self, subscribers: Mapping[str, EventSubscriber], queue_size: int, *, now: Any = time.time) -> None:
+    def __init__(
+        self,
+        subscribers: Mapping[str, EventSubscriber],
+        queue_size: int,
+        *,
+        batch_s: float = EVENT_BATCH_S,
+        now: Any = time.time,
+    ) -> None:
         """`queue_size`: what may wait, in things that happened; one of them may be about a thousand objects, and there
-        is a limit on these, too."""
+        is a limit on these, too. `batch_s`: how long to wait for more before subscribers are told."""
         self.queue_size = queue_size
         self.emitted = 0
         self.dropped = 0
         self._untold = 0  # of these, what subscribers have not been told of
+        self._batch_s = batch_s
         self._now = now
         self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
         self._queue: deque[_Happened] = deque()
@@ -140,8 +150,11 @@ class EventBus:
         while self._turn == turn:
             ended = self._stopping.is_set()  # looked at first: what was left before it is told
             self._awake = False
+            began_s = time.monotonic()
             while self._tell_owed(turn) and self._take():
-                pass
+                if len(self._queue) < self.queue_size // 2:
+                    self._stopping.wait(min(EVENT_REST_S_MAX, time.monotonic() - began_s))
+                began_s = time.monotonic()
             if self._turn != turn:
                 return
             if ended and not self._queue:
@@ -149,13 +162,15 @@ class EventBus:
                 return
             self._wake.wait()
             self._wake.clear()
-            self._stopping.wait(EVENT_BATCH_S)  # a moment, for more to come: fewer and larger batches
+            self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
 
     def _take(self) -> bool:
         """Make the next batch, and owe it to everybody. False: there is none."""
         batch: list[CacheEvent] = []
-        while self._queue and len(batch) < EVENT_BATCH_MAX:
+        objects = 0
+        while self._queue and len(batch) < EVENT_BATCH_MAX and objects < EVENT_BATCH_OBJECTS:
             happened = self._queue.popleft()
+            objects += happened.objects
             self._objects_out += happened.objects
             batch += _made(happened)
         if batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from lmcache_core.limits import KEY_BYTES
 from lmcache_core.observe.events import BlocksReported, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.settings.model import Section
@@ -61,14 +61,14 @@ class JsonlEvents(EventSubscriber):
 
 def line_of(event: CacheEvent) -> bytes:
     """One event as a line of JSON; keys as hexadecimal digits, as commands take them."""
-    return json.dumps(plain(event), separators=(",", ":")).encode() + b"\n"
+    return msgspec.json.encode(plain(event)) + b"\n"
 
 
 def plain(event: CacheEvent) -> Any:
     """An event in plain values, keys as hexadecimal digits; namespaces too, as they are shown everywhere."""
     fields = msgspec.to_builtins(event, builtin_types=(bytes,))
     if "keys" in fields and isinstance(fields["keys"], list):
-        fields["keys"] = [key.hex() for key in fields["keys"]]
+        fields["keys"] = b"".join(fields["keys"]).hex(",", KEY_BYTES).split(",") if fields["keys"] else []
     if isinstance(event, BlocksReported):
         fields |= {"hashes": [each.hex() for each in event.hashes], "media": list(event.media)}
         fields["parent"] = None if event.parent is None else event.parent.hex()

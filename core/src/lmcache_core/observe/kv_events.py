@@ -106,7 +106,7 @@ class KvEvents(EventSubscriber):
     def __init__(self, settings: KvEventsSettings, context: SubscriberContext) -> None:
         self.wants_tokens = settings.token_ids
         self._settings = settings
-        self._known: dict[_Key, _KnownBlocks] = {}
+        self._known: OrderedDict[_Key, _KnownBlocks] = OrderedDict()
         self._pending: OrderedDict[_Key, None] = OrderedDict()  # reported, and not stored anywhere yet
         self._lock = threading.Lock()  # of `_known`: a snapshot reads it
         self._publisher = _Publisher(settings, self._snapshot)

@@ -80,7 +80,7 @@ class TraceRecorder(EventSubscriber):
         self._settings = settings
         self._header = header
         self._began_s = began_s
-        self._secret = secrets.token_bytes(32)
+        self._keyed = blake2b(digest_size=ID_BYTES, key=secrets.token_bytes(32))  # copied: the key goes in once
         self._workers: dict[int, int] = {}
         self._files: list[Path] = []
         self._number = 0
@@ -122,7 +122,9 @@ class TraceRecorder(EventSubscriber):
         )
 
     def _id(self, raw: bytes) -> bytes:
-        return blake2b(raw, digest_size=ID_BYTES, key=self._secret).digest()
+        keyed = self._keyed.copy()
+        keyed.update(raw)
+        return keyed.digest()
 
     def _begin_file(self) -> BinaryIO:
         assert self._settings.dir is not None

@@ -70,7 +70,7 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
     events = _events(settings, registry)
     if events is not None:
         undo.callback(events.bus.close)
-    tracing = _tracing(settings, clock, kernel)
+    tracing = _tracing(settings, clock, kernel, lambda: l1.tiering is not None)
     if tracing is not None:
         undo.callback(tracing.close)
     companions, configured_companions = Companions(), settings.companions()
@@ -208,13 +208,13 @@ def _events(settings: Settings, registry: Registry) -> EventTaps | None:
     return EventTaps(bus, settings.l1.eviction.type, wants_blocks, wants_tokens)
 
 
-def _tracing(settings: Settings, clock: Clock, kernel: Kernel) -> Tracing | None:
+def _tracing(settings: Settings, clock: Clock, kernel: Kernel, tiered: Callable[[], bool]) -> Tracing | None:
     """What exports spans, where the settings name a collector. Without one nothing of it is imported."""
     if settings.otel.endpoint is None:
         return None
     from lmcache_core.server.tracing import Tracing
 
-    return Tracing(settings.otel, settings.name, clock, kernel.kept)
+    return Tracing(settings.otel, settings.name, clock, kernel.kept, tiered)
 
 
 def _helpers(settings: Settings, registry: Registry, address: str, runtime_dir: Path) -> Helpers:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_core.kernel.answers import Grant, Settled
-from lmcache_core.limits import KEY_BYTES, SPANS_WAITING_MAX, TRACED_OBJECTS_MAX, TRACED_STORES_MAX
+from lmcache_core.limits import KEY_BYTES, SPAN_BATCH_S, SPANS_WAITING_MAX, TRACED_OBJECTS_MAX, TRACED_STORES_MAX
 from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import one
 from lmcache_core.observe.spans import (
@@ -28,7 +29,6 @@ from lmcache_core.observe.spans import (
     SpanType,
 )
 from lmcache_core.protocol import messages as m
-from lmcache_core.protocol.codec import split_keys
 from lmcache_core.protocol.traceparent import parse_traceparent
 from lmcache_core.tiers.contract import Outcome, Result
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lmcache_core.tiers.object.transfer import Loaded
 
 Figures = dict[str, str | int]
+_GRANTED, _COMMITTED = int(Grant.GRANTED), int(Settled.COMMITTED)
 Kept = Callable[[int, Sequence[bytes]], Sequence["Incarnation"]]
 
 
@@ -59,7 +60,7 @@ class _Store:
 
     span: Span
     namespace: int
-    keys: list[bytes] = field(default_factory=list)  # by position in its lease
+    keys: bytearray = field(default_factory=bytearray)  # one behind the other, by position in its lease
     open: set[int] = field(default_factory=set)
     granted: int = 0
     committed: int = 0
@@ -69,17 +70,24 @@ class Tracing:
     """There is one where the settings name a collector, and none else: then nothing of this runs. Lives on the loop's
     thread; implements `tiers.observer.TierTracer`."""
 
-    def __init__(self, settings: OtelSettings, server: str, clock: Clock, kept: Kept) -> None:
-        """`kept`: the incarnations that the pool has of a namespace's keys. Raises `SettingsError`."""
+    def __init__(
+        self, settings: OtelSettings, server: str, clock: Clock, kept: Kept, tiered: Callable[[], bool]
+    ) -> None:
+        """`kept`: the incarnations that the pool has of a namespace's keys; `tiered`: whether any tier will be given
+        them. Raises `SettingsError`."""
         self._exporter = SpanExporter(settings, server)
         self._endpoint = settings.traces_url
         self._ratio = settings.sample_ratio
         self._clock = clock
         self._kept = kept
-        self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX)
-        self._stores: dict[int, _Store] = {}  # by lease
-        self._asked: dict[tuple[Session, int], tuple[m.PrepareStore, Span]] = {}  # stores that are answered later
-        self._objects: dict[tuple[int, bytes, int], Span] = {}  # namespace, key and generation: the store's
+        self._tiered = tiered
+        self._bus = EventBus({"otel": self._exporter}, SPANS_WAITING_MAX, batch_s=SPAN_BATCH_S)
+        # The oldest go first: taken from the front of a plain dict, each would cost a look at all that went before.
+        self._stores: OrderedDict[int, _Store] = OrderedDict()  # by lease
+        # Stores that are answered later.
+        self._asked: OrderedDict[tuple[Session, int], tuple[m.PrepareStore, Span]] = OrderedDict()
+        # By namespace, key and generation: the store's.
+        self._objects: OrderedDict[tuple[int, bytes, int], Span] = OrderedDict()
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -107,7 +115,7 @@ class Tracing:
             self._granted(request, span, reply)
             return
         while len(self._asked) >= TRACED_STORES_MAX:
-            del self._asked[next(iter(self._asked))]
+            self._asked.popitem(last=False)
         self._asked[session, request.rid] = (request, span)
         session.listen(self._answered)
 
@@ -119,16 +127,16 @@ class Tracing:
     def _granted(self, request: m.PrepareStore, span: Span, reply: m.Message) -> None:
         if not isinstance(reply, m.Granted) or not reply.lease:
             failed = reply.code.lower() if isinstance(reply, m.Error) else ""
-            self._store_ended(_Store(span, request.namespace, [b""] * (len(request.keys) // KEY_BYTES)), failed)
+            self._store_ended(_Store(span, request.namespace, bytearray(request.keys)), failed)
             return
         store = self._stores.get(reply.lease)
         if store is None:
             while len(self._stores) >= TRACED_STORES_MAX:
-                self._store_ended(self._stores.pop(next(iter(self._stores))), "unsettled")
+                self._store_ended(self._stores.popitem(last=False)[1], "unsettled")
             store = self._stores[reply.lease] = _Store(span, request.namespace)
-        first = len(store.keys)
-        store.keys += split_keys(request.keys)
-        fresh = [at for at, status in enumerate(reply.statuses, first) if status == Grant.GRANTED]
+        first = len(store.keys) // KEY_BYTES
+        store.keys += request.keys
+        fresh = [at for at, status in enumerate(reply.statuses, first) if status == _GRANTED]
         store.open.update(fresh)
         store.granted += len(fresh)
         if not store.open:
@@ -141,10 +149,10 @@ class Tracing:
             return
         answered = [(at, each) for at, each in zip(positions, outcomes, strict=False) if at in store.open]
         store.open.difference_update([at for at, _ in answered])
-        done = [store.keys[at] for at, outcome in answered if outcome == Settled.COMMITTED]
+        done = [at for at, outcome in answered if outcome == _COMMITTED]
         store.committed += len(done)
-        if done:
-            self._remember(store, done)
+        if done and self._tiered():
+            self._remember(store, [bytes(store.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in done])
         if not store.open:
             self._store_ended(self._stores.pop(lease))
 
@@ -153,11 +161,11 @@ class Tracing:
         for item in self._kept(store.namespace, keys):
             objects[store.namespace, item.key, item.generation] = store.span
         while len(objects) > TRACED_OBJECTS_MAX:
-            del objects[next(iter(objects))]
+            objects.popitem(last=False)
 
     def _store_ended(self, store: _Store, failed: str = "") -> None:
         figures: Figures = {
-            "lmcache.keys": len(store.keys),
+            "lmcache.keys": len(store.keys) // KEY_BYTES,
             "lmcache.granted": store.granted,
             "lmcache.committed": store.committed,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
@@ -56,7 +57,8 @@ class S3Adapter(L2Adapter):
         self._client = S3Client(settings, context.connections, context.tier)
         self._conditions = True  # whether the service knows If-None-Match
         self._ranges = True  # whether the service knows Range
-        self._unsound: dict[str, None] = {}  # names of damaged objects that could not be deleted: to be replaced
+        # Names of damaged objects that could not be deleted: to be replaced.
+        self._unsound: OrderedDict[str, None] = OrderedDict()
         self._closed = False
 
     # --- contract -----------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ class S3Adapter(L2Adapter):
             if outcome.result is Result.DONE:
                 self._unsound.pop(name, None)
         while len(self._unsound) > _UNSOUND_NAMES_MAX:
-            self._unsound.pop(next(iter(self._unsound)), None)
+            self._unsound.popitem(last=False)
         return outcomes
 
     def usage(self) -> Usage:

@@ -6,6 +6,7 @@ was read-only for a moment. The medium is asked, in the background, and the book
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class Doubts:
         self._clock = medium.clock
         self._recount = recount
         self._on_found = on_found
-        self._keys: dict[bytes, _Doubt] = {}
+        self._keys: OrderedDict[bytes, _Doubt] = OrderedDict()
         self._asked: dict[bytes, _Doubt] = {}  # those that the medium is being asked about
         self._next_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
@@ -71,7 +72,7 @@ class Doubts:
             self._accounting.reserve(namespace, reserved)
             self._keys[key] = _Doubt(nbytes, reserved, namespace, damaged)
         while len(self._keys) > TIER_DOUBTS_MAX:
-            self._end(self._keys.pop(next(iter(self._keys))))
+            self._end(self._keys.popitem(last=False)[1])
             self._recount.ask()
 
     @property
