@@ -624,10 +624,13 @@ class RetrieveJob(PagesJob):
 
     def _get_leased_on(self, leased: _LeasedRead) -> bool:
         if leased.state is LeasedReadState.ASKING:
-            heard = [frame.get_on() for frame in leased.frames]
-            if not all(heard):
-                return False
-            self._copy_leased(leased)
+            if leased.work is None:
+                heard = [frame.get_on() for frame in leased.frames]
+                if not all(heard):
+                    return False
+                self._copy_leased(leased)
+            if leased.work is not None:  # also after an interrupt that came before this line: it copies already
+                leased.move(LeasedReadEvent.COPY)
         if leased.state is LeasedReadState.COPYING:
             if not _over(leased.work):
                 return False
@@ -659,7 +662,6 @@ class RetrieveJob(PagesJob):
         if parts:
             try:
                 leased.work = self._begin(parts, self._by_region, [frame for frame, _ in copied], self._waits)
-                leased.move(LeasedReadEvent.COPY)
             except LeaseExpiredError:
                 for frame, own in copied:
                     for at in own:
@@ -730,7 +732,7 @@ class RetrieveJob(PagesJob):
         for leased in self._leased:
             for frame in leased.frames:
                 frame.cancel((status, reason))
-            if leased.state is LeasedReadState.ASKING:
+            if leased.state is LeasedReadState.ASKING and leased.work is None:
                 for frame in leased.frames:
                     self._note_ungranted(frame)
                     for at in frame.lease.granted:
