@@ -39,6 +39,7 @@ typedef struct {
     size_t count;
     size_t regions; /* of all groups */
     uint64_t classes;
+    device device;
 } PageTables;
 
 static void tables_dealloc(PageTables *self) {
@@ -110,10 +111,22 @@ static int read_group(PageTables *self, PyObject *given, pages_group *group) {
     return fault || !regions ? -1 : 0;
 }
 
+/* The device that the memory lies on: see device_read. */
+static int read_device(PageTables *self, PyObject *given) {
+    Py_buffer found;
+    if (words_of(given, &found, -1, "device") < 0)
+        return -1;
+    int fits = device_read(&self->device, found.buf, (size_t)found.len / 8);
+    PyBuffer_Release(&found);
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "device is six calls, a context and streams, none of them 0");
+    return fits ? 0 : -1;
+}
+
 static PyObject *tables_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"groups", NULL};
-    PyObject *given;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!:PageTables", names, &PyTuple_Type, &given))
+    static char *names[] = {"groups", "device", NULL};
+    PyObject *given, *device = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|O:PageTables", names, &PyTuple_Type, &given, &device))
         return NULL;
     PageTables *self = (PageTables *)type->tp_alloc(type, 0);
     if (!self)
@@ -124,6 +137,8 @@ static PyObject *tables_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         PyErr_NoMemory();
     for (; self->groups && self->count < count && !PyErr_Occurred(); self->count++)
         read_group(self, PyTuple_GET_ITEM(given, (Py_ssize_t)self->count), &self->groups[self->count]);
+    if (!PyErr_Occurred() && device != Py_None)
+        read_device(self, device);
     if (!PyErr_Occurred() && self->classes > count)
         PyErr_SetString(PyExc_ValueError, "alias is not below the number of groups");
     if (PyErr_Occurred())
@@ -550,11 +565,12 @@ static int job_prepare(PageJob *self, PyObject *parts) {
 }
 
 static PyObject *job_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"batch", "parts", "gather", "by_region", "keep", NULL};
+    static char *names[] = {"batch", "parts", "gather", "by_region", "keep", "event", NULL};
     PyObject *batch, *parts, *keep;
+    unsigned long long event = 0;
     int gather, by_region;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!ppO:PageJob", names, &batch, &PyTuple_Type, &parts, &gather,
-                                     &by_region, &keep))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!ppO|K:PageJob", names, &batch, &PyTuple_Type, &parts, &gather,
+                                     &by_region, &keep, &event))
         return NULL;
     if (Py_TYPE(batch)->tp_dealloc != (destructor)batch_dealloc)
         return PyErr_Format(PyExc_TypeError, "batch must be a PageBatch, not %s", Py_TYPE(batch)->tp_name);
@@ -567,6 +583,9 @@ static PyObject *job_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
     self->batch = (PageBatch *)Py_NewRef(batch);
     self->keep = Py_NewRef(keep);
     self->job.gather = gather;
+    self->job.event = (void *)(uintptr_t)event;
+    if (self->batch->tables->device.streams_count)
+        self->job.device = &self->batch->tables->device;
     int failed = job_prepare(self, parts);
     if (!failed && !pages_plan(&self->job, by_region)) {
         PyErr_NoMemory();
@@ -614,7 +633,8 @@ static PyObject *job_start(PageJob *self, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "a job is started once, by the process that made it");
     self->started = true;
     unsigned wanted = team_size(self->job.bytes, threads > 0 ? (unsigned)threads : 1);
-    bool here = waits || self->job.bytes < PAGES_PIECE_BYTES;
+    bool small = self->job.bytes < PAGES_PIECE_BYTES && !self->job.device; /* a device has other things to do first */
+    bool here = waits || small;
     if (wanted > self->job.items_count)
         wanted = (unsigned)self->job.items_count;
     Py_BEGIN_ALLOW_THREADS
@@ -740,9 +760,14 @@ static PyObject *get_nbytes(PageJob *self, void *Py_UNUSED(none)) {
     return PyLong_FromUnsignedLongLong(self->job.bytes);
 }
 
+static PyObject *get_fault(PageJob *self, void *Py_UNUSED(none)) {
+    return PyLong_FromLong(atomic_load(&self->job.fault));
+}
+
 static PyGetSetDef job_getters[] = {
     {"running", (getter)get_running, NULL, "Whether a thread may be inside a slot or a page.", NULL},
     {"nbytes", (getter)get_nbytes, NULL, "Bytes to copy.", NULL},
+    {"fault", (getter)get_fault, NULL, "What the device said when it refused; 0: it did not.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

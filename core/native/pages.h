@@ -11,10 +11,14 @@
  *
  * Where an object was found in the index, its entry is looked at again behind each range (index_find.h says why that is
  * enough): if it moved, the range is worth nothing, and neither are those that were written before it.
+ *
+ * Pages on a device are copied by the device, range by range, and a thread of the job waits for each. When the device
+ * refuses, the job stops with its `fault`.
  */
 #ifndef LMCACHE_CORE_PAGES_H
 #define LMCACHE_CORE_PAGES_H
 
+#include "device.h"
 #include "index_find.h"
 #include "team.h"
 #include "xxh3_pieces.h"
@@ -72,6 +76,9 @@ typedef struct {
     _Atomic size_t left; /* items */
     _Atomic bool stop;
     bool gather; /* from pages into slots */
+    const device *device; /* that the pages lie on; NULL: in host memory */
+    void *event;          /* of the device, before which no page is touched; NULL: none */
+    _Atomic int fault;    /* what the device said when it refused */
     uint64_t bytes;
     pthread_mutex_t lock; /* of nothing but the waiting for `moved` */
     pthread_cond_t moved; /* a region, or all of it, is done */
@@ -161,20 +168,57 @@ static inline void pages_copy(const pages_job *job, const pages_object *object, 
         copy_bytes_of(to, from, piece->n, job->bytes);
 }
 
-/* A range of one object. False: it was stopped on the way. */
-static inline bool pages_copy_range(const pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
-    const pages_group *group = object->group;
-    pages_cursor cursor = pages_seek(group, from);
+static inline bool pages_copy_by_processor(const pages_job *job, pages_object *object, uint64_t from, uint64_t to,
+                                           xxh3_pieces *sum) {
+    pages_cursor cursor = pages_seek(object->group, from);
     pages_piece piece;
+    while (pages_next(object->group, object->ids, &cursor, to, &piece)) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
+            return false;
+        pages_copy(job, object, &piece, sum);
+    }
+    return true;
+}
+
+static inline void pages_fail(pages_job *job, int fault) {
+    int none = 0;
+    atomic_compare_exchange_strong(&job->fault, &none, fault);
+    atomic_store_explicit(&job->stop, true, memory_order_relaxed);
+}
+
+static inline bool pages_copy_by_device(pages_job *job, pages_object *object, uint64_t from, uint64_t to,
+                                        void *stream, xxh3_pieces *sum) {
+    pages_cursor cursor = pages_seek(object->group, from);
+    pages_piece piece;
+    int fault = 0;
+    bool stopped = false;
+    while (!fault && !stopped && pages_next(object->group, object->ids, &cursor, to, &piece)) {
+        unsigned char *slot = object->slot + piece.at;
+        stopped = atomic_load_explicit(&job->stop, memory_order_relaxed);
+        if (!stopped && piece.memory)
+            fault = device_copy(job->device, slot, piece.memory, piece.n, job->gather, stream);
+        else if (!stopped && job->gather)
+            memset(slot, 0, piece.n);
+    }
+    int landed = job->device->wait_stream(stream); /* whatever came between: what was queued is on its way */
+    if (fault || landed) {
+        pages_fail(job, fault ? fault : landed);
+        return false;
+    }
+    if (sum && !stopped)
+        xxh3_pieces_add(sum, NULL, object->slot + from, to - from, XXH3_COPY);
+    return !stopped;
+}
+
+/* A range of one object. False: it was stopped on the way. */
+static inline bool pages_copy_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
     bool summed = job->gather || object->check;
     xxh3_pieces sum;
     if (summed)
-        xxh3_pieces_begin(&sum, group->object_bytes);
-    while (pages_next(group, object->ids, &cursor, to, &piece)) {
-        if (atomic_load_explicit(&job->stop, memory_order_relaxed))
-            return false;
-        pages_copy(job, object, &piece, summed ? &sum : NULL);
-    }
+        xxh3_pieces_begin(&sum, object->group->object_bytes);
+    if (!(job->device ? pages_copy_by_device(job, object, from, to, stream, summed ? &sum : NULL)
+                      : pages_copy_by_processor(job, object, from, to, summed ? &sum : NULL)))
+        return false;
 #if defined(__x86_64__)
     if (summed)
         _mm_sfence();
@@ -200,11 +244,11 @@ static inline bool pages_unchanged(pages_object *object) {
     return false;
 }
 
-static inline bool pages_do_range(const pages_job *job, pages_object *object, uint64_t from, uint64_t to) {
+static inline bool pages_do_range(pages_job *job, pages_object *object, uint64_t from, uint64_t to, void *stream) {
     if (atomic_load_explicit(&object->found, memory_order_relaxed) & ~PAGES_WRITTEN || !pages_unchanged(object))
         return true;
     atomic_fetch_or_explicit(&object->found, PAGES_WRITTEN, memory_order_relaxed);
-    if (!pages_copy_range(job, object, from, to))
+    if (!pages_copy_range(job, object, from, to, stream))
         return false;
     if (pages_unchanged(object) && object->check && object->verified &&
         !(atomic_load_explicit(&object->found, memory_order_relaxed) & PAGES_DAMAGED))
@@ -218,16 +262,40 @@ static inline void pages_tell(pages_job *job) {
     pthread_mutex_unlock(&job->lock);
 }
 
+/* False: it was stopped on the way. */
+static inline bool pages_do_objects(pages_job *job, const pages_item *item, void *stream) {
+    for (size_t at = item->object; at < item->object + item->count; at++) {
+        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
+            !pages_do_range(job, &job->objects[at], item->from, item->to, stream))
+            return false;
+        atomic_fetch_sub_explicit(&job->objects[at].left, 1, memory_order_release);
+    }
+    return true;
+}
+
+/* The same with the device's context, behind what the engine had given the device to do when the job was made. */
+static inline bool pages_do_on_device(pages_job *job, const pages_item *item, size_t i) {
+    const device *device = job->device;
+    void *popped;
+    int fault = device->push(device->context);
+    if (fault) {
+        pages_fail(job, fault);
+        return false;
+    }
+    fault = job->event ? device->wait_event(job->event) : 0;
+    if (fault)
+        pages_fail(job, fault);
+    bool done = pages_do_objects(job, item, device->streams[i % device->streams_count]);
+    device->pop(&popped);
+    return done;
+}
+
 static inline void pages_do_item(void *ctx, size_t i) {
     pages_job *job = ctx;
     const pages_item *item = &job->items[i];
-    for (size_t at = item->object; at < item->object + item->count; at++) {
-        if (atomic_load_explicit(&job->stop, memory_order_relaxed) ||
-            !pages_do_range(job, &job->objects[at], item->from, item->to)) {
-            pages_tell(job);
-            return;
-        }
-        atomic_fetch_sub_explicit(&job->objects[at].left, 1, memory_order_release);
+    if (!(job->device ? pages_do_on_device(job, item, i) : pages_do_objects(job, item, NULL))) {
+        pages_tell(job);
+        return;
     }
     bool tell = false;
     for (size_t region = item->region; region < item->region + item->regions; region++)

@@ -156,9 +156,10 @@ class Index:
 @final
 class PageTables:
     """Regions of pages, in groups. Of each group: the regions as words (base, page_bytes, page_stride for each), pages,
-    pages_per_object, null_page or None, alias, exact (see `client.regions.Tables`). The caller holds the memory."""
+    pages_per_object, null_page or None, alias, exact (see `client.regions.RegionTables`). The caller holds the memory.
+    `device`: what `client.devices.Device.words` says of the GPU that all of it lies on."""
 
-    def __new__(cls, groups: tuple[tuple[Any, ...], ...]) -> Self: ...
+    def __new__(cls, groups: tuple[tuple[Any, ...], ...], device: Buffer | None = None) -> Self: ...
 
 @final
 class PageBatch:
@@ -178,11 +179,18 @@ class PageJob:
 
     A part is (entry, positions, addresses of slots, checksums or None), or (entry, positions, keys, index, namespace,
     layout id, verify) for what is to be found in the index. Positions, addresses and checksums are buffers of u64, one
-    for each object; a checksum of 0 is not compared. `by_region`: the first region of all objects first.
+    for each object; a checksum of 0 is not compared. `by_region`: the first region of all objects first. `event`: a
+    handle of CUDA's; no page on a device is touched before what it was recorded behind.
     """
 
     def __new__(
-        cls, batch: PageBatch, parts: tuple[tuple[Any, ...], ...], gather: bool, by_region: bool, keep: object
+        cls,
+        batch: PageBatch,
+        parts: tuple[tuple[Any, ...], ...],
+        gather: bool,
+        by_region: bool,
+        keep: object,
+        event: int = 0,
     ) -> Self: ...
     @property
     def running(self) -> bool:
@@ -190,9 +198,12 @@ class PageJob:
     @property
     def nbytes(self) -> int:
         """Bytes to copy."""
+    @property
+    def fault(self) -> int:
+        """What CUDA's driver said when it refused a copy, which stops the job; 0: it did not."""
     def start(self, threads: int, waits: bool, /) -> None:
-        """Begin, once, by at most so many threads. With `waits` the caller is one of them, and all is done when it
-        returns; less than 1 MiB is done at once in any case."""
+        """Begin, once, by at most so many threads. With `waits` the caller is one of them, and all is done, or was
+        stopped, when it returns; less than 1 MiB in host memory is done at once in any case."""
     def wait(self, seconds: float, region: int = -1, /) -> bool:
         """Take part until this region (counted through all groups; -1: all of it) is done, for so long; whether it
         is."""

@@ -28,6 +28,7 @@ __all__ = [
     "Retry",
     "RowTakenError",
     "SettingsError",
+    "StaleRegionError",
     "TierError",
     "UnknownNamespaceError",
     "UntrustedError",
@@ -68,6 +69,12 @@ class UnknownNamespaceError(UsageError):
     """The session has not registered the namespace, or so long ago that it is forgotten."""
 
     code = "NAMESPACE"
+
+
+class StaleRegionError(UsageError):
+    """The memory of registered pages was given back since, as by an engine that sleeps: register them anew."""
+
+    code = "STALE_REGION"
 
 
 class SettingsError(CacheError, ValueError):

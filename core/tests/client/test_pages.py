@@ -429,7 +429,8 @@ GOOD = {"offset": 0, "page_bytes": 512, "page_stride": 1024, "pages": 4}
         ({"pages": 1.5}, "pages is 1.5"),
         ({"buffer": object()}, "the buffer is a object: give a torch tensor"),
         ({"buffer": np.zeros((8, 1024), np.uint8)[:, ::2]}, "not contiguous"),
-        ({"device": "cuda"}, "device is 'cuda': pages in host memory are copied"),
+        ({"device": "gpu"}, "device is 'gpu': give one of 'cpu', 'pinned', 'cuda'"),
+        ({"device": "cuda"}, 'device is "cuda", and the buffer is a bytearray'),
         ({"device": "pinned"}, 'device is "pinned", and'),
     ],
 )

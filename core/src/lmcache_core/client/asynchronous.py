@@ -144,9 +144,13 @@ class AsyncPages:
         self.pages = pages
         self._client = client
 
-    async def store(self, entries: Entries, *, deadline_s: float | None = None, traceparent: str = "") -> PagesResult:
-        """As `Pages.store`. The copies are made in the loop's executor, the commits are awaited."""
-        start = partial(self.pages.store_start, entries, deadline_s=deadline_s, traceparent=traceparent)
+    async def store(
+        self, entries: Entries, *, deadline_s: float | None = None, traceparent: str = "", stream: int | None = None
+    ) -> PagesResult:
+        """As `Pages.store`. The copies are made in the loop's executor, the commits are awaited. Its threads have
+        current streams of their own in torch: give `stream` for pages on a GPU."""
+        pages = self.pages
+        start = partial(pages.store_start, entries, deadline_s=deadline_s, traceparent=traceparent, stream=stream)
         job = await _elsewhere(self._client, start)
         await _until(job.done, job.cancel, job.leave)
         return _whole(job.result)
@@ -159,10 +163,13 @@ class AsyncPages:
         order: Literal["region", "object"] = "object",
         deadline_s: float | None = None,
         verify: str | None = None,
+        stream: int | None = None,
     ) -> PagesResult:
         """As `Pages.retrieve`: threads of the extension copy, and the event loop looks at the job. Of a task that is
         cancelled no thread writes any more when it ends."""
-        job = self.pages.retrieve_start(entries, promises=promises, order=order, deadline_s=deadline_s, verify=verify)
+        job = self.pages.retrieve_start(
+            entries, promises=promises, order=order, deadline_s=deadline_s, verify=verify, stream=stream
+        )
         await _until(job.done, job.cancel, job.leave)
         return _whole(job.result)
 

@@ -8,6 +8,7 @@ whatever ends the client, its session or the server finds them.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache_core.client.channel import Pending, expect
+from lmcache_core.client.devices import Event
 from lmcache_core.client.hits import CHANGED, DAMAGED, READ, VERIFY, Hits
 from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link import Link
@@ -41,6 +43,8 @@ from lmcache_core.limits import BATCH_KEYS_MAX, STORE_PAGE_KEYS
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.tokens.namespace import Namespace
+
+log = logging.getLogger("lmcache_core.client")
 
 _WRITTEN = 16  # added to what a job says of an object: some of its pages were written to
 _LOOK_S = 0.0005
@@ -262,8 +266,16 @@ class PagesJob(ABC):
 
     _gather: bool
 
-    def __init__(self, ground: Ground, batch: Any, entries: Sequence[GroupKeys], deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        ground: Ground,
+        batch: Any,
+        entries: Sequence[GroupKeys],
+        deadline_s: float | None,
+        event: Event | None,
+    ) -> None:
         self._ground = ground
+        self._event = event  # of a device: no page is touched before it
         self._occupancy = ground.links.occupancy
         self._batch = batch
         self._entries = entries
@@ -349,8 +361,9 @@ class PagesJob(ABC):
         ground = self._ground
         leases = [frame.lease for frame in frames if frame.lease.granted]
         # What the threads are inside of, and the locks that say that we live: closed when they have left.
-        keep = (ground.tables, [(lease.slots(0)[0], lease.holding.life_locks) for lease in leases])
-        work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep)
+        keep = (ground.tables, self._event, [(lease.slots(0)[0], lease.holding.life_locks) for lease in leases])
+        behind = () if self._event is None else (self._event.handle,)
+        work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep, *behind)
         self._works.append(work)
         try:
             self._occupancy.begin(work, [lease.holding for lease in leases])
@@ -407,6 +420,8 @@ class PagesJob(ABC):
             untrusted.append(pages)
         for work in self._works:
             self._occupancy.has_ended(work)
+            if (device := self._ground.tables.device) and work.fault:
+                log.warning("CUDA has refused to copy pages, and the job was given up: %s", device.words_of(work.fault))
         self._result = PagesResult(self._statuses, self._reasons, untrusted, self._seen)
 
     @abstractmethod
@@ -464,8 +479,9 @@ class RetrieveJob(PagesJob):
         deadline_s: float | None,
         verify: int,
         waits: bool,
+        event: Event | None = None,
     ) -> None:
-        super().__init__(ground, batch, entries, deadline_s)
+        super().__init__(ground, batch, entries, deadline_s, event)
         self._promises = promises
         self._by_region = by_region
         self._verify = verify
@@ -772,8 +788,9 @@ class StoreJob(PagesJob):
         batch: Any,
         entries: Sequence[GroupKeys],
         deadline_s: float | None,
+        event: Event | None = None,
     ) -> None:
-        super().__init__(ground, batch, entries, deadline_s)
+        super().__init__(ground, batch, entries, deadline_s, event)
         self._frames: list[Frame] = []
         try:
             self._ask()
@@ -835,6 +852,7 @@ class StoreJob(PagesJob):
             for frame in granted:
                 self._abort(frame, range(len(frame.positions)))
             return
+        work.stop()  # where a device has refused, other threads may be inside still
         for part, frame in enumerate(granted):
             self._commit(frame, work.statuses(part), work.checksums(part))
         self._occupancy.has_ended(work)

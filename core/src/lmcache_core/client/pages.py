@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from lmcache_core.client import pages_plain
+from lmcache_core.client.devices import Event
 from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.links import Links
 from lmcache_core.client.page_jobs import Ground, GroupKeys, PagesResult, RetrieveJob, StoreJob
@@ -49,7 +50,7 @@ class Pages:
         tables = RegionTables.of(groups)
         engine: Any = pages_plain if native is None else native
         self._ground = Ground(links, hits, threads, tables, engine, native is not None)
-        self._tables = engine.PageTables(tables.words())
+        self._tables = engine.PageTables(tables.words(), *_device_words(tables))
         self._verify = verify
 
     @property
@@ -68,16 +69,19 @@ class Pages:
         *,
         deadline_s: float | None = None,
         traceparent: str = "",
+        stream: int | None = None,
     ) -> StoreJob:
         """Store one object a key. When this returns, all pages have been read, and may change; the job says what became
         of the commits. `skip_pages` has no meaning here.
 
         `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`.
-        `traceparent`: the trace that this belongs to; see `Client.connect`. Raises `UsageError` before anything is
-        touched.
+        `traceparent`: the trace that this belongs to; see `Client.connect`. `stream`: of pages on a GPU, the handle of
+        the CUDA stream by which they are written: they are read behind what it has been given so far. None: torch's
+        current stream, or without torch the default one. Raises `UsageError` before anything is touched, and
+        `StaleRegionError` where the memory was given back since it was registered.
         """
         given, batch = self._batch(entries, writes=False, traceparent=check_traceparent(traceparent))
-        return StoreJob(self._ground, batch, given, deadline_s)
+        return StoreJob(self._ground, batch, given, deadline_s, self._event(stream))
 
     def store(
         self,
@@ -85,9 +89,10 @@ class Pages:
         *,
         deadline_s: float | None = None,
         traceparent: str = "",
+        stream: int | None = None,
     ) -> PagesResult:
         """The same, and waits for the result."""
-        return _result_of(self.store_start(entries, deadline_s=deadline_s, traceparent=traceparent))
+        return _result_of(self.store_start(entries, deadline_s=deadline_s, traceparent=traceparent, stream=stream))
 
     def retrieve_start(
         self,
@@ -97,6 +102,7 @@ class Pages:
         order: Literal["region", "object"] = "region",
         deadline_s: float | None = None,
         verify: str | None = None,
+        stream: int | None = None,
     ) -> RetrieveJob:
         """Begin to copy objects into pages, and return: threads of the extension go on. Each key stands for itself.
 
@@ -106,12 +112,13 @@ class Pages:
         the entry that are read, and keeps the others. `order`: "region" has the
         first region of all objects ready first, as layers are computed; "object" one object after another.
         `deadline_s`: what is not there by then is a miss with the reason `LATE`, as soon as somebody looks. `verify`:
-        as for `Client.retrieve`; objects that are checked are not done before all of their regions are.
+        as for `Client.retrieve`; objects that are checked are not done before all of their regions are. `stream`: as
+        for `store_start`: pages are written behind what it has been given so far.
 
         Raises `UsageError` before anything is touched: page ids that are not there, or twice, or lie over one another;
-        memory that is read-only; `LimitError` for too many jobs under way.
+        memory that is read-only; `StaleRegionError` where it was given back; `LimitError` for too many jobs under way.
         """
-        return self._retrieve(entries, promises, order, deadline_s, verify, waits=False)
+        return self._retrieve(entries, promises, order, deadline_s, verify, stream, waits=False)
 
     def retrieve(
         self,
@@ -121,9 +128,10 @@ class Pages:
         order: Literal["region", "object"] = "object",
         deadline_s: float | None = None,
         verify: str | None = None,
+        stream: int | None = None,
     ) -> PagesResult:
         """The same, and waits for the result."""
-        return _result_of(self._retrieve(entries, promises, order, deadline_s, verify, waits=True))
+        return _result_of(self._retrieve(entries, promises, order, deadline_s, verify, stream, waits=True))
 
     def _retrieve(
         self,
@@ -132,6 +140,7 @@ class Pages:
         order: str,
         deadline_s: float | None,
         verify: str | None,
+        stream: int | None,
         *,
         waits: bool,
     ) -> RetrieveJob:
@@ -142,12 +151,19 @@ class Pages:
         if len(held) != len(given) or not all(each is None or isinstance(each, Promise) for each in held):
             raise UsageError(f"promises are given by entry: {len(given)} of them, a `Promise` or None each")
         level = self._verify if verify is None else verify_level(verify)
-        return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits)
+        event = self._event(stream)
+        return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits, event)
+
+    def _event(self, stream: int | None) -> Event | None:
+        """Behind which pages on a GPU are read and written."""
+        device = self._ground.tables.device
+        return None if device is None else device.record(stream)
 
     def _batch(
         self, entries: Sequence[PageEntry | tuple[Any, ...]], *, writes: bool, traceparent: str = ""
     ) -> tuple[list[GroupKeys], Any]:
         """The entries, checked, and what the engine made of their pages."""
+        self._ground.tables.check_there()
         given: list[GroupKeys] = []
         words = []
         for number, each in enumerate(entries):
@@ -176,6 +192,16 @@ class Pages:
                         f"entry {number}: region {region} of group {at} is read-only: retrieve needs writable memory"
                     )
         return groups[at]
+
+
+def _device_words(tables: RegionTables) -> list[array[int]]:
+    if tables.device is None:
+        return []
+    if native is None:
+        raise UsageError(
+            "pages of a GPU are copied by the C extension, which is not in use: lmcache-core check says why"
+        )
+    return [tables.device.words]
 
 
 def _entry_of(number: int, given: PageEntry | tuple[Any, ...]) -> PageEntry:

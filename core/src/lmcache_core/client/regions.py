@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
 from lmcache_core.client.copying import address_of
-from lmcache_core.errors import UsageError
+from lmcache_core.client.devices import Device, allocation_at, device_at
+from lmcache_core.errors import StaleRegionError, UsageError
 from lmcache_core.tokens.namespace import Namespace
 
-DEVICES = ("cpu", "pinned")
+DEVICES = ("cpu", "pinned", "cuda")
 _DLPACK_HOST = (1, 3)  # kDLCPU and kDLCUDAHost
+_DLPACK_CUDA = (2,)  # kDLCUDA
 
 
 @dataclass(frozen=True)
@@ -24,9 +27,9 @@ class Region:
     start of `buffer`.
 
     `buffer`: a torch tensor (its storage counts, from its first element on, so it may be a strided view), anything with
-    a contiguous buffer (numpy, bytearray, mmap, memoryview), or anything with DLPack. It is kept for as long as the
-    region is. `device`: "cpu"; or "pinned" for host memory that is registered with CUDA, which is copied in the same
-    way.
+    a contiguous buffer (numpy, bytearray, mmap, memoryview) or a contiguous `__cuda_array_interface__`, or anything
+    with DLPack. It is kept for as long as the region is. `device`: "cpu"; "pinned" for host memory that is registered
+    with CUDA, which is copied in the same way; "cuda" for memory of a GPU, whichever it lies on.
     """
 
     buffer: Any
@@ -80,12 +83,15 @@ class Place(NamedTuple):
 
 class RegionTables(NamedTuple):
     """Groups with their places, and how they share memory. `alias`: groups of the same number are known to share pages
-    of equal ids, and no others; `exact`: whether two pages of different groups share memory is seen by their places."""
+    of equal ids, and no others; `exact`: whether two pages of different groups share memory is seen by their places.
+    `device`: that all of it lies on; None: host memory."""
 
     groups: tuple[PageGroup, ...]
     places: tuple[tuple[Place, ...], ...]
     alias: tuple[int, ...]
     exact: tuple[bool, ...]
+    device: Device | None
+    watched: tuple[tuple[str, Callable[[], object], object], ...]  # whose memory, and what says that it is the same
 
     @classmethod
     def of(cls, groups: Sequence[PageGroup]) -> RegionTables:
@@ -94,7 +100,17 @@ class RegionTables(NamedTuple):
         if not given:
             raise UsageError("no groups: give at least one PageGroup")
         places = tuple(_places(number, group) for number, group in enumerate(given))
-        return cls(given, places, *_sharing(places))
+        device = _device_of(given, places)
+        return cls(given, places, *_sharing(places), device, _watched(places, device is not None))
+
+    def check_there(self) -> None:
+        """Raises `StaleRegionError` where memory was given back since."""
+        for name, look, seen in self.watched:
+            if look() != seen:
+                raise StaleRegionError(
+                    f"{name}: its memory was given back, or moved, after it was registered, as that of an engine that "
+                    "sleeps is: call register_pages again once it is there"
+                )
 
     @property
     def first_regions(self) -> list[int]:
@@ -156,7 +172,7 @@ def _place(name: str, region: Region) -> Place:
             "one another"
         )
     _check_device(name, region)
-    address, nbytes, readonly, owner = _memory(name, region.buffer)
+    address, nbytes, readonly, owner = (_device_memory if region.device == "cuda" else _memory)(name, region.buffer)
     place = Place(address + region.offset, region.page_bytes, region.page_stride, region.pages, readonly, owner)
     if place.end > address + nbytes:
         raise UsageError(
@@ -168,10 +184,7 @@ def _place(name: str, region: Region) -> Place:
 
 def _check_device(name: str, region: Region) -> None:
     if region.device not in DEVICES:
-        raise UsageError(
-            f"{name}: device is {region.device!r}: pages in host memory are copied, "
-            f"{' and '.join(map(repr, DEVICES))}; copy those of a GPU to pinned memory first"
-        )
+        raise UsageError(f"{name}: device is {region.device!r}: give one of {', '.join(map(repr, DEVICES))}")
     if region.device == "pinned":
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
@@ -184,11 +197,8 @@ def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
     """Address, length, whether it is read-only, and what keeps it there."""
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "untyped_storage"):
         if not buffer.is_cpu:
-            raise UsageError(
-                f"{name}: the tensor is on {buffer.device}: pages in host memory are copied, and no others"
-            )
-        first = buffer.storage_offset() * buffer.element_size()
-        return buffer.data_ptr(), buffer.untyped_storage().nbytes() - first, False, buffer
+            raise UsageError(f'{name}: the tensor is on {buffer.device}: say device="cuda" for memory of a GPU')
+        return _tensor_memory(buffer)
     try:
         view = memoryview(buffer)
     except TypeError:
@@ -205,14 +215,78 @@ def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
     return address_of(view) if view.nbytes else 0, view.nbytes, view.readonly, view
 
 
-def _by_dlpack(name: str, buffer: Any) -> Any:
+def _tensor_memory(tensor: Any) -> tuple[int, int, bool, Any]:
+    """The storage is what keeps the memory, whatever becomes of the tensor."""
+    storage, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    return storage.data_ptr() + first, storage.nbytes() - first, False, storage
+
+
+def _device_memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
+    """The same of a GPU's."""
+    if hasattr(buffer, "data_ptr") and hasattr(buffer, "untyped_storage"):
+        if not buffer.is_cuda:
+            raise UsageError(f'{name}: device is "cuda", and the tensor is on {buffer.device}')
+        return _tensor_memory(buffer)
+    found = getattr(buffer, "__cuda_array_interface__", None)
+    if found is None and hasattr(buffer, "__dlpack__"):
+        return _device_memory(name, _by_dlpack(name, buffer, _DLPACK_CUDA))
+    if found is None:
+        raise UsageError(
+            f'{name}: device is "cuda", and the buffer is a {type(buffer).__name__}: give a torch tensor, or something '
+            "with __cuda_array_interface__ or DLPack"
+        )
+    item, shape = int(found["typestr"][2:]), found["shape"]
+    dense = tuple(item * math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    if found.get("strides") not in (None, dense):
+        raise UsageError(f"{name}: the buffer is not contiguous: give the array that it is a part of, with an offset")
+    address, readonly = found["data"]
+    return address, item * math.prod(shape), readonly, buffer
+
+
+def _by_dlpack(name: str, buffer: Any, kinds: Sequence[int] = _DLPACK_HOST) -> Any:
     device, _ = buffer.__dlpack_device__()
-    if int(device) not in _DLPACK_HOST:
-        raise UsageError(f"{name}: DLPack says that the memory is on device {int(device)}: give host memory")
-    library = sys.modules.get("torch") or sys.modules.get("numpy")  # whoever has such memory has one of them
+    if int(device) not in kinds:
+        raise UsageError(
+            f"{name}: DLPack says that the memory is on device {int(device)}: give host memory, or say "
+            'device="cuda" for memory of a GPU'
+        )
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # whoever has such memory has one of them
+    library = torch if kinds is _DLPACK_CUDA else torch or numpy
     if library is None:
-        raise UsageError(f"{name}: DLPack is read by torch or numpy here: import one of them, or give a buffer")
+        raise UsageError(
+            f"{name}: DLPack is read by torch here, or that of host memory by numpy: import it, or give something with "
+            "a buffer or __cuda_array_interface__"
+        )
     return library.from_dlpack(buffer)
+
+
+def _device_of(groups: Sequence[PageGroup], places: Sequence[Sequence[Place]]) -> Device | None:
+    """The one GPU that all regions lie on, if they do."""
+    found = {
+        device_at(place.base) if region.device == "cuda" else None
+        for group, own in zip(groups, places, strict=True)
+        for region, place in zip(group.regions, own, strict=True)
+    }
+    if len(found) > 1:
+        raise UsageError("regions of one registration lie on several devices: register those of each by themselves")
+    return found.pop()
+
+
+def _watched(places: Sequence[Sequence[Place]], device: bool) -> tuple[tuple[str, Callable[[], object], object], ...]:
+    """Once for each piece of memory. What has a buffer cannot move while it is in use, and a storage of torch can."""
+    looks: dict[int, tuple[str, Callable[[], object]]] = {}
+    for number, own in enumerate(places):
+        for at, place in enumerate(own):
+            storage = place.owner if hasattr(place.owner, "nbytes") and hasattr(place.owner, "data_ptr") else None
+            if storage is not None or device:
+                start = place.base if storage is None else storage.data_ptr()
+                looks.setdefault(start, (f"group {number}, region {at}", partial(_state_of, storage, start, device)))
+    return tuple((name, look, look()) for name, look in looks.values())
+
+
+def _state_of(storage: Any, start: int, device: bool) -> object:
+    memory = None if storage is None else (storage.data_ptr(), storage.nbytes())
+    return memory, allocation_at(start) if device else 0
 
 
 # --- which pages share memory -----------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+/* Copies between slots and the memory of a GPU, by the calls of CUDA's driver.
+ *
+ * Python loads the driver and gives the addresses of what is called here, so that nothing is linked. A copy is queued on
+ * a stream of ours and waited for: when `device_wait` has returned, what was to be written has landed, and what was to be
+ * read has been read. So all that holds of a copy by the processor holds of this one, too.
+ */
+#ifndef LMCACHE_CORE_DEVICE_H
+#define LMCACHE_CORE_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define DEVICE_CALLS 6
+#define DEVICE_STREAMS_MAX 16
+
+typedef struct {
+    int (*push)(void *context); /* cuCtxPushCurrent: a context is current for a thread, and whose thread it is, has others */
+    int (*pop)(void **context);
+    int (*wait_event)(void *event);
+    int (*to_device)(uint64_t to, const void *from, size_t n, void *stream);
+    int (*to_host)(void *to, uint64_t from, size_t n, void *stream);
+    int (*wait_stream)(void *stream);
+    void *context;
+    void *streams[DEVICE_STREAMS_MAX];
+    size_t streams_count; /* 0: there is no device */
+} device;
+
+/* Addresses of the six calls in the order above, the context, and streams. 0: these are not such words. */
+static inline int device_read(device *self, const uint64_t *words, size_t count) {
+    if (count <= DEVICE_CALLS + 1 || count > DEVICE_CALLS + 1 + DEVICE_STREAMS_MAX)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        if (!words[i])
+            return 0;
+    self->push = (int (*)(void *))(uintptr_t)words[0];
+    self->pop = (int (*)(void **))(uintptr_t)words[1];
+    self->wait_event = (int (*)(void *))(uintptr_t)words[2];
+    self->to_device = (int (*)(uint64_t, const void *, size_t, void *))(uintptr_t)words[3];
+    self->to_host = (int (*)(void *, uint64_t, size_t, void *))(uintptr_t)words[4];
+    self->wait_stream = (int (*)(void *))(uintptr_t)words[5];
+    self->context = (void *)(uintptr_t)words[DEVICE_CALLS];
+    self->streams_count = count - DEVICE_CALLS - 1;
+    for (size_t i = 0; i < self->streams_count; i++)
+        self->streams[i] = (void *)(uintptr_t)words[DEVICE_CALLS + 1 + i];
+    return 1;
+}
+
+/* Queue a copy between host memory and the device's. */
+static inline int device_copy(const device *self, void *host, const unsigned char *there, size_t n, int to_host,
+                              void *stream) {
+    uint64_t address = (uint64_t)(uintptr_t)there;
+    return to_host ? self->to_host(host, address, n, stream) : self->to_device(address, host, n, stream);
+}
+
+#endif
