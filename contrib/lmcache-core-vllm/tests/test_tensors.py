@@ -62,6 +62,26 @@ def test_a_device_is_refused_in_words() -> None:
         layer_regions(["a"], {"a": torch.zeros((3, 2, 16, 8), device="meta")}, 3)
 
 
+class OnGpu:
+    """A tensor's face, with memory that no machine without a GPU has."""
+
+    is_cpu, is_cuda, device = False, True, "cuda:0"
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+
+def test_a_gpu_s_memory_is_refused_unless_what_is_not_proven_will_do() -> None:
+    tensors = {"a": OnGpu(torch.zeros((3, 2, 16, 8)))}
+    with pytest.raises(UsageError, match="is on cuda:0: this connector has been tested with KV in host memory alone"):
+        layer_regions(["a"], tensors, 3)
+    (layer,) = layer_regions(["a"], tensors, 3, unproven_ok=True)
+    assert [region.device for region in layer.regions] == ["cuda"]
+
+
 def test_a_tensor_that_is_not_made_of_whole_blocks_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has the shape \(7, 2\): its first dimension must be a multiple of"):
         layer_regions(["a"], {"a": torch.zeros((7, 2))}, 3)

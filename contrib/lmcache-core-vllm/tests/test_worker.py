@@ -86,6 +86,20 @@ def test_what_was_saved_is_read_into_other_blocks(rank: Rank) -> None:
     assert rank.side.arrived((), idle=False).received == set()  # told of once
 
 
+def test_memory_that_an_engine_gave_back_in_its_sleep_is_registered_anew(rank: Rank) -> None:
+    rank.save(Step(HASHING, saves=blocks(rank, [1, 3, 2, 9])))
+    kept = [each[[1, 3, 2, 9]].clone() for each in rank.memory]
+    for each in rank.memory:
+        storage = each.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        storage.resize_(nbytes + 4096)  # so large that it is another piece of memory
+        each.zero_()
+    assert rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8]))])) == ({"a"}, set(), set())
+    for each, before in zip(rank.memory, kept, strict=True):
+        assert torch.equal(each[[5, 6, 7, 8]], before)
+
+
 def test_a_load_that_fails_names_its_blocks_or_its_request(rank: Rank) -> None:
     rank.save(Step(HASHING, saves=blocks(rank, [1, 2, 3, 4])))
     failed = rank.load(Step(HASHING, loads=[Load("a", False, blocks(rank, [5, 6, 7, 8, 9, 10], count=6))]))

@@ -29,7 +29,8 @@ class ConnectorConfig:
     owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep
     busy on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
     "always". `copy_threads`: as `Client.connect` takes it. `report_token_ids`: where the server publishes KV
-    events, give it the tokens of each block beside its hash. They are content.
+    events, give it the tokens of each block beside its hash. They are content. `unproven_ok`: serve engines whose KV
+    lies on a GPU, which no test of this package has run with.
     """
 
     server: str = "default"
@@ -49,6 +50,7 @@ class ConnectorConfig:
     verify: str = "never"
     copy_threads: int = 0
     report_token_ids: bool = False
+    unproven_ok: bool = False
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ConnectorConfig:

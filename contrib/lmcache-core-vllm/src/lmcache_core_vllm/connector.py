@@ -159,7 +159,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """The engine's memory, by layer."""
         config, kv_config = self._vllm_config, self._kv_cache_config
         memory = [
-            layer_regions(group.layer_names, kv_caches, kv_config.num_blocks) for group in kv_config.kv_cache_groups
+            layer_regions(group.layer_names, kv_caches, kv_config.num_blocks, unproven_ok=self._settings.unproven_ok)
+            for group in kv_config.kv_cache_groups
         ]
         common = facts.engine_facts(config, kv_config)
         made = []

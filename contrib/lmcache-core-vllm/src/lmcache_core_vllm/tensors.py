@@ -16,10 +16,13 @@ class LayerRegions(NamedTuple):
     regions: list[Region]
 
 
-def layer_regions(names: Sequence[str], tensors: Mapping[str, Any], blocks: int) -> list[LayerRegions]:
-    """The regions of a group's layers in order. Layers that share one tensor have it once.
+def layer_regions(
+    names: Sequence[str], tensors: Mapping[str, Any], blocks: int, *, unproven_ok: bool = False
+) -> list[LayerRegions]:
+    """The regions of a group's layers in order. Layers that share one tensor have it once. `unproven_ok`: they may lie
+    on a GPU.
 
-    Raises `UsageError` for memory that is not the host's, and for tensors that are not made of whole blocks.
+    Raises `UsageError` for memory of other devices, and for tensors that are not made of whole blocks.
     """
     found: list[LayerRegions] = []
     seen: set[int] = set()
@@ -29,10 +32,16 @@ def layer_regions(names: Sequence[str], tensors: Mapping[str, Any], blocks: int)
             continue
         if not hasattr(tensor, "untyped_storage"):
             raise UsageError(f"the KV cache of layer {name!r} is a {type(tensor).__name__}, and no tensor")
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and not tensor.is_cuda:
             raise UsageError(
                 f"the KV cache of layer {name!r} is on {tensor.device}: lmcache-core-vllm copies KV in host memory, as "
-                "vLLM's CPU backend has it, and none on a device yet"
+                "vLLM's CPU backend has it, and of NVIDIA's GPUs"
+            )
+        if tensor.is_cuda and not unproven_ok:
+            raise UsageError(
+                f"the KV cache of layer {name!r} is on {tensor.device}: this connector has been tested with KV in host "
+                'memory alone; to use it all the same, set "unproven_ok": true in kv_connector_extra_config, and '
+                "compare answers with those without it"
             )
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
@@ -63,4 +72,4 @@ def _regions(name: str, tensor: Any, blocks: int) -> Iterator[Region]:
     for size, step in reversed(outer):
         offsets = [offset + at * step for offset in offsets for at in range(size)]
     for offset in offsets:
-        yield Region(tensor, offset, dense, stride, blocks)
+        yield Region(tensor, offset, dense, stride, blocks, "cuda" if tensor.is_cuda else "cpu")

@@ -10,16 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lmcache_core.client.client import Client
 from lmcache_core.client.copying import threads_to_copy
 from lmcache_core.client.page_jobs import PagesResult, RetrieveJob, StoreJob
-from lmcache_core.client.pages import PageEntry
+from lmcache_core.client.pages import PageEntry, Pages
 from lmcache_core.client.regions import PageGroup
 from lmcache_core.client.results import Status
 from lmcache_core.cpu_share import CpuShare
-from lmcache_core.errors import CacheError
+from lmcache_core.errors import CacheError, StaleRegionError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.counters import Counters
@@ -29,6 +29,8 @@ from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 from lmcache_core_vllm.tensors import LayerRegions
 
 log = logging.getLogger("vllm.lmcache_core")
+
+Job = TypeVar("Job", RetrieveJob, StoreJob)
 
 NULL_BLOCK = 0
 BYTES_A_THREAD = 4 << 20  # that a thread must have to copy, for the extension to make one
@@ -84,12 +86,7 @@ class WorkerSide:
         for number, each in enumerate(self._namespaces):
             log.info("KV group %d is namespace %016x, with %d bytes a block", number, each.id, each.layout.nbytes)
         introduce(client, self._namespaces)
-        self._pages = client.register_pages(
-            [
-                PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
-                for namespace, layers in zip(self._namespaces, memory, strict=True)
-            ]
-        )
+        self._pages = self._register()
         self._regions = _regions_by_layer(self._pages.first_regions, memory)
         self._step_load: _Loading | None = None  # of all requests whose loads this step waits for
         self._loading: dict[str, _Loading] = {}
@@ -105,6 +102,22 @@ class WorkerSide:
         self._cpu_clock = cpu_clock
         self._share = CpuShare(config.store_cpu_share, clock)
         self.counters = Counters()
+
+    def _register(self) -> Pages:
+        return self._client.register_pages(
+            [
+                PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
+                for namespace, layers in zip(self._namespaces, self._memory, strict=True)
+            ]
+        )
+
+    def _with_pages(self, call: Callable[[Pages], Job]) -> Job:
+        """After the engine has slept its memory is another one: registered anew, once."""
+        try:
+            return call(self._pages)
+        except StaleRegionError:
+            self._pages = self._register()
+            return call(self._pages)
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -159,12 +172,16 @@ class WorkerSide:
     def _begin(self, load: Load, hashing: Hashing, order: Any) -> _Loading:
         began_s, job = self._clock(), None
         try:
-            job = self._pages.retrieve_start(
-                self._entries(load.blocks, hashing),
-                promises=[each.promises[self._rank.shard[0]] if each.promises else None for each in load.blocks],
-                order=order,
-                deadline_s=self._config.load_timeout_s,
-                verify=self._config.verify,
+            entries = self._entries(load.blocks, hashing)
+            promises = [each.promises[self._rank.shard[0]] if each.promises else None for each in load.blocks]
+            job = self._with_pages(
+                lambda pages: pages.retrieve_start(
+                    entries,
+                    promises=promises,
+                    order=order,
+                    deadline_s=self._config.load_timeout_s,
+                    verify=self._config.verify,
+                )
             )
         except CacheError as error:
             log.warning("a load could not begin, and its blocks are computed: %s", error)
@@ -273,7 +290,7 @@ class WorkerSide:
     def _store(self, step: Step, count: int) -> None:
         try:
             entries = self._entries(step.saves, step.hashing)
-            job = self._pages.store_start(entries, deadline_s=self._config.step_wait_s)
+            job = self._with_pages(lambda pages: pages.store_start(entries, deadline_s=self._config.step_wait_s))
         except CacheError as error:
             log.warning("%d blocks are not stored: %s", count, error)
             self.counters.add("save_dropped_blocks", count)
