@@ -170,6 +170,39 @@ def test_latent_attention_answers_as_with_a_dict_of_the_same_blocks(
     engine.end()
 
 
+@pytest.mark.slow
+def test_ranks_of_latent_attention_store_one_shard_and_all_read_it(
+    start: Callable[..., Engine], server: Server, tmp_path: Path
+) -> None:
+    kind, changes, _, tokens = MODELS["deepseek"]
+    model = save_model(tmp_path / "model", kind, **changes)
+    ranks = {"tensor_parallel_size": 2, "bind": "0|1", "processes": True, "disable_log_stats": False}
+    engine = start(model, server.settings(salt="latent ranks"), **ranks)
+
+    def counted(name: str) -> int:
+        source = "sum(each.value for each in llm.get_metrics() if each.name == 'vllm:lmcache_core_%s')" % name  # noqa: UP031
+        return int(engine.run(f"said = {source}"))
+
+    asked = prompt(1, tokens)
+    assert engine.generate(asked)[0]["cached"] == 0
+    found: list[dict[str, Any]] = []
+
+    def again() -> bool:  # the last answer to a save may be on its way
+        found[:] = engine.generate(asked)
+        return bool(found[0]["cached"] >= tokens // 2)
+
+    until(again)
+    cached = found[0]["cached"]
+    loads = counted("load_blocks")
+    assert engine.generate(asked) == found
+    engine.generate(prompt(2, 10))  # figures travel with a step
+    block = cached // (counted("load_blocks") - loads) * 2  # both ranks have read each
+    assert cached % block == 0
+    assert tokens // block <= counted("save_blocks") < 2 * (tokens // block)  # and one has stored it
+    assert not counted("load_failed_blocks")
+    engine.end()
+
+
 def second_answer(engine: Engine, connector: str, tokens: list[int]) -> dict[str, Any]:
     """What follows a prompt that this connector has."""
     engine.run(f"switch.chosen = {connector!r}")
