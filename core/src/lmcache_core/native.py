@@ -10,10 +10,11 @@ import os
 
 from lmcache_core.errors import UsageError
 
-__all__ = ["BUILD_VARIABLES", "MODE_VARIABLE", "mode", "native", "why_not"]
+__all__ = ["BUILD_VARIABLES", "COST_WITHOUT", "MODE_VARIABLE", "cure", "mode", "native", "why_not"]
 
 MODE_VARIABLE = "LMCACHE_CORE_NATIVE"
 BUILD_VARIABLES = (f"{MODE_VARIABLE}_SANITIZE", f"{MODE_VARIABLE}_DEFINES")  # read by setup.py alone
+COST_WITHOUT = "workers ask the server for each hit, restarts are cold, hashing and copies are slower"
 _MODES = ("auto", "require", "off")
 
 why_not = ""
@@ -32,3 +33,10 @@ except ImportError as error:
         ) from error
     native = None  # type: ignore[assignment]
     why_not = f"the C extension is not in use: {error}"
+
+
+def cure() -> str:
+    """How to have it, where `why_not` says something."""
+    if mode == "off":
+        return f"unset {MODE_VARIABLE}"
+    return f"install lmcache-core again where gcc and Python.h are, with {MODE_VARIABLE}=require"

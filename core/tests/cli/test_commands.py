@@ -231,6 +231,38 @@ def test_check_says_what_the_missing_extension_costs_and_calls_it_no_failure(run
         assert cost in str(found["message"])
 
 
+def test_a_server_without_the_extension_says_at_its_start_what_that_costs_and_how_to_have_it(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "hidden").mkdir()
+    hide = "import sys\nsys.modules['lmcache_core._native'] = None\n"  # as where no C compiler was
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(hide)
+    for mode, level, cure in (
+        ("auto", "WARNING", "install lmcache-core again where gcc and Python.h are"),
+        ("off", "INFO", "unset LMCACHE_CORE_NATIVE"),
+    ):
+        said = _said_until_ready(environ | {"LMCACHE_CORE_NATIVE": mode, "PYTHONPATH": "hidden"}, tmp_path)
+        (line,) = [line for line in said if "C extension" in line]
+        assert f" {level} " in line
+        for words in ("ask the server for each hit", "restarts are cold", cure):
+            assert words in line
+
+
+def _said_until_ready(environ: dict[str, str], folder: Path) -> list[str]:
+    """What a server says on standard error by the time it is ready."""
+    options = ["--name", "bare", "--runtime_dir", str(folder / "run"), "--l1.backing", "memfd", *POOL]
+    command = [sys.executable, "-m", "lmcache_core.cli.main", "serve", *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, cwd=folder
+    ) as server:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        server.terminate()
+        _, said = server.communicate(timeout=60)
+        assert "ready" in ready, said
+        return said.splitlines()
+
+
 @pytest.mark.skipif(native is None, reason="the C extension is not there")
 def test_check_says_that_the_extension_is_in_use(run: Run) -> None:
     assert str(findings(run("check", "--json", *POOL))["C extension"]["message"]).startswith("in use")

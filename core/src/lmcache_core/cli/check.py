@@ -103,11 +103,7 @@ def native_finding() -> Finding:
 
     if not extension.why_not:
         return Finding(True, "C extension", f"in use; SHA-256 by {extension.native.SHA256_BY}")
-    cost = "workers ask the server for each hit, restarts are cold, hashing and copies are slower"
-    cure = "install lmcache-core again where gcc and Python.h are, with LMCACHE_CORE_NATIVE=require"
-    if extension.mode == "off":
-        cure = f"unset {extension.MODE_VARIABLE}"
-    return Finding(True, "C extension", f"{extension.why_not}; so {cost}", cure)
+    return Finding(True, "C extension", f"{extension.why_not}; so {extension.COST_WITHOUT}", extension.cure())
 
 
 def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:

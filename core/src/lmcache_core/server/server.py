@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from lmcache_core import native as extension
 from lmcache_core.clock import Clock
 from lmcache_core.errors import UntrustedError, UsageError
 from lmcache_core.limits import (
@@ -338,6 +339,10 @@ class Server:
             ", ".join([self.address, *(carrier.address for carrier in self.carriers)]),
             extra=named("serving", pool_bytes=self.kernel.usage().pool_bytes, backing=l1.backing, tiers=tiers),
         )
+        if extension.why_not:
+            level = logging.INFO if extension.mode == "off" else logging.WARNING
+            why, cost, cure = extension.why_not, extension.COST_WITHOUT, extension.cure()
+            log.log(level, "%s; so %s. To have it: %s", why, cost, cure, extra=named("no_c_extension", why=why))
         self.helpers.start()
         self.registry.hook.lmcache_started(settings=self.settings, address=self.address)
 
