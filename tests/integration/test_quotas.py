@@ -240,15 +240,19 @@ limit_bytes = "32MiB"
 """
 
 
-def settings_of(tmp_path: Path, text: str) -> Settings:
-    l2 = {"disk": {"type": "fs", "path": str(tmp_path / "disk"), "capacity_bytes": "64MiB"}}
-    l1 = {"size_bytes": "64MiB", "backing": "memfd"}
+def settings_of(tmp_path: Path, text: str, evictions: dict[str, Any] | None = None, name: str = "") -> Settings:
+    stores: dict[str, dict[str, Any]] = {
+        "l1": {"size_bytes": "64MiB", "backing": "memfd"},
+        "disk": {"type": "fs", "path": str(tmp_path / "disk"), "capacity_bytes": "64MiB"},
+    }
+    for store, policy in (evictions or {}).items():
+        stores[store]["eviction"] = policy
     options = {
-        "name": f"q{uuid4().hex[:8]}",
+        "name": name or f"q{uuid4().hex[:8]}",
         "runtime_dir": str(tmp_path / "run"),
         "state_dir": str(tmp_path / "state"),
     }
-    return make_settings(**options, l1=l1, l2=l2, **tomllib.loads(text))
+    return make_settings(**options, l1=stores["l1"], l2={"disk": stores["disk"]}, **tomllib.loads(text))
 
 
 def stores_of(server: Server) -> dict[str, dict[str, Any]]:
@@ -297,3 +301,48 @@ def test_quotas_that_cannot_be_meant_end_the_start_with_their_name(tmp_path: Pat
     with pytest.raises(SettingsError, match=says) as refused:
         Server(settings_of(tmp_path, text))
     assert "quotas." in str(refused.value)
+
+
+def isolated(tmp_path: Path, text: str = "", store: str = "l1", name: str = "") -> Settings:
+    """CHAT is tenant `team`'s by the policy of the pool, or of the disk."""
+    pytest.importorskip("lmcache_policies")
+    policy = {"type": "isolated", "tenants": {"team": {"namespaces": [f"{CHAT.id:016x}"], "quota_bytes": "8MiB"}}}
+    return settings_of(tmp_path, text, {store: policy}, name)
+
+
+@pytest.mark.parametrize("store", ["l1", "disk"])
+def test_a_namespace_that_the_policy_gives_to_one_tenant_gets_no_quota_of_another(tmp_path: Path, store: str) -> None:
+    with Server(isolated(tmp_path, store=store)).start() as server, server.connect() as client:
+        figures = {store: {"limit_bytes": 4 << 20}}
+        refusal = f"settings of {store}'s eviction policy give namespace {CHAT.id:016x} to tenant 'team'"
+        with pytest.raises(UsageError, match=refusal):
+            client.quota_set("other", figures, [CHAT.id])
+        with pytest.raises(UsageError, match=refusal):
+            client.quota_set("other", figures, [SEARCH.id, CHAT.id])
+        assert "other" not in stores_of(server)
+        client.quota_set("team", figures, [CHAT.id])  # its own
+        client.quota_set("team", figures, [SEARCH.id])  # with other namespaces
+        client.quota_set("other", figures, [CHAT.id])  # which is nobody's since
+        assert stores_of(server)["other"][store]["limit_bytes"] == 4 << 20
+
+
+@pytest.mark.parametrize("store", ["l1", "disk"])
+def test_settings_that_give_a_namespace_to_two_tenants_end_the_start_with_both_names(
+    tmp_path: Path, store: str
+) -> None:
+    text = QUOTAS.replace("quotas.team", "quotas.other")
+    with pytest.raises(SettingsError, match=r"quotas\.other: the settings of .* to tenant 'team'"):
+        Server(isolated(tmp_path, text, store))
+
+
+def test_a_quota_that_was_set_before_the_policy_got_the_namespace_holds_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = settings_of(tmp_path, "")
+    with Server(before).start() as server, server.connect() as client:
+        client.quota_set("other", {"l1": {"limit_bytes": 4 << 20}}, [CHAT.id])
+    with Server(isolated(tmp_path, name=before.name)).start() as server, server.connect() as client:
+        assert "'other' was set at run time, and takes precedence over the settings: the settings of l1" in caplog.text
+        until(lambda: client.status()["pool"]["populated_bytes"] == client.status()["l1"]["pool_bytes"])
+        client.store(keys(0, 2000), [bytes(4096)] * 2000, namespace=CHAT)
+        assert 0 < stores_of(server)["other"]["l1"]["used_bytes"] <= 4 << 20

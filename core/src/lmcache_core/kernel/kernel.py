@@ -647,6 +647,10 @@ class Kernel:
         self._expire_due(now)
         self._residents.tenancy.remove(name)
 
+    def tenant_of(self, namespace: int) -> str:
+        """The name of the tenant that has a namespace; empty: no tenant lists it."""
+        return self._residents.tenancy.tenant_of(namespace)
+
     def may_evict(self, layout_id: int, keys: int) -> bool:
         """Whether so many new objects of a layout may not fit without an eviction. Costs next to nothing."""
         return self._writing.may_evict(layout_id, keys)

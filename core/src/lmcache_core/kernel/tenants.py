@@ -180,6 +180,14 @@ class TenantedPolicy(EvictionPolicy):
             owners.update(dict.fromkeys(namespaces, target))
         return {namespace for namespace, owner in owners.items() if owner is tenant}
 
+    def tenant_of(self, namespace: int) -> str:
+        """Whose the namespace is, or is to be once what waits has moved."""
+        owner = self._owner.get(namespace, self._others)
+        for namespaces, target in self._waiting:
+            if namespace in namespaces:
+                owner = target
+        return owner.name
+
     def usage(self) -> list[TenantUsage]:
         """Each tenant, and the others last."""
         return [
@@ -424,6 +432,10 @@ class Tenancy:
             self.policy.position, self.policy.charged = self._walk.position, self._charged
             self.policy.remove_tenant(name)
             self.working = True
+
+    def tenant_of(self, namespace: int) -> str:
+        """See `TenantedPolicy.tenant_of`."""
+        return OTHERS if self.policy is None else self.policy.tenant_of(namespace)
 
     def usage(self) -> list[TenantUsage]:
         """Each tenant, and the others last; nothing where nobody is a tenant."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import msgspec
 from lmcache_core.errors import LimitError, SettingsError, UsageError
 from lmcache_core.files import replace_file
 from lmcache_core.kernel.kernel import Kernel
-from lmcache_core.kernel.tenants import Quota
+from lmcache_core.kernel.tenants import OTHERS, Quota
 from lmcache_core.limits import QUOTAS_FRAME_BYTES, TENANT_NAME_CHARS_MAX, TENANT_NAMESPACES_MAX, TENANTS_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import encode
@@ -77,6 +77,8 @@ class Quotas:
                 )
         self._tenants = {**self._settled, **self._kept}
         self._told: set[tuple[str, str]] = set()  # which stores have a tenant of this name by us
+        self._conflicts: dict[str, str] = {}  # of a tenant of the settings with those of a policy, in words
+        self._note_conflicts(POOL, kernel.tenant_of)
         self._tell_l1(self._tenants)
 
     def check(self) -> None:
@@ -89,6 +91,8 @@ class Quotas:
                 self._check_namespaces(name, kept.namespaces)
                 for store, figures in kept.stores.items():
                     self._figures(name, store, msgspec.to_builtins(figures))
+                if name in self._conflicts:
+                    raise UsageError(self._conflicts[name])
             except UsageError as error:
                 raise SettingsError(f"quotas.{name}: {error}") from error
         if len(self._tenants) > TENANTS_MAX:
@@ -134,6 +138,7 @@ class Quotas:
         for store, figures in request.stores.items():
             stores[store] = self._figures(request.tenant, store, figures)
         tenant = _Kept(namespaces, {name: each for name, each in stores.items() if each != _Figures()})
+        self._check_owners(request.tenant, tenant)
         self._keep({**self._kept, request.tenant: tenant})
         self._tell_l1({request.tenant: tenant})
         self._tell_tiers(request.tenant)
@@ -176,6 +181,42 @@ class Quotas:
                     f"namespace {min(taken):016x} is tenant {name!r}'s: take it from there first, or remove that quota"
                 )
         return found
+
+    def _conflict(self, store: str, tenant_of: Callable[[int], str], tenant: str, kept: _Kept) -> str:
+        """A namespace that the settings of the store's own policy (`isolated`) give to another tenant; "" for none.
+        Namespaces of tenants that have their figures there by us were compared already."""
+        for namespace in kept.namespaces if store in kept.stores else ():
+            owner = tenant_of(namespace)
+            ours = owner in self._tenants and store in self._tenants[owner].stores
+            if owner not in (OTHERS, tenant) and not ours:
+                return (
+                    f"the settings of {store}'s eviction policy give namespace {namespace:016x} to tenant {owner!r}: "
+                    "give the quota to that tenant, or take the namespace from it there"
+                )
+        return ""
+
+    def _check_owners(self, tenant: str, kept: _Kept) -> None:
+        for store, tenant_of in self._owners():
+            if conflict := self._conflict(store, tenant_of, tenant, kept):
+                raise UsageError(conflict)
+
+    def _owners(self) -> Iterable[tuple[str, Callable[[int], str]]]:
+        """Whose a namespace is in each store that can have tenants."""
+        yield POOL, self._kernel.tenant_of
+        tiering = self._l1.tiering
+        for tier in () if tiering is None else tiering.tiers:
+            if tier.accounting.tenancy is not None:
+                yield tier.name, tier.accounting.tenancy.tenant_of
+
+    def _note_conflicts(self, store: str, tenant_of: Callable[[int], str]) -> None:
+        """Before this store is told of its tenants. What was set at run time takes precedence over any settings."""
+        for name, kept in self._tenants.items():
+            conflict = self._conflict(store, tenant_of, name, kept)
+            if conflict and name not in self._kept:
+                self._conflicts.setdefault(name, conflict)
+            elif conflict:
+                words = "the quota of tenant %r was set at run time, and takes precedence over the settings: %s"
+                log.warning(words, name, conflict)
 
     def _figures(self, tenant: str, store: str, told: Mapping[str, Any]) -> _Figures:
         capacity = self._capacity(store)
@@ -261,6 +302,8 @@ class Quotas:
 
     def tell_tier(self, tier: Tier) -> None:
         """Of all tenants: it is used from now on."""
+        if tier.accounting.tenancy is not None:
+            self._note_conflicts(tier.name, tier.accounting.tenancy.tenant_of)
         for name in self._tenants:
             self._tell_one(tier, name)
 
