@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from uuid import uuid4
 import pytest
 
 from lmcache_core.cli.main import main
+from lmcache_core.client import explaining, stored
 from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LimitError, UsageError
@@ -26,8 +28,10 @@ from lmcache_core.limits import EXPLAINS_PER_SESSION_MAX
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
+from lmcache_core.server import stored_waits
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.tiers.flow import whereabouts
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
 
@@ -397,6 +401,82 @@ def test_explanations_that_wait_for_tiers_are_bounded_for_each_session(make: Cal
         assert isinstance(link.channel.wait(each, 60.0), m.Explained)
     assert isinstance(other._links.current().channel.wait(pending, 60.0), m.Explained)
     assert at.client.explain([key("k")], namespace=NS)
+
+
+def interrupted(call: Callable[[], Any], waits: Callable[[], bool]) -> None:
+    """Make a call and interrupt it, as Ctrl-C does, once the server waits for others."""
+    main_thread = threading.get_ident()
+
+    def interrupt() -> None:
+        until(waits, "the server to wait")
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        interrupter.join()
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def patient_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question to a tier takes as long as the tier does, and so does an answer that waits for one."""
+    for module, limit in (
+        (whereabouts, "TIER_LOOKUP_S"),
+        (explaining, "TIER_LOOKUP_S"),
+        (stored_waits, "STORED_WAIT_S_MAX"),
+        (stored, "STORED_WAIT_S_MAX"),
+    ):
+        monkeypatch.setattr(module, limit, 600.0)
+
+
+def test_an_interrupted_explanation_gives_its_place_back_at_once(
+    make: Callable[..., World], patient_tiers: None
+) -> None:
+    at = make(l2=TIER)
+    at.faults("exists hang")
+    share = at.server.shares.explains
+    for _ in range(EXPLAINS_PER_SESSION_MAX + 1):
+        interrupted(lambda: at.client.explain([key("k")], namespace=NS), lambda: share.taken > 0)
+        until(lambda: share.taken == 0, "the place")
+    at.faults()
+    assert [each.reason for each in at.client.explain([key("k")], namespace=NS)]
+
+
+def test_an_interrupted_wait_for_stores_gives_its_place_back_at_once(
+    make: Callable[..., World], patient_tiers: None
+) -> None:
+    at = make(l2={"cold": {"type": "mock", "deadline_s": 600}})
+    at.faults("store hang")
+    keys = at.store("k")
+    share = at.server.shares.stored_waits
+    for _ in range(2):
+        interrupted(lambda: at.client.wait_stored(keys, namespace=NS, timeout_s=600), lambda: share.taken > 0)
+        until(lambda: share.taken == 0, "the place")
+    at.faults()
+
+
+def test_the_places_of_a_session_that_ends_are_free_at_once(make: Callable[..., World], patient_tiers: None) -> None:
+    at = make(l2={"cold": {"type": "mock", "deadline_s": 600}})
+    at.faults("exists hang", "store hang")
+    keys = at.store("k")
+    shares = (at.server.shares.explains, at.server.shares.stored_waits)
+    going = at.another()
+    going.register_layout(NS)
+    channel = going._links.current().channel
+    kept = [
+        channel.start(lambda rid: m.Explain(rid, NS.id, keys[0])),
+        channel.start(lambda rid: m.WaitStored(rid, NS.id, keys[0], 600.0)),
+    ]
+    until(lambda: [share.taken for share in shares] == [1, 1], "both to wait")
+    going.close()
+    until(lambda: [share.taken for share in shares] == [0, 0], "both places")
+    del kept
+    at.faults()
 
 
 # --- the command ---------------------------------------------------------------------------------------------------

@@ -181,6 +181,17 @@ class Channel:
         self.send(pending, make)
         return self.wait(pending)
 
+    def call_held_back(self, make: Callable[[int], Message], extra_s: float = 0.0) -> Reply:
+        """As `call`, for an answer that the server holds back while it waits for others, and has few places for: where
+        the caller is interrupted, the server is told that nobody wants it any more."""
+        pending = self.expecting(None, extra_s)
+        try:
+            self.send(pending, make)
+            return self.wait(pending)
+        finally:
+            if not pending.settled:
+                self.post(lambda rid: Cancel(rid, pending.rid))
+
     def start(
         self, make: Callable[[int], Message], undo: Undo | None = None, extra_s: float = 0.0, *, blocks: bool = True
     ) -> Pending:

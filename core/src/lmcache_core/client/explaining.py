@@ -146,7 +146,7 @@ def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[
     for first in range(0, len(keys), EXPLAIN_KEYS_MAX):
         page = keys[first : first + EXPLAIN_KEYS_MAX]
         blob = join_keys(page)
-        reply = link.channel.call(
+        reply = link.channel.call_held_back(
             lambda rid, blob=blob: m.Explain(rid, namespace_id, blob),  # type: ignore[misc]
             TIER_LOOKUP_S,
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lmcache_core.client.channel import expect
 from lmcache_core.client.explaining import L1_NAME, ON_ITS_WAY, KeyExplanation, TierWord, explained
+from lmcache_core.client.link import Link
 from lmcache_core.client.links import Links
 from lmcache_core.errors import UsageError
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, STORED_WAIT_S_MAX
@@ -55,10 +56,13 @@ def _ask(links: Links, keys: Sequence[bytes], namespace: Namespace, end: float) 
     def wait_s() -> float:  # less, where it is asked once more: of a server that had forgotten who we are
         return min(STORED_WAIT_S_MAX, max(0.0, end - time.monotonic()))
 
-    reply = links.asked(
-        lambda link: link.ask(namespace, lambda rid: m.WaitStored(rid, namespace.id, blob, wait_s()), wait_s()),
-        patient=True,
-    )
+    def ask(link: Link) -> m.Reply:
+        def call() -> m.Reply:
+            return link.channel.call_held_back(lambda rid: m.WaitStored(rid, namespace.id, blob, wait_s()), wait_s())
+
+        return link.in_namespace(namespace, call)
+
+    reply = links.asked(ask, patient=True)
     return [_stored_key(each) for each in explained(expect(reply, m.Explained), keys)]
 
 

@@ -92,7 +92,8 @@ class TracedLookup(LookupRequest, tag="traced_lookup"):
 
 
 class Cancel(Message, tag="cancel"):
-    """The lookup with this rid is no longer wanted. Answered by `Done`; the lookup itself is answered too."""
+    """The lookup, the explanation or the wait for stores with this rid is no longer wanted. Answered by `Done`; what it
+    names is answered too, with what there is."""
 
     rid: int
     lookup: int

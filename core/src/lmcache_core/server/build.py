@@ -115,10 +115,13 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
         if events is not None and session.client_id:  # it has said hello
             events.session_ended(session)
         lookups.session_ended(session)
+        explains.session_ended(session)
+        stored_waits.session_ended(session)
         namespaces.session_ended(session)
 
     sessions = Sessions(kernel, segment, loop, shares.rows, l1.tallies, stores.session_gone, session_ended, connected)
     explains = Explains(kernel, l1, settings.l1.eviction.type, sessions.name_of, shares.explains)
+    stored_waits = StoredWaits(l1, explains, shares.stored_waits)
     recording = Recording(settings, l1, loop)
     undo.callback(recording.stop)
     operations = Operations(registry, settings.operations, name, settings.state_dir, l1, loop)
@@ -156,7 +159,7 @@ def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib
         sessions=sessions,
         clears=Clears(kernel, l1, store_waits),
         explains=explains,
-        stored_waits=StoredWaits(l1, explains, shares.stored_waits),
+        stored_waits=stored_waits,
         recording=recording,
         operations=operations,
         tier_changes=TierChanges(registry, loop, settings.l2, tiers),

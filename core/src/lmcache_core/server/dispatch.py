@@ -53,6 +53,8 @@ class Dispatch:
         self._l1 = parts.l1
         self._sessions = parts.sessions
         self._lookups = lookups
+        self._explains = parts.explains
+        self._stored_waits = parts.stored_waits
         self._stores = parts.stores
         self._namespaces = parts.namespaces
         self._clears = parts.clears
@@ -66,7 +68,7 @@ class Dispatch:
             m.RegisterLayout: self._register_layout,
             m.LookupRequest: self._lookup,
             m.TracedLookup: self._lookup,
-            m.Cancel: lambda s, r: m.Done(r.rid, lookups.cancel(s, r.lookup)),
+            m.Cancel: self._cancel,
             m.QueryPrefetchStatus: lambda s, r: lookups.status_of(s, r.rid, r.job),
             m.QueryLookupHits: lambda s, r: lookups.hits_of(s, r.rid, r.job),
             m.FreeLookupLocks: self._free_lookup_locks,
@@ -240,6 +242,10 @@ class Dispatch:
     def _lookup(self, session: Session, request: m.LookupRequest) -> m.Message | None:
         self._layout_of(session, request.namespace)
         return self._lookups.lookup(session, request, split_keys(request.keys))
+
+    def _cancel(self, session: Session, request: m.Cancel) -> m.Message:
+        waiting = (self._lookups, self._explains, self._stored_waits)
+        return m.Done(request.rid, sum(each.cancel(session, request.lookup) for each in waiting))
 
     def _free_lookup_locks(self, session: Session, request: m.FreeLookupLocks) -> m.Message:
         if len(request.promises) > BATCH_KEYS_MAX:

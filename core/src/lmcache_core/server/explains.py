@@ -6,6 +6,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from lmcache_core.errors import LimitError, UnknownNamespaceError
 from lmcache_core.kernel.explain import Explanation
@@ -29,6 +30,16 @@ _NAMES_MAX = 16
 _NAME_CHARS_MAX = 64
 
 
+@dataclass(eq=False)
+class _Asked:
+    """An explanation that waits for the tiers."""
+
+    session: Session
+    rid: int
+    told: Explanation
+    whereabouts: Whereabouts | None = None
+
+
 class Explains:
     """Lives on the loop's thread. A reply waits for the tiers, and nothing else does."""
 
@@ -40,7 +51,8 @@ class Explains:
         self._policy_name = policy_name
         self._session_name = session_name
         self._share = share
-        self._under_way: Counter[int] = Counter()  # by session
+        self._open: dict[_Asked, None] = {}
+        self._by_session: Counter[int] = Counter()  # of those
 
     def explain(self, session: Session, request: m.Explain) -> m.Message | None:
         """The answer, or None: it follows when the tiers have answered, or had their time. Only for namespaces that
@@ -50,24 +62,44 @@ class Explains:
         tiering = self._l1.tiering
         if tiering is None or not keys:
             return self.reply(request.rid, told, [])
-        if self._under_way[session.id] >= EXPLAINS_PER_SESSION_MAX or self._share.full_for(session.origin):
+        if self._by_session[session.id] >= EXPLAINS_PER_SESSION_MAX or self._share.full_for(session.origin):
             raise LimitError(
-                f"{self._under_way[session.id]} explanations of this session wait for the tiers, "
+                f"{self._by_session[session.id]} explanations of this session wait for the tiers, "
                 f"{self._share.of(session.origin)} of {session.origin} and {self._share.taken} of all: wait for one of "
                 "them"
             )
-
-        def answered(whereabouts: Whereabouts) -> None:
-            self._under_way -= Counter([session.id])
-            self._share.free(session.origin)
-            session.send(self.reply(request.rid, told, whereabouts.answers))
-
-        whereabouts = tiering.whereabouts(request.namespace, keys, answered)
+        asked = _Asked(session, request.rid, told)
+        whereabouts = asked.whereabouts = tiering.whereabouts(request.namespace, keys, lambda _: self._answer(asked))
         if not whereabouts.pending:
             return self.reply(request.rid, told, whereabouts.answers)
-        self._under_way[session.id] += 1
+        self._open[asked] = None
+        self._by_session[session.id] += 1
         self._share.take(session.origin)
         return None
+
+    def cancel(self, session: Session, rid: int) -> int:
+        """Nobody wants the session's explanation of this request id any more: it is answered with what has come.
+        Returns how many there were."""
+        mine = [asked for asked in self._open if asked.session is session and asked.rid == rid]
+        for asked in mine:
+            self._answer(asked)
+        return len(mine)
+
+    def session_ended(self, session: Session) -> None:
+        """Nobody waits for its explanations any more."""
+        for asked in [asked for asked in self._open if asked.session is session]:
+            self._leave(asked)
+
+    def _leave(self, asked: _Asked) -> None:
+        del self._open[asked]
+        self._by_session -= Counter([asked.session.id])
+        self._share.free(asked.session.origin)
+
+    def _answer(self, asked: _Asked) -> None:
+        """Nothing where nobody waits for it any more: the tiers answer all the same."""
+        if asked in self._open and asked.whereabouts is not None:
+            self._leave(asked)
+            asked.session.send(self.reply(asked.rid, asked.told, asked.whereabouts.answers))
 
     def look(self, session: Session, namespace: int, keys: Sequence[bytes]) -> Explanation:
         """What the L1 knows of a frame of keys. Raises `UnknownNamespaceError` and `LimitError`."""

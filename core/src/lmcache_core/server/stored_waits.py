@@ -27,8 +27,7 @@ class _StoredWait:
 
 
 class StoredWaits:
-    """Lives on the loop's thread. A wait holds nothing but its answer: it ends by itself, whatever becomes of its
-    session."""
+    """Lives on the loop's thread. A wait holds nothing but its answer, and its place among those that wait."""
 
     def __init__(self, l1: L1, explains: Explains, share: Share) -> None:
         self._l1 = l1
@@ -64,6 +63,19 @@ class StoredWaits:
         self._share.take(session.origin)
         return None
 
+    def cancel(self, session: Session, rid: int) -> int:
+        """Nobody wants the answer to this request id of the session any more: it comes at once. Returns how many there
+        were."""
+        mine = [wait for wait in self._waits if wait.session is session and wait.rid == rid]
+        for wait in mine:
+            self._answer(wait)
+        return len(mine)
+
+    def session_ended(self, session: Session) -> None:
+        """Nobody waits there any more."""
+        for wait in [wait for wait in self._waits if wait.session is session]:
+            self._leave(wait)
+
     def step(self) -> None:
         """Answer those that have nothing more to wait for. A look at one that waits on costs a microsecond."""
         tiering, now = self._l1.tiering, self._l1.clock.now
@@ -82,10 +94,13 @@ class StoredWaits:
             return None
         return min(self._look_at_s, min(wait.reply_at_s for wait in self._waits))
 
-    def _answer(self, wait: _StoredWait) -> None:
+    def _leave(self, wait: _StoredWait) -> None:
         del self._waits[wait]
         self._by_session -= Counter([wait.session.id])
         self._share.free(wait.session.origin)
+
+    def _answer(self, wait: _StoredWait) -> None:
+        self._leave(wait)
         if wait.session.peer is None:
             return
         try:
