@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from io import FileIO
 from pathlib import Path
 
 
@@ -28,3 +29,17 @@ def replace_file(path: Path, content: bytes) -> None:
         os.fsync(folder)  # the name too must survive a power cut
     finally:
         os.close(folder)
+
+
+def append_whole(file: FileIO, content: bytes) -> None:
+    """Write all of it at the end of an unbuffered file, or, where the disk is full, nothing: what of it was written is
+    taken back. Raises `OSError` with the file's name."""
+    end, left = file.tell(), memoryview(content)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a device: then nothing can be torn
+            file.truncate(end)
+            file.seek(end)
+        raise OSError(error.errno, error.strerror, str(file.name)) from None

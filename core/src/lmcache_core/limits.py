@@ -171,6 +171,10 @@ TALLY_BYTES_PER_S_MAX = 1 << 44
 TALLY_THREADS_MAX = 4096  # of one worker, all of them reading
 TALLY_SLACK_S = 1.0  # a look may come at once after another
 SUBSCRIBER_HANG_S = 5.0  # who does not come back from a batch for so long is told nothing more
+SUBSCRIBER_RETRY_S = (
+    1.0  # one that may recover, a file on a full disk say, is tried again after so long; doubles up to …
+)
+SUBSCRIBER_RETRY_S_MAX = 60.0
 EVENTS_CLOSE_S = 2.0  # at the end subscribers are waited for no longer than this
 
 HELPERS_MAX = 16  # each is a process and a thread that waits for it

@@ -15,6 +15,7 @@ from lmcache_core.observe.bus import EventBus
 from lmcache_core.observe.events import (
     CacheEvent,
     DrainBegun,
+    EventsMissed,
     ObjectsEvicted,
     PoolAdopted,
     ServerFault,
@@ -151,8 +152,58 @@ def test_one_that_raises_is_put_aside_and_the_others_go_on(make: Callable[..., E
     until(lambda: good.numbers == [1])
     emit(bus, 2)
     until(lambda: good.numbers == [1, 2])
-    assert bus.status()["subscribers"]["bad"] == {"events": 0, "aside": f"{type(error).__name__}: {error}"}
+    assert bus.status()["subscribers"]["bad"] == {
+        "events": 0,
+        "missed": 2,
+        "aside": f"{type(error).__name__}: {error}",
+    }
     assert bad.closed == 1
+
+
+class Recovers(Heard):
+    may_recover = True
+
+    @property
+    def missed(self) -> list[int]:
+        return [event.events for event in self.events if isinstance(event, EventsMissed)]
+
+
+def test_one_that_may_recover_is_told_again_after_a_pause_and_how_much_it_missed(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "SUBSCRIBER_RETRY_S", 0.0)
+    full, good = Recovers(), Heard()
+    full.error = OSError(28, "No space left on device")
+    bus = make(full=full, good=good)
+    for number in (1, 2):  # tried again with the second one
+        emit(bus, number)
+        until(lambda number=number: good.numbers[-1:] == [number])
+    until(lambda: bus.status()["subscribers"]["full"]["missed"] == 2)
+    assert "No space left" in bus.status()["subscribers"]["full"]["aside"]
+    full.error = None
+    emit(bus, 3)
+    until(lambda: full.numbers == [3])
+    emit(bus, 4)
+    bus.close()
+    assert bus.status()["subscribers"]["full"] == {"events": 2, "missed": 2, "aside": ""}
+    assert (full.numbers, full.missed, full.closed) == ([3, 4], [2], 1)
+    assert good.numbers == [1, 2, 3, 4]
+
+
+def test_one_that_may_recover_is_left_alone_in_its_pause_and_ended_with_the_others(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "SUBSCRIBER_RETRY_S", 1e9)
+    full, good = Recovers(), Heard()
+    full.error = OSError(28, "No space left on device")
+    bus = make(full=full, good=good)
+    emit(bus, 1)
+    until(lambda: good.numbers == [1])
+    full.error = None
+    emit(bus, 2, 3)
+    bus.close()
+    assert (full.numbers, full.closed) == ([], 1)
+    assert bus.status()["subscribers"]["full"]["missed"] == 3
 
 
 def test_one_that_hangs_is_put_aside_and_the_others_hear_the_same_batch(

@@ -1,12 +1,13 @@
 """The bus: what happened on the loop, bounded, and one thread that tells the subscribers.
 
 Nobody waits for anybody: a full bus drops what comes, keeps what it has, and counts; a subscriber that raises, or does
-not come back, is put aside, and the others go on.
+not come back, is put aside, and the others go on. One that has raised and may recover is tried again after a pause.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -22,6 +23,8 @@ from lmcache_core.limits import (
     EVENT_REST_S_MAX,
     EVENTS_CLOSE_S,
     SUBSCRIBER_HANG_S,
+    SUBSCRIBER_RETRY_S,
+    SUBSCRIBER_RETRY_S_MAX,
 )
 from lmcache_core.observe.events import CacheEvent, EventsMissed, Maker, one
 from lmcache_core.observe.subscriber import EventSubscriber
@@ -44,7 +47,28 @@ class _Heard:
     def __init__(self, subscriber: EventSubscriber) -> None:
         self.subscriber = subscriber
         self.events = 0
-        self.aside = ""  # why it hears nothing any more
+        self.missed = 0  # events that it was not told while it was put aside,
+        self.untold = 0  # and those of them that it does not know to have missed
+        self.aside = ""  # why it hears nothing
+        self.again_at_s = math.inf  # when it is tried again, of the monotonic clock
+        self._pause_s = SUBSCRIBER_RETRY_S
+
+    @property
+    def left_out(self) -> bool:
+        return bool(self.aside) and time.monotonic() < self.again_at_s
+
+    def miss(self, events: int) -> None:
+        self.missed += events
+        self.untold += events
+
+    def put_aside(self, why: str, *, may_recover: bool) -> None:
+        self.aside, self.again_at_s = why, math.inf
+        if may_recover:
+            self.again_at_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, SUBSCRIBER_RETRY_S_MAX)
+
+    def recover(self) -> None:
+        self.aside, self.untold, self._pause_s = "", 0, SUBSCRIBER_RETRY_S
 
 
 class EventBus:
@@ -110,7 +134,7 @@ class EventBus:
                 return
             self._turn += 1  # its thread ends the subscriber, and itself, when it comes back
             self._busy = None
-        self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s")
+        self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s", may_recover=False)
         self._thread = self._start()
 
     def _tell_missed(self) -> None:
@@ -136,7 +160,10 @@ class EventBus:
             "queue_size": self.queue_size,
             "emitted": self.emitted,
             "dropped": self.dropped,
-            "subscribers": {name: {"events": each.events, "aside": each.aside} for name, each in self._heard.items()},
+            "subscribers": {
+                name: {"events": each.events, "missed": each.missed, "aside": each.aside}
+                for name, each in self._heard.items()
+            },
         }
 
     # --- the bus's thread -----------------------------------------------------------------------------------
@@ -174,7 +201,7 @@ class EventBus:
             self._objects_out += happened.objects
             batch += _made(happened)
         if batch:
-            self._owed.extend((name, batch) for name, each in self._heard.items() if not each.aside)
+            self._owed.extend((name, batch) for name in self._heard)
         return bool(batch)
 
     def _tell_owed(self, turn: int) -> bool:
@@ -182,22 +209,28 @@ class EventBus:
         while self._owed:
             name, batch = self._owed.popleft()
             heard = self._heard[name]
-            if heard.aside:
+            if heard.left_out:
+                heard.miss(len(batch))
                 continue
+            told = [EventsMissed(at_s=self._now(), events=heard.untold), *batch] if heard.untold else batch
             if not self._begins(turn, name):
                 return False
             failure: BaseException | None = None
             try:
-                heard.subscriber.hear(batch)
+                heard.subscriber.hear(told)
             except BaseException as error:  # noqa: BLE001  # a plugin's fault, perhaps in Rust: told by `_failed`
                 failure = error
             if not self._comes_back(turn):
                 self._close_one(name)  # it was put aside meanwhile, and only this thread knows that it is idle
                 return False
-            if failure is None:
-                heard.events += len(batch)
-            else:
+            if failure is not None:
+                heard.miss(len(batch))
                 self._failed(name, failure)
+                continue
+            heard.events += len(batch)
+            if heard.aside:
+                log.warning("the event subscriber %s is told again: it missed %d events", name, heard.untold)
+                heard.recover()
         return True
 
     def _begins(self, turn: int, name: str) -> bool:
@@ -215,17 +248,23 @@ class EventBus:
             return self._turn == turn
 
     def _failed(self, name: str, error: BaseException) -> None:
-        log.error("the event subscriber %s failed", name, exc_info=error)
-        self._put_aside(name, f"{type(error).__name__}: {error}")
-        self._close_one(name)
+        heard = self._heard[name]
+        if not heard.aside:
+            log.error("the event subscriber %s failed", name, exc_info=error)
+        self._put_aside(name, f"{type(error).__name__}: {error}", may_recover=heard.subscriber.may_recover)
+        if not heard.subscriber.may_recover:
+            self._close_one(name)
 
-    def _put_aside(self, name: str, why: str) -> None:
-        log.error("the event subscriber %s is put aside: %s", name, why)
-        self._heard[name].aside = why
+    def _put_aside(self, name: str, why: str, *, may_recover: bool) -> None:
+        heard = self._heard[name]
+        if not heard.aside:
+            again = ", and tried again after a pause" if may_recover else ""
+            log.error("the event subscriber %s is put aside%s: %s", name, again, why)
+        heard.put_aside(why, may_recover=may_recover)
 
     def _close_all(self, turn: int) -> None:
         for name, each in self._heard.items():
-            if each.aside:
+            if each.aside and each.again_at_s == math.inf:
                 continue
             if not self._begins(turn, name):
                 return

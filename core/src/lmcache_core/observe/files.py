@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import Field
 
+from lmcache_core.files import append_whole
 from lmcache_core.limits import KEY_BYTES
 from lmcache_core.observe.events import BlocksReported, CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
@@ -26,21 +27,20 @@ class JsonlSettings(Section):
 
 class JsonlEvents(EventSubscriber):
     """One line an event: `{"event": "evicted", "at_s": …, "keys": ["<hex>", …], …}`. A file is never larger than
-    `rotate_bytes` and one batch."""
+    `rotate_bytes` and one batch. A batch is written whole or, on a full disk, not at all."""
+
+    may_recover = True
 
     def __init__(self, settings: JsonlSettings, context: SubscriberContext) -> None:
         self._settings = settings
         self._path = settings.path or context.state_dir / f"{context.server}-events.jsonl"
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab", buffering=0)  # what could not be written is not tried again at the end
+        self._file = self._path.open("ab", buffering=0)
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        left = memoryview(b"".join(line_of(event) for event in events))
-        while left:
-            try:
-                left = left[self._file.write(left) :]
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self._path)) from None
+        if self._file.closed:  # the last rotation had no room for a new one
+            self._file = self._path.open("ab", buffering=0)
+        append_whole(self._file, b"".join(line_of(event) for event in events))
         if self._file.tell() >= self._settings.rotate_bytes:
             self._rotate()
 

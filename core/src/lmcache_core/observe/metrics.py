@@ -185,6 +185,11 @@ def _aside(figures: Figures) -> Iterator[Sample]:
         yield Sample((name,), float(bool(row["aside"])))
 
 
+def _missed(figures: Figures) -> Iterator[Sample]:
+    for name, row in ((figures["events"] or {}).get("subscribers", {})).items():
+        yield Sample((name,), float(row["missed"]))
+
+
 def _one_of(path: str) -> Callable[[Figures], Iterator[Sample]]:
     """A counter that stands in a table only once it has counted."""
     table, _, name = path.rpartition(".")
@@ -539,6 +544,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("spans_failed_total", "counter", "spans that did not reach the collector", (), _value("tracing.failed")),
     Metric("spans_dropped_total", "counter", "spans dropped, since too many waited", (), _value("tracing.dropped")),
     Metric("subscriber_aside", "gauge", "1: the subscriber was put aside", ("subscriber",), _aside),
+    Metric("subscriber_missed_total", "counter", "events not told to a subscriber put aside", ("subscriber",), _missed),
 )
 
 

@@ -39,13 +39,18 @@ class EventSubscriber(ABC):
     events in the order in which they happened, each at most once. Some may be missing: a full bus drops, and counts.
 
     The implementation comes back from `hear` within seconds, or it is put aside, as is one that raises: it is told
-    nothing more, and `status` says why. It keeps no event's lists that it has changed: others hear the same events.
+    nothing more, and `status` says why, and how many events it missed. It keeps no event's lists that it has changed:
+    others hear the same events.
 
     Attributes:
+        may_recover: True: after it has raised (a full disk, say) it is not closed, and is told again what happens after
+            a pause of 1 s, and of twice as much each time that it raises again, up to 60 s. The first event that it is
+            told then is an `EventsMissed`, of what it was not told.
         wants_blocks: True: engines are asked to report their blocks.
         wants_tokens: True: and the tokens in them, which are content.
     """
 
+    may_recover: bool = False
     wants_blocks: bool = False
     wants_tokens: bool = False
 
@@ -54,4 +59,4 @@ class EventSubscriber(ABC):
         """What has happened, a batch at a time, at most some thousand events."""
 
     def close(self) -> None:  # noqa: B027  # may be left out
-        """The server ends, or this subscriber has raised: nothing more will be told."""
+        """The server ends, or this subscriber has raised and may not recover: nothing more will be told."""

@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from lmcache_core.errors import UsageError
+from lmcache_core.files import append_whole
 from lmcache_core.limits import KEY_BYTES, TRACE_RECORD_BYTES_MAX
 from lmcache_core.observe.events import CacheEvent
 from lmcache_core.observe.subscriber import EventSubscriber
@@ -73,7 +75,10 @@ class OperationServed(CacheEvent, tag="operation", frozen=True):
 
 
 class TraceRecorder(EventSubscriber):
-    """Writes a recording. Raises `UsageError` for a directory that has one already, and what the file system raises."""
+    """Writes a recording. Raises `UsageError` for a directory that has one already, and what the file system raises. A
+    batch is written whole or, on a full disk, not at all."""
+
+    may_recover = True
 
     def __init__(self, settings: RecordSettings, header: TraceHeader, began_s: float) -> None:
         assert settings.dir is not None
@@ -88,7 +93,7 @@ class TraceRecorder(EventSubscriber):
         if any(settings.dir.glob(f"*{SUFFIX}")):
             raise UsageError(f"{settings.dir} holds a recording already: name another directory, or empty it")
         self.operations = 0
-        self._file = self._begin_file()
+        self._file: FileIO | None = self._begin_file()
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
         parts: list[bytes] = []
@@ -96,15 +101,18 @@ class TraceRecorder(EventSubscriber):
             if isinstance(event, OperationServed):
                 record = msgspec.msgpack.encode(self._record(event))
                 parts += (len(record).to_bytes(4, "little"), record)
-        self._file.write(b"".join(parts))
-        self._file.flush()
+        if self._file is None:  # there was no room for the next one
+            self._file = self._begin_file()
+        append_whole(self._file, b"".join(parts))
         self.operations += len(parts) // 2
         if self._file.tell() >= self._settings.file_bytes:
-            self._file.close()
+            self.close()
             self._file = self._begin_file()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _record(self, event: OperationServed) -> Operation:
         ids = [self._id(event.keys[at : at + KEY_BYTES]) for at in range(0, len(event.keys), KEY_BYTES)]
@@ -126,16 +134,21 @@ class TraceRecorder(EventSubscriber):
         keyed.update(raw)
         return keyed.digest()
 
-    def _begin_file(self) -> BinaryIO:
+    def _begin_file(self) -> FileIO:
         assert self._settings.dir is not None
         while len(self._files) >= self._settings.files:
             self._files.pop(0).unlink(missing_ok=True)
         path = self._settings.dir / f"{self._number:06}{SUFFIX}"
+        header = msgspec.msgpack.encode(self._header)
+        file = path.open("xb", buffering=0)
+        try:
+            append_whole(file, MAGIC + len(header).to_bytes(4, "little") + header)
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
         self._number += 1
         self._files.append(path)
-        header = msgspec.msgpack.encode(self._header)
-        file = path.open("xb")
-        file.write(MAGIC + len(header).to_bytes(4, "little") + header)
         return file
 
 

@@ -140,6 +140,7 @@ class Recording:
             "operations": self._recorder.operations,
             "waiting": told["queue"],
             "dropped": told["dropped"],
+            "missed": told["subscribers"]["record"]["missed"],
             "aside": told["subscribers"]["record"]["aside"],
         }
 
