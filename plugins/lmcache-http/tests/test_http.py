@@ -372,6 +372,30 @@ def test_a_body_without_a_length_is_cut_off_where_it_is_too_long(serve: Callable
     connection.close()
 
 
+@pytest.mark.parametrize(
+    ("head", "sent"),
+    [
+        (b"Content-Length: 1000000000", b""),
+        (b"Content-Length: 1000000000\r\nExpect: 100-continue", b""),
+        (b"Transfer-Encoding: chunked", b"60000\r\n" + b" " * 0x60000 + b"\r\n"),  # and there is more to come
+    ],
+)
+def test_a_body_that_is_too_long_is_refused_before_it_has_come(
+    serve: Callable[..., Served], head: bytes, sent: bytes
+) -> None:
+    served = serve()
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(WAIT_S)
+        asking.connect(str(served.socket))
+        asking.sendall(b"POST /clear HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n" + sent)
+        said = b""
+        while b"larger than" not in said:
+            more = asking.recv(4096)
+            assert more, said
+            said += more
+    assert said.startswith(b"HTTP/1.1 413 ")
+
+
 def test_the_schema_is_for_who_may_read(serve: Callable[..., Served], token: Path) -> None:
     served = serve("--http.token_file", str(token))
     assert served.get("/openapi.json")[0] == 401

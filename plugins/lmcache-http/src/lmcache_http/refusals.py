@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
@@ -23,7 +25,8 @@ from lmcache_core.errors import (
 from lmcache_http.guard import RefusedError
 
 BODY_BYTES_MAX = 256 << 10  # the longest body that makes sense, some hundred keys, is a tenth of it
-_THROWN_AWAY_MAX = 8 << 20  # of what is too long: a client that is still sending would not read the answer
+_THROWN_AWAY_MAX = 8 << 20  # of what is too long, …
+_THROWN_AWAY_S_MAX = 5.0  # … and for how long
 _SAID_MAX = 5  # things that are wrong with one body
 
 # As ASGI has them.
@@ -108,28 +111,56 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if int(declared) > BODY_BYTES_MAX:
+        said = dict(scope["headers"])
+        body: list[Message] | None = []
+        if int(said.get(b"content-length", b"0")) > BODY_BYTES_MAX:
+            body = None
+        elif b"transfer-encoding" in said:  # it says nothing of its length
+            body = await _read(receive)
+        if body is None:
+            await _refuse(receive, send)
+        else:
+            await self._app(scope, _again(body, receive), send)
+
+
+async def _read(receive: Receive) -> list[Message] | None:
+    """A body to its end; None for one that is too long."""
+    messages, left = [], BODY_BYTES_MAX
+    while True:
+        message = await receive()
+        messages.append(message)
+        left -= len(message.get("body", b""))
+        if left < 0:
+            return None
+        if not message.get("more_body"):
+            return messages
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    """Receive what was read, and then the rest."""
+    waiting = iter(messages)
+
+    async def received() -> Message:
+        message = next(waiting, None)
+        return await receive() if message is None else message
+
+    return received
+
+
+async def _refuse(receive: Receive, send: Send) -> None:
+    """Answer at once. A client that is still sending could not read that from a connection that is closed on it: what
+    it sends is thrown away, within bounds."""
+    detail = JSONResponse({"detail": WHY[413]})
+    headers = [*detail.raw_headers, (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": detail.body, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_THROWN_AWAY_S_MAX):
             await _throw_away(receive)
-            await say(413, WHY[413], {"Connection": "close"})(scope, receive, send)
-            return
-        left = BODY_BYTES_MAX
-
-        async def limited() -> Message:
-            nonlocal left
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if left < 0:
-                if message.get("more_body"):
-                    await _throw_away(receive)
-                raise HTTPException(413, WHY[413], {"Connection": "close"})
-            return message
-
-        await self._app(scope, limited, send)
+    await send({"type": "http.response.body", "body": b""})
 
 
 async def _throw_away(receive: Receive) -> None:
-    """The rest of a body, if it comes to an end in bounds."""
     left = _THROWN_AWAY_MAX
     while left > 0:
         message = await receive()
