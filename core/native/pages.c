@@ -674,7 +674,8 @@ static PyObject *job_wait(PageJob *self, PyObject *args) {
     return PyBool_FromLong(done);
 }
 
-static PyObject *job_ask_to_stop(PageJob *self, PyObject *Py_UNUSED(none)) {
+/* Takes anything, as what a weak reference calls is given that reference. */
+static PyObject *job_ask_to_stop(PageJob *self, PyObject *Py_UNUSED(arguments)) {
     atomic_store_explicit(&self->job.stop, true, memory_order_relaxed);
     Py_RETURN_NONE;
 }
@@ -774,7 +775,7 @@ static PyGetSetDef job_getters[] = {
 static PyMethodDef job_methods[] = {
     {"start", (PyCFunction)job_start, METH_VARARGS, "Begin, by so many threads; with `waits` until all is done."},
     {"wait", (PyCFunction)job_wait, METH_VARARGS, "Help until a region, or all of it, is done, for so long."},
-    {"ask_to_stop", (PyCFunction)job_ask_to_stop, METH_NOARGS, "Have the threads leave soon. Waits for nothing."},
+    {"ask_to_stop", (PyCFunction)job_ask_to_stop, METH_VARARGS, "Have the threads leave soon. Waits for nothing."},
     {"stop", (PyCFunction)job_stop, METH_NOARGS, "Have the threads leave, and wait until they have."},
     {"statuses", (PyCFunction)job_statuses, METH_O, "What became of the objects of a part, a byte each."},
     {"incarnations", (PyCFunction)job_incarnations, METH_O, "The numbers of a part's objects, as u64."},

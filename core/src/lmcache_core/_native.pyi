@@ -207,8 +207,9 @@ class PageJob:
     def wait(self, seconds: float, region: int = -1, /) -> bool:
         """Take part until this region (counted through all groups; -1: all of it) is done, for so long; whether it
         is."""
-    def ask_to_stop(self) -> None:
-        """Have the threads leave soon. Waits for nothing, takes no lock."""
+    def ask_to_stop(self, dropped: object = ..., /) -> None:
+        """Have the threads leave soon. Waits for nothing, takes no lock. `dropped` is not looked at: this may be what a
+        weak reference calls."""
     def stop(self) -> None:
         """Have the threads leave, and return when they have."""
     def statuses(self, part: int, /) -> bytes:

@@ -10,6 +10,7 @@ import gc
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
 from array import array
@@ -820,8 +821,33 @@ def test_a_job_that_is_dropped_leaves_no_lease_and_keeps_no_memory(
 
         until(let_go, "the leases to go")
         gc.collect()
-        assert not [each for each in client._links.occupancy._works.values() if each.running]
+        assert not [work for work, _ in client._links.occupancy._works.values() if work.running]
         assert large.pages.retrieve([large.entry]).hits == large.count
+        client.clear(large.space)
+
+
+@needs_native
+@pytest.mark.parametrize("use_index", [True, False])
+def test_a_job_whose_finalizer_is_interrupted_copies_no_further(
+    server: Server, monkeypatch: pytest.MonkeyPatch, use_index: bool
+) -> None:
+    def interrupted(job: PagesJob) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PagesJob, "__del__", interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    with server.connect("drops", use_index=use_index) as client:
+        large = Large(client)
+        for _ in range(100):
+            job = large.pages.retrieve_start([large.entry])
+            until_begun(job)
+            (work,) = job._works
+            del job
+            until(lambda work=work: not work.running, "its threads to leave")
+            if not work.wait(0.0):
+                break  # not all of it was copied
+        else:
+            raise AssertionError("it was always copied to the end")
         client.clear(large.space)
 
 

@@ -49,6 +49,9 @@ class Work(Protocol):
     def running(self) -> bool:
         """Whether a thread may be inside a slot, or in the caller's memory."""
 
+    def ask_to_stop(self, dropped: object = None, /) -> None:
+        """Begin nothing more. Waits for nothing; in C, so that no interrupt comes before it."""
+
     def stop(self) -> None:
         """Begin nothing more, and return when no thread is inside. Soon: they look up after each MiB."""
 
@@ -231,7 +234,8 @@ class Occupancy:
         self._ties: dict[int, _Tie] = {}  # to their leases
         self.copying: dict[int, Holding] = {}  # those with a call that copies, by their address
         self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
-        self._works: dict[int, Work] = {}  # that were begun, by their address
+        # That were begun, by their address, and what asks each to stop when its owner goes.
+        self._works: dict[int, tuple[Work, weakref.ref[Any]]] = {}
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
         self._owed: list[Callable[[int], m.Message]] = []  # what ended since it was told
         self._closed = ""
@@ -304,17 +308,17 @@ class Occupancy:
         holding.check_lent()  # only now: whoever bars, or ends it, looks at what is lent after that
         return lender
 
-    def begin(self, work: Work, holdings: Sequence[Holding]) -> None:
+    def begin(self, work: Work, holdings: Sequence[Holding], owner: object) -> None:
         """Threads of the extension are about to go into the slots of these holdings (and, in any case, into the
-        caller's memory). Raises `LeaseExpiredError` where one of these has ended, `UsageError` where the client is
-        closed, and `LimitError`: then nothing may be begun. Whoever ends something looks at what was begun after it
-        has barred it, and stops it."""
-        for begun in list(self._works.values()):
+        caller's memory). They are asked to stop when `owner` is dropped. Raises `LeaseExpiredError` where one of these
+        has ended, `UsageError` where the client is closed, and `LimitError`: then nothing may be begun. Whoever ends
+        something looks at what was begun after it has barred it, and stops it."""
+        for begun, _ in list(self._works.values()):
             if not begun.running:
                 self.has_ended(begun)
         if len(self._works) >= PAGE_JOBS_MAX:
             raise LimitError(f"{PAGE_JOBS_MAX} page jobs of this client are under way: wait for some, or cancel them")
-        self._works[id(work)] = work
+        self._works[id(work)] = (work, weakref.ref(owner, work.ask_to_stop))
         for holding in holdings:
             holding.work = work
         if self._closed:
@@ -395,7 +399,7 @@ class Occupancy:
         holdings = list(self._holdings.values())
         for holding in holdings:
             holding.bar(why)
-        for work in list(self._works.values()):
+        for work, _ in list(self._works.values()):
             work.stop()
             self.has_ended(work)
         self._wait_for_others(holdings, time.monotonic() + timeout_s)

@@ -292,6 +292,7 @@ class PagesJob(ABC):
         self._until = None if deadline_s is None else time.monotonic() + deadline_s
 
     def __del__(self) -> None:
+        # An interrupt may come at any of these lines; the occupancy, which is told in C, stops what is left then.
         for work in getattr(self, "_works", ()):
             work.ask_to_stop()
             self._occupancy.has_ended(work)
@@ -366,7 +367,7 @@ class PagesJob(ABC):
         work = ground.engine.PageJob(self._batch, tuple(parts), self._gather, by_region, keep, *behind)
         self._works.append(work)
         try:
-            self._occupancy.begin(work, [lease.holding for lease in leases])
+            self._occupancy.begin(work, [lease.holding for lease in leases], self)
             if self._given_up:  # looked at only now: whoever gives it up looks at `_works` after that
                 work.stop()
             work.start(ground.threads, waits)

@@ -169,8 +169,9 @@ class PageJob:
             raise IndexError(f"there is no region {region}; {self._batch.tables.regions} are registered")
         return self._done
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, dropped: object = None, /) -> None:
         """Begin nothing."""
+        del dropped
         self._stopped = True
 
     def stop(self) -> None:
