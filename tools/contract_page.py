@@ -39,6 +39,11 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     ("Sockets that keep to a deadline", "lmcache_core.tiers.budget", ["within", "connect", "left_s", "BudgetSocket"]),
+    (
+        "Buffers over one socket",
+        "lmcache_core.tiers.streams",
+        ["left_s", "limit", "receive_into", "advance"],
+    ),
     ("Eviction policies", "lmcache_core.policies", ["EvictionPolicy", "Entry"]),
     ("Store policies", "lmcache_core.policies", ["StorePolicy", "StoreCandidate", "StorePlan", "TierView"]),
     ("Prefetch policies", "lmcache_core.policies", ["PrefetchPolicy", "PrefetchPlan"]),

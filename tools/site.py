@@ -62,7 +62,7 @@ API = {
         "Hooks and components",
         ["lmcache_core.plugins.hookspecs", "lmcache_core.plugins.components", "lmcache_core.plugins.loader"],
     ),
-    "tiers": ("Adapters", ["lmcache_core.tiers.contract", "lmcache_core.tiers.budget"]),
+    "tiers": ("Adapters", ["lmcache_core.tiers.contract", "lmcache_core.tiers.budget", "lmcache_core.tiers.streams"]),
     "policies": (
         "Policies",
         ["lmcache_core.policies", "lmcache_core.policies.contracts", "lmcache_core.policies.lru"],

@@ -34,7 +34,7 @@ ORDER = [
 # The same within `tiers`: the doors, then what one object is, one tier, and what runs between the pool and all tiers.
 TIERS_ORDER = [
     {"contract", "l1", "moved"},
-    {"budget", "retry", "format", "transfer", "parallel"},  # the last three are former names
+    {"budget", "streams", "retry", "format", "transfer", "parallel"},  # the last three are former names
     {"object"},
     {"observer"},
     {"tier"},

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ class ServerProcess:
                     command, cwd=self.directory, env=_environment(), stdout=subprocess.PIPE, stderr=log
                 )
             self.pid = process.pid
-            stack.callback(_end, process)
+            stack.callback(end_process, process)
             self._wait_ready(process)
             self._stack = stack.pop_all()
         return self
@@ -168,13 +169,24 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_CORE_") or name in kept}
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+def end_process(process: subprocess.Popen[bytes], number: int = signal.SIGTERM, *, session: bool = False) -> None:
+    """Send it a signal, kill it where it does not end by that, and close its pipes. `session`: all of the session that
+    it leads, so that what it started goes as well, also where the process itself has ended already."""
+
+    def send(number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if session:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)  # nothing, where it has ended
+
+    send(number)
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        send(signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import signal
 import socket
@@ -20,12 +19,11 @@ from uuid import uuid4
 
 from lmcache_bench.peer.environment import environment
 from lmcache_core.errors import DisconnectedError, PoolError
-from lmcache_core.testing.processes import cpu_s
+from lmcache_core.testing.processes import cpu_s, end_process
 
 HOST = "127.0.0.1"
 READY_S = 120.0
 REPLY_S = 600.0  # a safety net
-STOP_S = 10.0
 
 
 class LMCacheServer:
@@ -54,7 +52,7 @@ class LMCacheServer:
                     [str(self._python), "-m", "lmcache.v1.multiprocess.server", *self._options(name)],
                     env=environment(), cwd=folder, stdout=stream, stderr=stream, start_new_session=True,
                 )  # fmt: skip
-            stack.callback(_end, process, signal.SIGTERM)
+            stack.callback(end_process, process, session=True)
             self.pid = process.pid
             self._wait(process, log)
             self._stack = stack.pop_all()
@@ -101,7 +99,7 @@ class LineProcess:
         self._popen = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._env, cwd="/", start_new_session=True
         )
-        self._stack.callback(_end, self._popen, signal.SIGKILL)
+        self._stack.callback(end_process, self._popen, signal.SIGKILL, session=True)
         try:
             self._hear()
         except BaseException:
@@ -131,21 +129,6 @@ class LineProcess:
         if "error" in answer:
             raise PoolError(answer["error"])
         return answer["said"]
-
-
-def _end(process: subprocess.Popen[bytes], number: int) -> None:
-    """The whole session, so that what it started goes as well."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
 
 
 def _free_port() -> int:

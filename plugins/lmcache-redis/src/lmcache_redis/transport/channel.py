@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import socket
 import ssl
-import struct
-import time
 from abc import ABC, abstractmethod
 from types import TracebackType
 
-IOV_MAX = 512  # parts in one call; the system allows 1,024
+from lmcache_core.tiers.streams import BUFFERS_MAX, advance, left_s, limit, receive_into
+
 # A call that sends holds the socket, and acknowledgements wait for its end: 16 MiB at once went a fifth slower.
 SEND_BYTES_MAX = 2 << 20
-_TIME_MIN_S = 0.001
-_TIME_MAX_S = 1e6  # deadlines may be further away, and infinite: sockets count to 24 days
-_TIMEVAL = struct.Struct("@ll")
-
-
-def left_s(deadline: float) -> float:
-    """Seconds until the deadline. Raises `TimeoutError` when it has come."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the deadline has come")
-    return min(max(left, _TIME_MIN_S), _TIME_MAX_S)
 
 
 class Channel(ABC):
@@ -62,30 +50,18 @@ class Channel(ABC):
 
 
 class PlainChannel(Channel):
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        super().__init__(sock, deadline)
-        sock.settimeout(None)
-
     def send(self, parts: list[memoryview]) -> int:
-        self._limit(socket.SO_SNDTIMEO)
+        limit(self._sock, socket.SO_SNDTIMEO, self._deadline)
         try:
             return self._sock.sendmsg(parts)
         except BlockingIOError:
             raise TimeoutError("the deadline has come") from None
 
     def receive(self, parts: list[memoryview], *, whole: bool = False) -> int:
-        self._limit(socket.SO_RCVTIMEO)
-        try:
-            got = self._sock.recvmsg_into(parts[:IOV_MAX], 0, socket.MSG_WAITALL if whole else 0)[0]
-        except BlockingIOError:
-            raise TimeoutError("the deadline has come") from None
+        got = receive_into(self._sock, parts, self._deadline, whole=whole)
         if not got:
             raise ConnectionResetError("the server closed the connection")
         return got
-
-    def _limit(self, which: int) -> None:
-        left = left_s(self._deadline)
-        self._sock.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
 
 
 class TlsChannel(Channel):
@@ -110,19 +86,9 @@ def channel_on(sock: socket.socket, deadline: float) -> Channel:
 def _portion(parts: list[memoryview], at: int) -> list[memoryview]:
     """What goes in one call: the first parts from `at`, the last of them cut."""
     portion, room = [], SEND_BYTES_MAX
-    for part in parts[at : at + IOV_MAX]:
+    for part in parts[at : at + BUFFERS_MAX]:
         portion.append(part[:room])
         room -= part.nbytes
         if room <= 0:
             break
     return portion
-
-
-def advance(parts: list[memoryview], at: int, nbytes: int) -> int:
-    """Where to go on in `parts` once `nbytes` of those from `at` have been moved; a part that is half moved is cut."""
-    while at < len(parts) and nbytes >= parts[at].nbytes:
-        nbytes -= parts[at].nbytes
-        at += 1
-    if nbytes:
-        parts[at] = parts[at][nbytes:]
-    return at

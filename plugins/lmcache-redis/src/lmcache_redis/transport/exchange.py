@@ -15,8 +15,9 @@ from redis.connection import ConnectionPool
 
 from lmcache_core.errors import TierError
 from lmcache_core.tiers import budget
+from lmcache_core.tiers.streams import left_s
 from lmcache_redis.errors import NO_CONNECTION_CURES
-from lmcache_redis.transport.channel import channel_on, left_s
+from lmcache_redis.transport.channel import channel_on
 from lmcache_redis.transport.commands import Broken, Command, Received, Refusal, Reply
 from lmcache_redis.transport.connections import direct_socket, take
 from lmcache_redis.transport.wire import WireError, converse

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from lmcache_redis.transport.channel import Channel, advance
+from lmcache_core.tiers.streams import advance
+from lmcache_redis.transport.channel import Channel
 from lmcache_redis.transport.commands import Command, Received, Refusal, Reply
 
 # A server copies an object into its reply when it reads the request, and sends it later: with a whole batch asked for

@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from lmcache_core.tiers import budget
+from lmcache_core.tiers.streams import left_s
 from lmcache_s3.errors import Answer, read_error
 from lmcache_s3.transport.account import Endpoint, Proxy
-from lmcache_s3.transport.wire import ClosedError, Stream, left_s, request_head
+from lmcache_s3.transport.wire import ClosedError, Stream, request_head
 
 ERROR_BYTES_MAX = 64 << 10  # of a body that is not an object
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 import re
 import socket
 import ssl
-import struct
-import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from lmcache_core.tiers.streams import BUFFERS_MAX, advance, left_s, receive_into
 
 AHEAD_BYTES = 4096  # read beyond a head; what of it is payload is copied
 HEAD_BYTES_MAX = 64 << 10
 INTERIM_MAX = 32  # answers that announce another one
 _ONE_RECEIVE_BYTES = 4 << 20  # a receive over TLS holds at most this between two looks at the deadline
 _CHUNK_LINE_MAX = 1024
-_PARTS_MAX = 512  # in one receive; the system allows 1,024
-_TIMEVAL = struct.Struct("@ll")
-_TIME_MIN_S = 0.001
-_TIME_MAX_S = 1e6  # deadlines may be further away, and infinite: sockets count to 24 days
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: .*)?", re.DOTALL)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
@@ -49,14 +45,6 @@ class Head(NamedTuple):
     keeps: bool  # the service means to keep the connection
     length: int  # of the body that follows; _UNTIL_CLOSED where only the end of the connection tells
     chunked: bool
-
-
-def left_s(deadline: float) -> float:
-    """Seconds until the deadline. Raises `TimeoutError` when it has come."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    return min(left, _TIME_MAX_S)
 
 
 def request_head(method: str, target: str, headers: Mapping[str, str]) -> bytes:
@@ -159,7 +147,7 @@ class Stream:
         while self._body_left and at < len(parts):
             count = self._body_some(parts, at, deadline)
             got += count
-            at = _advance(parts, at, count)
+            at = advance(parts, at, count)
         if self._body_left and self._ended(deadline):
             self._body_left = 0
         self._look_at_rest()
@@ -177,7 +165,7 @@ class Stream:
     def _fill(self, parts: list[memoryview], deadline: float) -> None:
         at = 0
         while at < len(parts) and parts[at].nbytes:
-            at = _advance(parts, at, self._body_some(parts, at, deadline))
+            at = advance(parts, at, self._body_some(parts, at, deadline))
 
     def _body_some(self, parts: list[memoryview], at: int, deadline: float) -> int:
         """Move some of the body into the parts from `at` on: what was read ahead, then from the socket. 0 only where
@@ -189,7 +177,7 @@ class Stream:
             parts[at][:count] = memoryview(self._ahead)[self._begin : self._begin + count]
             self._begin += count
         else:
-            targets = parts[at : at + _PARTS_MAX] if left < 0 else _cut(parts[at : at + _PARTS_MAX], left)
+            targets = parts[at : at + BUFFERS_MAX] if left < 0 else _cut(parts[at : at + BUFFERS_MAX], left)
             try:
                 count = self._receive(targets, deadline, True, whole=left > 0)
             except ClosedError:
@@ -243,22 +231,10 @@ class Stream:
             sock.settimeout(left_s(deadline))
             count = sock.recv_into(parts[0][:_ONE_RECEIVE_BYTES])
         else:
-            count = _receive_all(sock, parts, deadline)
+            count = receive_into(sock, parts, deadline, whole=True)
         if not count:
             raise ClosedError("the connection ended within an answer" if begun else "the connection was closed", begun)
         return count
-
-
-def _receive_all(sock: socket.socket, parts: list[memoryview], deadline: float) -> int:
-    """One call for all of them. The kernel keeps the time: a socket with a Python time-out does not block, and would
-    return with every piece that arrives."""
-    left = max(left_s(deadline), _TIME_MIN_S)
-    sock.settimeout(None)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
-    try:
-        return sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
-    except BlockingIOError:
-        raise TimeoutError from None
 
 
 def _head_of(lines: Sequence[bytes], method: str) -> Head:
@@ -299,13 +275,3 @@ def _cut(parts: Sequence[memoryview], nbytes: int) -> list[memoryview]:
         if not nbytes:
             break
     return found
-
-
-def _advance(parts: list[memoryview], at: int, nbytes: int) -> int:
-    """Where to go on once `nbytes` from `at` have come; a part that is half full is cut."""
-    while at < len(parts) and nbytes >= parts[at].nbytes:
-        nbytes -= parts[at].nbytes
-        at += 1
-    if nbytes:
-        parts[at] = parts[at][nbytes:]
-    return at

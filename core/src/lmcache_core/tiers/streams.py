@@ -1,0 +1,57 @@
+"""Many buffers over one socket by a deadline, for adapters that speak the protocol of their medium themselves.
+
+A plain socket blocks in the kernel, which also keeps the time: one call moves many buffers whole, without a look at
+readiness before each. A socket with a Python time-out does not block, and returns with every piece that arrives. TLS
+has no such calls: there `left_s` bounds each of them.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+__all__ = ["BUFFERS_MAX", "advance", "left_s", "limit", "receive_into"]
+
+BUFFERS_MAX = 512  # in one call; the system allows 1,024
+_TIMEVAL = struct.Struct("@ll")
+_TIME_MIN_S = 0.001
+_TIME_MAX_S = 1e6  # deadlines may be further away, and infinite: sockets count to 24 days
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until the deadline (monotonic), as a socket takes them. Raises `TimeoutError` when it has come."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has come")
+    return min(max(left, _TIME_MIN_S), _TIME_MAX_S)
+
+
+def limit(sock: socket.socket, which: int, deadline: float) -> None:
+    """Have the kernel end calls of this socket by the deadline, with `BlockingIOError`. `which`: `SO_SNDTIMEO` or
+    `SO_RCVTIMEO`. Raises `TimeoutError` when it has come."""
+    left = left_s(deadline)
+    if sock.gettimeout() is not None:
+        sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, which, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+
+
+def receive_into(sock: socket.socket, buffers: list[memoryview], deadline: float, *, whole: bool = False) -> int:
+    """Receive what there is into the buffers of a plain socket, at least one byte; with `whole` all that they hold, or
+    the first `BUFFERS_MAX` of them. The bytes received; 0 at the end of the connection. Raises `OSError`, and
+    `TimeoutError` by the deadline."""
+    limit(sock, socket.SO_RCVTIMEO, deadline)
+    try:
+        return sock.recvmsg_into(buffers[:BUFFERS_MAX], 0, socket.MSG_WAITALL if whole else 0)[0]
+    except BlockingIOError:
+        raise TimeoutError("the deadline has come") from None
+
+
+def advance(buffers: list[memoryview], at: int, nbytes: int) -> int:
+    """Where to go on in `buffers` once `nbytes` of those from `at` have been moved; one that is half moved is cut."""
+    while at < len(buffers) and nbytes >= buffers[at].nbytes:
+        nbytes -= buffers[at].nbytes
+        at += 1
+    if nbytes:
+        buffers[at] = buffers[at][nbytes:]
+    return at
