@@ -287,7 +287,7 @@ def test_what_has_expired_cannot_be_taken_back_and_what_has_not_is_never_called_
     assert expired == [late]
     assert not order.cancel(late), "it is about to be told"
     assert order.cancel(early)
-    late.on_late(late)
+    late.tell_late()
     assert told == [late]
     assert order.held(lane) == 0
     assert not order.cancel(late)
@@ -418,7 +418,7 @@ def a_call(told: list[str] | None = None, name: str = "") -> Call:
 
 
 def a_lane() -> PaperLane:
-    return PaperLane("lane", 1, lambda call: call.on_end(call))
+    return PaperLane("lane", 1, lambda call: call.tell_end())
 
 
 def test_a_watch_over_all_keys_sees_what_is_under_way_and_what_comes(paper: None) -> None:
@@ -458,17 +458,17 @@ def test_a_change_that_was_given_up_before_it_began_makes_nothing_out_of_date(pa
         assert each.saw(b"k")
         assert each.undecided(b"k"), "either may still be given up"
     for call in order.expire(2e9):
-        call.on_late(call)
+        call.tell_late()
     assert watch.saw(b"k"), "the first may have been made since"
     first.state = CallState.EXPIRED
-    first.on_late(first)
+    first.tell_late()
     assert told == ["second late", "first late"]
     for each in (watch, every):
         assert not each.saw(b"k")
     third = a_call(told, "third")
     order.submit(lane, third, [b"k"], KeyAccess.STORE)  # type: ignore[arg-type]
     third.state = CallState.ENDED
-    third.on_end(third)
+    third.tell_end()
     assert watch.saw(b"k")
     assert not watch.undecided(b"k"), "who made it has told what became of the key"
 
@@ -493,7 +493,7 @@ def test_a_key_that_only_a_call_had_that_expired_before_its_turn_is_free_again(p
     order.submit(lane, first, [b"a"], KeyAccess.STORE)  # type: ignore[arg-type]
     order.submit(lane, second, [b"a", b"b"], KeyAccess.STORE)  # type: ignore[arg-type]
     (late,) = order.expire(second.deadline)
-    late.on_late(late)
+    late.tell_late()
     assert told == ["second late"]
     assert order.busy(b"a")
     assert not order.busy(b"b")
@@ -509,10 +509,10 @@ def test_a_watch_sees_what_goes_on_behind_a_call_that_was_given_up(paper: None) 
         order.submit(lane, call, [b"k"], access)  # type: ignore[arg-type]
     lane.run(hung)
     deleted.state = CallState.EXPIRED
-    deleted.on_late(deleted)
+    deleted.tell_late()
     watches = order.watch([b"k"]), order.watch_all(of_stores=True)
     again.state = CallState.EXPIRED
-    again.on_late(again)
+    again.tell_late()
     lane.deliver(hung)
     for each in watches:
         assert each.saw(b"k"), "the first one was under way all the while, and is on the medium now"

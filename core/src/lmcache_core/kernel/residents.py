@@ -52,7 +52,6 @@ class Residents:
         self.objects_by_layout: defaultdict[int, int] = defaultdict(int)  # in slots, of all states
         self.touched = 0  # objects and keys looked at or changed since somebody set it to 0: what a turn has cost
         self.evictions = 0
-        self.made_way = 0  # evicted, or cleared before its step, because somebody needed the room
         self.policy_faults = 0
         self.policy_error = ""  # the last one
 
@@ -328,7 +327,6 @@ class Residents:
 
     def evict(self, victims: Sequence[Incarnation]) -> None:
         """Make room: the victims are ready, and nobody holds them."""
-        self.made_way += len(victims)
         victims = self._standing(victims)
         if not victims:
             return

@@ -158,7 +158,6 @@ class LifelineListener:
 
     def __init__(self, directory: Path, loop: Loop, access: Access, gids: Sequence[int]) -> None:
         self.path = directory / SOCKET_NAME
-        self.turned_away = 0  # connections, for want of descriptors
         self._loop = loop
         self._serves = False
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -199,7 +198,6 @@ class LifelineListener:
     def _turn_away(self) -> None:
         """Out of descriptors: a connection left in the backlog would wake the loop again at once, for ever. The
         spare one accepts it and hangs up; the client comes again."""
-        self.turned_away += 1
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
         with contextlib.suppress(OSError):

@@ -371,7 +371,7 @@ class Tiering:
         if not self._ended:
             return False
         call = self._ended.popleft()
-        self._guarded(call.on_end, call)
+        self._guarded(call.tell_end)
         call.result = None
         self._settled = True
         self._stores.unblock()

@@ -36,11 +36,11 @@ class Call:
 
     `on_end(call)` follows exactly once for every call that ran, also after `on_late`; `result` or `error` is
     set by then. `on_late(call)` is called at most once: if `state` is EXPIRED the call never ran and `on_end`
-    will not follow, if LATE it is still running.
+    will not follow, if LATE it is still running. `on_over()` comes behind the last of them.
     """
 
     __slots__ = (
-        "allowed_s", "deadline", "error", "on_end", "on_late",
+        "allowed_s", "deadline", "error", "on_end", "on_late", "on_over",
         "priority", "result", "sequence", "state", "was_late", "work",
     )  # fmt: skip
 
@@ -57,6 +57,7 @@ class Call:
         self.priority = priority
         self.on_end = on_end
         self.on_late = on_late
+        self.on_over: Callable[[], None] = _nothing
         self.state = CallState.QUEUED
         self.was_late = False
         self.allowed_s = math.inf  # from its submission to its deadline
@@ -70,19 +71,43 @@ class Call:
         if event is CallEvent.EXPIRE:
             self.was_late = True
 
+    def tell_end(self) -> None:
+        """Its work has returned. On the loop's thread."""
+        try:
+            self.on_end(self)
+        finally:
+            self.on_over()
+
+    def tell_late(self) -> None:
+        """Its deadline has passed: it never ran, or still runs. On the loop's thread."""
+        try:
+            self.on_late(self)
+        finally:
+            if self.state is CallState.EXPIRED:  # else it is over when it returns
+                self.on_over()
+
+    def forget(self) -> None:
+        """Nothing is called back any more. Whoever made it, and what that has, is not kept alive by it."""
+        self.on_end = self.on_late = _nothing
+        self.on_over = _nothing
+
     def __lt__(self, other: Call) -> bool:
         return (self.priority, self.sequence) < (other.priority, other.sequence)
 
 
 class Note:
-    """What a call says while it still runs, posted as its end will be: `on_end` runs on the loop's thread, before that
-    of the call."""
+    """What a call says while it still runs, posted as its end will be: `on_end` is called on the loop's thread, before
+    that of the call."""
 
-    __slots__ = ("on_end", "result")
+    __slots__ = ("_on_end", "result")
 
     def __init__(self, on_end: Callable[[Note], None], result: Any) -> None:
-        self.on_end = on_end
+        self._on_end = on_end
         self.result = result
+
+    def tell_end(self) -> None:
+        """On the loop's thread."""
+        self._on_end(self)
 
 
 class Lane:
@@ -266,3 +291,7 @@ class Lane:
                 self._idle += 1
                 self._wakeup.wait()
                 self._idle -= 1
+
+
+def _nothing(*call: Call) -> None:
+    """A call is over."""

@@ -60,10 +60,10 @@ class Medium:
     def expire(self, now: float) -> None:
         """Tell whoever made a call whose deadline has passed."""
         for call in self.order.expire(now):  # first: what they held up finds no lane that has gone over the calls
-            call.on_late(call)
+            call.tell_late()
         for lane in self.lanes:
             for call in lane.expire(now):
-                call.on_late(call)
+                call.tell_late()
 
     @property
     def next_deadline(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from functools import partial
 
 from lmcache_core.tiers.tier.call_states import CallEvent, CallState
 from lmcache_core.tiers.tier.lanes import Call, Lane
@@ -126,7 +127,7 @@ class KeyOrder:
         if not before and not lane.submit(call):
             return False
         self._tickets[call] = ticket
-        self._wrap(ticket)
+        call.on_over = partial(self._leave, ticket)
         for last in before.values():
             last.followers.append(ticket)
         ticket.waits_for = len(before)
@@ -222,34 +223,16 @@ class KeyOrder:
                 watch.note(key, change)
 
     # --- one after the other --------------------------------------------------------------------------------
-    def _wrap(self, ticket: _Ticket) -> None:
-        call = ticket.call
-        on_end, on_late = call.on_end, call.on_late
-
-        def ended(call: Call) -> None:
-            try:
-                on_end(call)  # the books first: what follows on these keys finds them right
-            finally:
-                self._leave(ticket)
-
-        def late(call: Call) -> None:
-            try:
-                on_late(call)
-            finally:
-                if call.state is CallState.EXPIRED:  # it will never run; else its keys are its own until it returns
-                    self._leave(ticket)
-
-        call.on_end, call.on_late = ended, late
-
     def _leave(self, ticket: _Ticket) -> None:
+        """Its call is over, and whoever made it has written the books: what follows on these keys finds them right."""
         call = ticket.call
         if self._tickets.pop(call, None) is None:
             return
         ticket.change.made = Made.NO if call.state in (CallState.EXPIRED, CallState.CANCELLED) else Made.YES
         ticket.change.before = ()
-        # Nothing is called back any more. Call and ticket would keep each other, and all that the callbacks have: the
-        # server's collector does not look at what is old, as a call to a slow medium is by now.
-        call.on_end = call.on_late = _nothing
+        # Call and ticket would keep each other, and all that the callbacks have: the server's collector does not look
+        # at what is old, as a call to a slow medium is by now.
+        call.forget()
         self._no_longer_held(ticket)
         if ticket.watch is not None:
             self.unwatch(ticket.watch, ticket.keys)
@@ -288,12 +271,8 @@ class KeyOrder:
         call = ticket.call
         if call.state is CallState.QUEUED and not ticket.lane.submit(call):
             call.move(CallEvent.EXPIRE)  # the lane is full: it will not run in time
-            call.on_late(call)
+            call.tell_late()
 
     def _no_longer_held(self, ticket: _Ticket) -> None:
         if self._held.pop(ticket, ticket) is None:
             self._held_by_lane[ticket.lane] -= 1
-
-
-def _nothing(call: Call) -> None:
-    """A call is over."""
