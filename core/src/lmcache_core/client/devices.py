@@ -31,7 +31,7 @@ _MEMORY_TYPE, _BUFFER_ID, _ORDINAL = 2, 7, 9  # attributes of a pointer
 _ON_DEVICE = 2
 
 
-class Event:
+class DeviceEvent:
     """A point in what a device was given to do. Dropped, its handle is used again."""
 
     def __init__(self, handle: int, unused: deque[int]) -> None:
@@ -58,13 +58,13 @@ class Device:
         calls = [ctypes.cast(getattr(self._driver, name), ctypes.c_void_p).value or 0 for name in _CALLS]
         self.words = array("Q", [*calls, self._context, *streams])
 
-    def record(self, stream: int | None) -> Event:
+    def record(self, stream: int | None) -> DeviceEvent:
         """Where `stream` stands now. None: torch's current stream, where there is torch, or else the default one."""
         try:
             handle = self._unused.popleft()
         except IndexError:
             handle = self._made("cuEventCreate", _SLEEPS_UNTIMED)
-        event = Event(handle, self._unused)
+        event = DeviceEvent(handle, self._unused)
         behind = _current_stream(self._number) if stream is None else stream
         self._within("cuEventRecord", ctypes.c_void_p(handle), ctypes.c_void_p(behind))
         return event

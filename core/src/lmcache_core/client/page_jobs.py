@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from lmcache_core.client.channel import Pending, expect
-from lmcache_core.client.devices import Event
+from lmcache_core.client.devices import DeviceEvent
 from lmcache_core.client.hits import CHANGED, DAMAGED, READ, VERIFY, Hits
 from lmcache_core.client.leases import Lease, ReadLease, WriteLease
 from lmcache_core.client.link import Link
@@ -272,7 +272,7 @@ class PagesJob(ABC):
         batch: Any,
         entries: Sequence[GroupKeys],
         deadline_s: float | None,
-        event: Event | None,
+        event: DeviceEvent | None,
     ) -> None:
         self._ground = ground
         self._event = event  # of a device: no page is touched before it
@@ -480,7 +480,7 @@ class RetrieveJob(PagesJob):
         deadline_s: float | None,
         verify: int,
         waits: bool,
-        event: Event | None = None,
+        event: DeviceEvent | None = None,
     ) -> None:
         super().__init__(ground, batch, entries, deadline_s, event)
         self._promises = promises
@@ -789,7 +789,7 @@ class StoreJob(PagesJob):
         batch: Any,
         entries: Sequence[GroupKeys],
         deadline_s: float | None,
-        event: Event | None = None,
+        event: DeviceEvent | None = None,
     ) -> None:
         super().__init__(ground, batch, entries, deadline_s, event)
         self._frames: list[Frame] = []

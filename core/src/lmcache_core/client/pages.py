@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from lmcache_core.client import pages_plain
-from lmcache_core.client.devices import Event
+from lmcache_core.client.devices import DeviceEvent
 from lmcache_core.client.hits import Hits, verify_level
 from lmcache_core.client.links import Links
 from lmcache_core.client.page_jobs import Ground, GroupKeys, PagesResult, RetrieveJob, StoreJob
@@ -154,7 +154,7 @@ class Pages:
         event = self._event(stream)
         return RetrieveJob(self._ground, batch, given, held, order == "region", deadline_s, level, waits, event)
 
-    def _event(self, stream: int | None) -> Event | None:
+    def _event(self, stream: int | None) -> DeviceEvent | None:
         """Behind which pages on a GPU are read and written."""
         device = self._ground.tables.device
         return None if device is None else device.record(stream)
