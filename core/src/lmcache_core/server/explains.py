@@ -31,7 +31,7 @@ _NAME_CHARS_MAX = 64
 
 
 @dataclass(eq=False)
-class _Asked:
+class _ExplanationWait:
     """An explanation that waits for the tiers."""
 
     session: Session
@@ -51,7 +51,7 @@ class Explains:
         self._policy_name = policy_name
         self._session_name = session_name
         self._share = share
-        self._open: dict[_Asked, None] = {}
+        self._open: dict[_ExplanationWait, None] = {}
         self._by_session: Counter[int] = Counter()  # of those
 
     def explain(self, session: Session, request: m.Explain) -> m.Message | None:
@@ -68,7 +68,7 @@ class Explains:
                 f"{self._share.of(session.origin)} of {session.origin} and {self._share.taken} of all: wait for one of "
                 "them"
             )
-        asked = _Asked(session, request.rid, told)
+        asked = _ExplanationWait(session, request.rid, told)
         whereabouts = asked.whereabouts = tiering.whereabouts(request.namespace, keys, lambda _: self._answer(asked))
         if not whereabouts.pending:
             return self.reply(request.rid, told, whereabouts.answers)
@@ -90,12 +90,12 @@ class Explains:
         for asked in [asked for asked in self._open if asked.session is session]:
             self._leave(asked)
 
-    def _leave(self, asked: _Asked) -> None:
+    def _leave(self, asked: _ExplanationWait) -> None:
         del self._open[asked]
         self._by_session -= Counter([asked.session.id])
         self._share.free(asked.session.origin)
 
-    def _answer(self, asked: _Asked) -> None:
+    def _answer(self, asked: _ExplanationWait) -> None:
         """Nothing where nobody waits for it any more: the tiers answer all the same."""
         if asked in self._open and asked.whereabouts is not None:
             self._leave(asked)
