@@ -529,22 +529,22 @@ def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_beg
     adapter = Mute()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
     adapter.hang("exists")
-    loop.store(doubles.contents(1))  # one: two might come in two calls
-    loop.until(lambda: adapter.calls["exists"])  # it is being asked whether it is there
+    loop.store(doubles.contents(2))
+    loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
     (tier,) = loop.tiering._tiers.values()
     adapter.hang("store")
     for first in (2, 3):  # both threads of the lane
         loop.store(doubles.contents(1, first))
         adapter.entered.acquire(timeout=60)
         loop.until(lambda so_many=first: adapter.calls["store"] == so_many)
-    loop.store(doubles.contents(1))  # once more, behind those
+    loop.store(doubles.contents(2))  # once more, behind those
     loop.until(lambda: tier.order.busy(next(iter(adapter.objects))))
     loop.jump(tier.config.deadline_s + 1)
     loop.until(lambda: not tier.order.busy(next(iter(adapter.objects))))
     adapter.release("exists")
     loop.until(lambda: not tier.doubts._asked)
     adapter.release("store")
-    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 3)
+    loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
 
 
 def test_what_a_scan_lists_while_it_cannot_be_set_aside_is_accounted_in_the_end(doubles: Any, stocked: Any) -> None:
