@@ -528,6 +528,7 @@ def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_beg
 
     adapter = Mute()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
+    loop.idle()  # the scan has ended: it would find, and account, what is to be in doubt
     adapter.hang("exists")
     loop.store(doubles.contents(2))
     loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
