@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from vllm_engines import Engine, Server, is_written, prompt, until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed here"),
     pytest.mark.skipif(find_spec("lmcache_redis") is None, reason="lmcache-redis is not installed here"),
 ]
 BLOCK = 128
@@ -22,10 +22,19 @@ BLOCK = 128
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
+    with redis_server(tmp_path) as number:
+        yield number
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[int]:
+    """The port of one that is gone at the end."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed here")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         number = int(free.getsockname()[1])
-    command = ["redis-server", "--port", str(number), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
+    command = ["redis-server", "--port", str(number), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
     popen = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         until(lambda: listens(number))
