@@ -6,6 +6,7 @@ No container engine is needed: `unshare` makes what one would make. Root is, so 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+
+import lmcache_core
 
 UID = 2000
 NAME = "default"
@@ -39,6 +42,33 @@ cd "$OWN"
 exec setpriv --reuid {uid} --regid {uid} --clear-groups --no-new-privs --bounding-set -all --inh-caps=-all "$@"
 """
 
+# In a user namespace where the node's root is nobody, `/` is nobody's, too, and is not to be trusted: so a root of its
+# own, as an image is, made by the node's root, with the shared folder at /sockets.
+IMAGE = """
+set -e
+mount --make-rprivate /
+mount -t tmpfs -o mode=755 tmpfs "$OWN"
+mkdir "$OWN/sockets" "$OWN/tmp"
+for each in $FOLDERS; do
+    mkdir -p "$OWN$each"
+    chmod 755 "$OWN$each"
+done
+chown -R {first}:{first} "$OWN"
+for each in $FOLDERS; do mount --rbind "$each" "$OWN$each"; done
+for each in /*; do [ ! -L "$each" ] || cp -P "$each" "$OWN/"; done
+mount --bind "$SHARED" "$OWN/sockets"
+"""
+USER_INSIDE = """
+set -e
+mount -t proc proc "$OWN/proc"
+mount -t tmpfs -o size=64m,mode=1777 tmpfs "$OWN/dev/shm"
+cd "$OWN"
+exec chroot "$OWN" \\
+    setpriv --reuid {uid} --regid {uid} --clear-groups --no-new-privs --bounding-set -all --inh-caps=-all "$@"
+"""
+FIRST_UID = 200_000  # of the node: 0 in such a namespace
+CLONE_NEWUSER, CLONE_NEWNS = 0x10000000, 0x20000
+
 ENGINE = """
 import sys, time
 from lmcache_core import Client, Layout, Namespace
@@ -56,12 +86,27 @@ until(lambda: (found := client.status())["pool"]["populated_bytes"] >= found["l1
 class Container:
     """A process in namespaces of its own: mounts, processes, IPC and network."""
 
-    def __init__(self, shared: Path, own: Path, argv: list[str], uid: int = UID, group: Path | None = None) -> None:
+    def __init__(
+        self,
+        shared: Path,
+        own: Path,
+        argv: list[str],
+        uid: int = UID,
+        group: Path | None = None,
+        *,
+        maps_users: bool = False,
+    ) -> None:
+        """`maps_users`: in a user namespace of its own, too, where `FIRST_UID` and on have names, and root has none."""
         self._group = group
+        self._maps_users = maps_users
+        inside = USER_INSIDE if maps_users else INSIDE
         environment = {"PATH": os.environ["PATH"], "SHARED": str(shared), "OWN": str(own), "HOME": str(own)}
+        if maps_users:
+            environment |= {"HOME": "/tmp", "FOLDERS": " ".join(_image_folders())}
+        self._environment = environment
         self.popen = subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--mount-proc",
-             "sh", "-c", INSIDE.format(uid=uid), "sh", *argv],
+            ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", *([] if maps_users else ["--mount-proc"]),
+             "sh", "-c", inside.format(uid=uid), "sh", *argv],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             preexec_fn=self._join,
         )  # fmt: skip
@@ -69,6 +114,10 @@ class Container:
     def _join(self) -> None:
         if self._group is not None:
             (self._group / "cgroup.procs").write_text(str(os.getpid()))
+        if self._maps_users:
+            _unshare(CLONE_NEWNS)
+            subprocess.run(["sh", "-c", IMAGE.format(first=FIRST_UID)], env=self._environment, check=True)
+            _enter_user_namespace()
 
     def line(self) -> str:
         assert self.popen.stdout is not None
@@ -93,6 +142,39 @@ class Container:
         """Wait for it. Its status, and what it said on standard error."""
         _, said = self.popen.communicate(timeout=WAIT_S)
         return self.popen.returncode, said
+
+
+def _image_folders() -> list[str]:
+    """What Python and our packages are in, and the system's own folders; none within another."""
+    ours = {sys.prefix, sys.base_prefix, str(Path(lmcache_core.__file__).parent)}
+    ours |= {str(Path(each).resolve()) for each in sys.path if each and Path(each).is_dir()}
+    system = [each for each in ("/usr", "/etc", "/dev", "/proc", "/lib", "/lib64") if not Path(each).is_symlink()]
+    folders = sorted(each for each in {*system, *ours} if Path(each).is_dir() and each != "/")
+    return [each for each in folders if not any(each.startswith(f"{other}/") for other in folders)]
+
+
+def _unshare(flags: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).unshare(flags):
+        raise OSError(ctypes.get_errno(), "unshare")
+
+
+def _enter_user_namespace() -> None:
+    """Whoever writes the map has to stand outside."""
+    entered, entering = os.pipe()
+    inner = os.getpid()
+    outside = os.fork()
+    if outside == 0:
+        os.close(entering)
+        if os.read(entered, 1):
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{inner}/{name}").write_text(f"0 {FIRST_UID} 65536")
+        os._exit(0)
+    _unshare(CLONE_NEWUSER)
+    os.write(entering, b"!")
+    os.waitpid(outside, 0)
+    os.setgroups([])
+    os.setgid(0)
+    os.setuid(0)
 
 
 class Pods:
@@ -125,12 +207,43 @@ class Pods:
         return self.start(sys.executable, "-c", ENGINE + code, self.shared, uid=uid)
 
 
+class UserPods(Pods):
+    """The same in user namespaces."""
+
+    def _folder(self, parent: Path, name: str) -> Path:
+        folder = super()._folder(parent, name)
+        os.chown(folder, FIRST_UID + UID, FIRST_UID + UID)
+        return folder
+
+    def start(self, *argv: object, uid: int = UID, group: Path | None = None) -> Container:
+        own = self._folder(self._tmp_path, uuid4().hex)
+        told = ["/sockets" if each == self.shared else str(each) for each in argv]
+        self.running.append(Container(self.shared, own, told, uid, group, maps_users=True))
+        return self.running[-1]
+
+
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o111)  # on the way to what is theirs
     found = Pods(tmp_path)
+    yield found
+    for container in found.running:
+        container.kill()
+        container.popen.communicate(timeout=WAIT_S)
+
+
+@pytest.fixture
+def user_pods(tmp_path: Path, pods: Pods) -> Iterator[UserPods]:
+    (tmp_path / "users").mkdir()
+    found = UserPods(tmp_path / "users")
+    try:
+        status, said = found.start("true").end()
+    except (OSError, subprocess.SubprocessError) as error:  # what preexec_fn raised
+        status, said = 1, str(error)
+    if status:
+        pytest.skip(f"NOT CHECKED: no user namespace without root of the node can be had here: {said.strip()}")
     yield found
     for container in found.running:
         container.kill()
@@ -148,6 +261,19 @@ def test_pods_without_root_or_capabilities_share_a_pool_over_nothing_but_a_socke
         "print(hits, into == objects, flush=True)"
     )
     assert reader.line() == "8 True"
+
+
+def test_pods_whose_user_namespace_has_no_root_of_the_node_share_a_pool(user_pods: UserPods) -> None:
+    server = user_pods.serve("--l1.size_bytes", "128MiB", "--l1.backing", "memfd", "--state_dir", "/sockets/state")
+    assert "ready" in server.line()
+    writer = user_pods.engine("print(client.store(keys, objects, namespace=ns).stored, flush=True); client.close()")
+    assert writer.line() == "8"
+    reader = user_pods.engine(
+        "into = [bytearray(65536) for _ in keys]\n"
+        "hits = client.retrieve(keys, into, namespace=ns).hits\n"
+        "print(hits, into == objects, open('/proc/self/uid_map').read().split(), flush=True)"
+    )
+    assert reader.line() == f"8 True {['0', str(FIRST_UID), '65536']}"
 
 
 def test_a_killed_engine_in_another_pid_namespace_gives_its_slots_back(pods: Pods) -> None:
