@@ -402,6 +402,14 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def jax(session: nox.Session) -> None:
+    """Views of the L0 table in jax: by flag, as jax for the CPU takes two minutes to install and 600 MB."""
+    install(session, PACKAGES["lmcache-l0"], tools=(*TEST_TOOLS, "numpy>=1.26", "jax[cpu]>=0.5"), native="require")
+    tests = "contrib/lmcache-l0/tests/test_calls.py"
+    session.run("python", "-m", "pytest", "-q", "--timeout=300", "-k", "jax", tests, *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The benches named as arguments, or all of them, quickly."""
     install(session, *installable(), extras="[cli,torch]")

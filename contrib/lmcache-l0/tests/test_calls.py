@@ -147,7 +147,7 @@ for array in arrays:
 """
 
 
-@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed")
+@pytest.mark.skipif(find_spec("jax") is None, reason="jax is not installed: nox -s jax tests it")
 def test_jax_takes_a_view_as_a_copy_that_nobody_overwrites(make):
     """jax counts on it that arrays never change. Its device_put takes memory as it lies: give it a snapshot. (In a
     process of its own, for jax has threads, and other tests fork.)"""
