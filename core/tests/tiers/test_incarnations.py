@@ -75,7 +75,7 @@ def test_a_load_that_was_under_way_brings_nothing_back_of_what_was_dropped(doubl
     jobs = [loop.ask([key]), loop.ask([other])]
     loop.until(lambda: read.acquire(blocking=False))
     loop.until(lambda: read.acquire(blocking=False))
-    assert loop.tiering.forget(doubles.namespace, [key]) == [key]
+    assert loop.tiering.remove(doubles.namespace, [key]) == [key]
     go.set()
     loop.until(lambda: jobs[1] in loop.done and loop.l1.held == 0)
     loop.idle()

@@ -323,7 +323,7 @@ class L1:
         dropped = self.kernel.drop_incarnations(namespace, wanted, self.clock.now, reason)
         self.apply()
         if tiers and self.tiering is not None:
-            had = self.tiering.forget(namespace, [key for key, _ in wanted])
+            had = self.tiering.remove(namespace, [key for key, _ in wanted])
             self._to_tiers(self.tiering, self.kernel.kept(namespace, had), reused=False)
         return dropped
 

@@ -31,6 +31,7 @@ from lmcache_core.tiers.flow.jobs import Job, TierLookup, Wanted, wanted_by, win
 
 if TYPE_CHECKING:
     from lmcache_core.server.tracing import Span
+    from lmcache_core.tiers.tiering import Tiering
 
 _ABSENT = (Grant.MISS, Grant.LOADING)
 
@@ -98,7 +99,6 @@ class Lookups:
             self._pin(session, request.namespace, options, keys, found.statuses)
             self._count(request.namespace, found, len(missing), span)
             return self._found(options, request.rid, found)
-        allowed_s = options.deadline_s or (options.wait_s if options.wait_s > 0 else TIER_DEADLINE_S)
         wait = Wait(
             session,
             request.rid,
@@ -111,23 +111,31 @@ class Lookups:
             first=found,
             span=span,
         )
+        return self._ask_tiers(tiering, wait, missing, policy)
+
+    def _ask_tiers(
+        self, tiering: Tiering, wait: Wait, missing: Sequence[int], policy: PrefetchPolicy | None
+    ) -> LookupReply | None:
+        """Have them load what is missing. The answer, or None where it is held back."""
+        session, request, options = wait.session, wait.request, wait.request.options
+        allowed_s = options.deadline_s or (options.wait_s if options.wait_s > 0 else TIER_DEADLINE_S)
         try:
             wait.job = job = tiering.lookup(
                 TierLookup(
                     request.namespace,
                     session.namespaces[request.namespace],
-                    keys,
+                    wait.keys,
                     missing,
-                    now + allowed_s,
+                    wait.asked_at_s + allowed_s,
                     options,
-                    span,
+                    wait.span,
                 ),
                 partial(self._ended, wait),
                 policy,
             )
         except BaseException:  # a tier that is not there, a policy that fails: the caller hears of no promise
             if wait.promise:
-                self._kernel.free_lookup_locks(session.id, [wait.promise], now)
+                self._kernel.free_lookup_locks(session.id, [wait.promise], wait.asked_at_s)
             raise
         self._open[wait] = None
         self._by_session[session.id] += 1
@@ -137,7 +145,7 @@ class Lookups:
             if options.wait_s < allowed_s:
                 self._timed[wait] = None
             return None
-        return self._found(options, request.rid, found, job=job, done=False)
+        return self._found(options, request.rid, wait.first, job=job, done=False)
 
     def status_of(self, session: Session, rid: int, job_id: int) -> LookupReply:
         """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its

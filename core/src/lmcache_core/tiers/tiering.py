@@ -210,7 +210,7 @@ class Tiering:
         at = self._stores.next_at(self._clock.now)
         return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
 
-    def forget(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
+    def remove(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
         """Delete what the tiers have under these keys, in the background, behind what is stored there now and before
         what is stored from now on; loads of it that are under way bring nothing. Which of the keys some tier was
         thought to have."""
@@ -218,8 +218,8 @@ class Tiering:
         names = tier_keys(keys, namespace, self._epochs.of(namespace))
         had: set[bytes] = set()
         for tier in self._tiers.values():
-            had |= tier.forget(names)
-        self._lookups.loads.forget(namespace, keys)
+            had |= tier.remove(names)
+        self._lookups.loads.remove(namespace, keys)
         return [key for key, name in zip(keys, names, strict=True) if name in had]
 
     def clear(self, namespace: int | None, *, tiers: bool = False) -> None:

@@ -161,7 +161,7 @@ class Arrivals:
             else:
                 self._queue.rotate(-1)
 
-    def let_go(self, arrival: Arrival) -> None:
+    def unshield(self, arrival: Arrival) -> None:
         """Shield nothing of one that was taken."""
         if arrival.shielded:
             self._shields.give_back(arrival.namespace, arrival.names)

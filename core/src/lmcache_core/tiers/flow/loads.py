@@ -157,7 +157,7 @@ class LoadTable:
         """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first; `retained`:
         positions that stay in the L1 after their reader.
 
-        What the L1 refuses is settled before anything is started: the job may `detach` positions that are not worth
+        What the L1 refuses is settled before anything is started: the job may `cancel` positions that are not worth
         loading any more.
         """
         request = job.request
@@ -364,7 +364,7 @@ class LoadTable:
             self._settle(job, position, reason, own, source)
 
     # --- giving up ----------------------------------------------------------------------------------------
-    def detach(self, job: Job, positions: Sequence[int]) -> None:
+    def cancel(self, job: Job, positions: Sequence[int]) -> None:
         """The job does not wait for these any more. What nobody waits for is taken back, if it has not begun."""
         batches: dict[LoadBatch, None] = {}
         pages: dict[_Page, None] = {}
@@ -403,13 +403,13 @@ class LoadTable:
 
     def clear(self, namespace: int | None) -> None:
         """Loads of this scope are over for everyone; what a lane still writes is freed when it returns."""
-        self._doom([name for name in self._table if namespace in (None, name[0])])
+        self._remove([name for name in self._table if namespace in (None, name[0])])
 
-    def forget(self, namespace: int, keys: Sequence[bytes]) -> None:
+    def remove(self, namespace: int, keys: Sequence[bytes]) -> None:
         """As `clear`, for these keys: what tiers have there is not wanted any more."""
-        self._doom([(namespace, key) for key in keys])
+        self._remove([(namespace, key) for key in keys])
 
-    def _doom(self, names: Sequence[tuple[int, bytes]]) -> None:
+    def _remove(self, names: Sequence[tuple[int, bytes]]) -> None:
         for name in names:
             load = self._table.pop(name, None)
             if load is None:

@@ -80,7 +80,7 @@ class LookupController:
         self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
         self._soonest = min(self._soonest, request.deadline)
         if len(self._waiting) + len(self._warm_ups) >= LOOKUPS_WAITING_MAX:
-            self._give_up(job, TierReason.THROTTLED)
+            self._end(job, TierReason.THROTTLED)
             return job
         (self._warm_ups if request.options.warm_up else self._waiting).append(job)
         self._start_waiting()
@@ -91,7 +91,7 @@ class LookupController:
         now = self._clock.now
         if now >= self._soonest:
             for job in [job for job in self._work if job.request.deadline <= now]:
-                self._give_up(job, TierReason.LATE)
+                self._end(job, TierReason.LATE)
             self._soonest = min((job.request.deadline for job in self._work), default=float("inf"))
         self._start_waiting()
         self.notify()
@@ -121,18 +121,18 @@ class LookupController:
 
     def cancel(self, job: Job) -> None:
         if not job.ended:
-            self._give_up(job, TierReason.CANCELLED, JobEvent.CANCEL)
+            self._end(job, TierReason.CANCELLED, JobEvent.CANCEL)
             self.notify()
 
     def clear(self, namespace: int | None) -> None:
         for job in list(self._work):
             if namespace is None or job.request.namespace == namespace:
-                self._give_up(job, TierReason.CLEARED)
+                self._end(job, TierReason.CLEARED)
         self.loads.clear(namespace)
 
     def cancel_all(self) -> None:
         for job in list(self._work):
-            self._give_up(job, TierReason.CANCELLED, JobEvent.CANCEL)
+            self._end(job, TierReason.CANCELLED, JobEvent.CANCEL)
         self.notify()
 
     def status(self) -> dict[str, Any]:
@@ -279,10 +279,10 @@ class LookupController:
         work.pending.difference_update(useless)
         for other in useless:
             job.reasons.setdefault(other, TierReason.CUT)
-        self.loads.detach(job, useless)
+        self.loads.cancel(job, useless)
 
     # --- ends ---------------------------------------------------------------------------------------------
-    def _give_up(self, job: Job, reason: TierReason, end: JobEvent = JobEvent.END) -> None:
+    def _end(self, job: Job, reason: TierReason, end: JobEvent = JobEvent.END) -> None:
         """End a job now, whatever it waits for."""
         work = self._work.get(job)
         if work is None:
@@ -302,7 +302,7 @@ class LookupController:
         if end is JobEvent.CANCEL or reason is TierReason.CLEARED:
             work.cut = 0  # nobody will read any of it
         self._finish(job, end)
-        self.loads.detach(job, pending)
+        self.loads.cancel(job, pending)
 
     def _finish(self, job: Job, end: JobEvent) -> None:
         work = self._work.pop(job)

@@ -30,7 +30,7 @@ from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_LET_GO_AT_ONCE = 256
+_UNSHIELD_AT_ONCE = 256
 _FORGET_AT_ONCE = 16
 
 
@@ -64,7 +64,7 @@ class StoreController:
         self._in_flight: dict[str, int] = {}  # batches a tier
         self._in_flight_bytes = 0
         self._blocked: set[str] = set()  # tiers that wait for something that a completion will end
-        self._lets_go = False  # there may be more that is to be shielded no longer
+        self._unshields = False  # there may be more that is to be shielded no longer
         self._unstored_objects = self._unstored_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
@@ -88,8 +88,8 @@ class StoreController:
     def plan_some(self) -> bool:
         """Plan one batch of what has arrived. False: there is none, or no tier takes more."""
         # A tier that does not answer may be gone for long, and the L1 must not fill up with what waits for it.
-        self._lets_go = not self._all_answer and self._l1.unshield_some(_LET_GO_AT_ONCE) > 0
-        if self._lets_go:
+        self._unshields = not self._all_answer and self._l1.unshield_some(_UNSHIELD_AT_ONCE) > 0
+        if self._unshields:
             return True
         if not self._arrived:
             return False
@@ -123,7 +123,7 @@ class StoreController:
         """Whether there is something to do now, without a completion before it."""
         plans = bool(self._arrived) and self._plans
         return (
-            self._lets_go or plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
+            self._unshields or plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
         )
 
     def next_at(self, now: float) -> float | None:
@@ -177,7 +177,7 @@ class StoreController:
             return namespace is not None and committed.namespace != namespace
 
         for arrival in self._arrived.take_all(namespace):
-            self._arrived.let_go(arrival)
+            self._arrived.unshield(arrival)
         for name, queue in self._queues.items():
             gone = [dirty for dirty in queue if not stays(dirty.object)]
             if gone:
@@ -198,7 +198,7 @@ class StoreController:
     def close(self) -> None:
         """Give up what waits."""
         for arrival in self._arrived.take_all(None):
-            self._arrived.let_go(arrival)
+            self._arrived.unshield(arrival)
         for name in list(self._queues):
             self.tier_removed(name)
 
@@ -238,7 +238,7 @@ class StoreController:
     def _lose_unplanned(self, arrival: Arrival, reason: TierReason) -> None:
         """No tier gets these. They count for each: nobody knows what the policy would have made of them."""
         self.moves += 1
-        self._arrived.let_go(arrival)
+        self._arrived.unshield(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
         if any(not tier.draining for tier in self._tiers.values()):
             self._reached_none(arrival.objects)

@@ -332,7 +332,7 @@ class Tier:
         hold(sum(reserved), 0 if self.chain.is_identity else sum(reserved))
         return None
 
-    def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+    def remove(self, keys: Sequence[bytes]) -> set[bytes]:
         """Delete tier keys, and take them for not there from now on: those of which it was not so."""
         had = self.accounting.known(keys)
         self.accounting.damaged(keys)
