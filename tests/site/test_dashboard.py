@@ -225,7 +225,7 @@ def test_without_a_token_nothing_is_shown_and_with_one_that_reads_nothing_is_cha
     assert served.name not in page.content()
     sign_in(page, READ)
     expect(page.locator("#server-name")).to_have_text(served.name)
-    expect(page.locator("#may-not")).to_have_text("this token may only read")
+    expect(page.locator("#may-not")).to_have_text("this token allows only reading")
     expect(page.locator("#forms")).to_be_hidden()
     expect(page.get_by_role("button", name="Drain")).to_be_hidden()
     page.get_by_role("button", name="that may change").click()

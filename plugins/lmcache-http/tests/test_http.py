@@ -603,7 +603,7 @@ def told(populated: int = 10, draining: bool = False, **breakers: str) -> dict[s
 def test_ready_is_populated_not_draining_and_with_the_tiers_that_are_asked_for() -> None:
     assert why_not_ready(told(), "all") == []
     assert why_not_ready(told(populated=9), "none") == ["9 of 10 bytes of the pool are populated"]
-    assert why_not_ready(told(draining=True), "none") == ["the server drains"]
+    assert why_not_ready(told(draining=True), "none") == ["the server is draining"]
     mixed, away = told(a="open", b="closed"), told(a="open", b="open")
     assert [bool(why_not_ready(mixed, which)) for which in ("none", "any", "all")] == [False, False, True]
     assert [bool(why_not_ready(away, which)) for which in ("none", "any", "all")] == [False, True, True]

@@ -1,6 +1,7 @@
 """vLLM on lmcache-core: `kv_connector="LMCacheCoreConnector"`, `kv_connector_module_path="lmcache_core_vllm"`.
 
-Importing this module imports neither vLLM nor torch. The class needs both, and says so where they are missing.
+Importing this module imports neither vLLM nor torch. The class needs both, and raises a clear error if they are
+missing.
 """
 
 from __future__ import annotations

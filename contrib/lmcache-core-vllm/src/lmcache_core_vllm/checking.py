@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 IMPORT_S = 40.0  # vLLM takes 5 to 20 s
 NAMESPACES_SHOWN = 8
 _IMPORT = "import lmcache_core_vllm; lmcache_core_vllm.LMCacheCoreConnector"
-# Of misses, by the server's word for the reason: what that means for an engine, and what to do.
+# For each of the server's reasons for misses: what it means for an engine, and what to do.
 REASONS = {
     "never_stored": ("no engine of the same namespace has computed them", ""),
     "behind_a_miss": ("they follow a block that is not there", ""),
@@ -29,7 +29,7 @@ REASONS = {
     "tier_error": ("a tier failed", "look at the tiers in `lmcache-core status`"),
     "late": ("a tier did not answer in time", "raise lookup_timeout_s in kv_connector_extra_config"),
     "loading": ("tiers were still loading them", "raise lookup_timeout_s in kv_connector_extra_config"),
-    "damaged": ("they were damaged, and have been dropped", "look for failing memory or disks"),
+    "damaged": ("they were damaged, and have been dropped", "check for failing memory or disks"),
     "writer_died": ("an engine ended while it stored them", ""),
     "being_written": ("an engine is storing them", ""),
     "other_layout": (
@@ -49,7 +49,7 @@ def findings(settings: Settings) -> list[Finding]:
         ) as client:
             status = client.status()
     except CacheError as error:
-        cure = "start it: lmcache-core serve. Engines start without it, and find it once it is there"
+        cure = "start it: lmcache-core serve. Engines start without it, and find it once it runs"
         return [*found, Finding.of_error("server", error, cure)]
     return [*found, *server_findings(status)]
 
@@ -78,7 +78,7 @@ def connector_finding() -> Finding:
 
 
 def server_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a running server says of itself, as far as it concerns an engine."""
+    """The parts of a server's status that matter to an engine."""
     server, l1 = status["server"], status["l1"]
     if server["version"] == __version__:
         yield Finding(True, "server", f"{server['name']!r} runs, version {__version__}, pid {server['pid']}")
@@ -98,12 +98,12 @@ def _engines(status: Mapping[str, Any]) -> Finding:
     names = sorted(name for name in connected if name.startswith("vllm-"))
     if names:
         return Finding(True, "engines", f"connected: {', '.join(names)}")
-    cure = "look for `everything is computed until a server is there` in the engine's log: it says why"
+    cure = "look for `no server yet, so everything is computed` in the engine's log: it says why"
     return Finding(True, "engines", "none is connected to this server", cure)
 
 
 def _namespaces(rows: Mapping[str, Mapping[str, int]]) -> Iterator[Finding]:
-    """Of each that was asked for: whether what engines look up is what engines have stored."""
+    """For each namespace: whether engines look up what engines have stored."""
     asked = {name: row for name, row in rows.items() if row["lookup_keys"]}
     compare = "engines that share have this number in their logs: `KV group … is namespace …`; see docs/engines/vllm.md"
     for name, row in list(asked.items())[:NAMESPACES_SHOWN]:

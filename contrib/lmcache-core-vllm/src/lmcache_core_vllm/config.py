@@ -1,4 +1,4 @@
-"""What `kv_connector_extra_config` may say."""
+"""The settings in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class ConnectorConfig:
     """Settings of one engine, with their defaults.
 
     `server`, `runtime_dir`, `address`: which server, as `Client.connect` takes them. `model`, `weights_version`: names
-    of the model and of the state of its weights, where the engine's own (its path or repository, and its revision) do
-    not tell them apart, or differ between machines that are to share. `salt`: a secret; engines with another share
+    of the model and of the state of its weights. Needed if the engine's own (its path or repository, and its revision)
+    do not distinguish them, or differ between machines that should share. `salt`: a secret; engines with another share
     nothing.
 
     `load`: "async" (between steps) or "sync" (within the step that needs it). `load_timeout_s`: how long one load may
-    take; what is not there by then is computed. `lookup_timeout_s`: how long a request waits for the server to say
-    what its tiers have, and to load it. `step_wait_s`: how long one step of the engine waits for the server at most,
-    beside synchronous loads. `retry_s`: after a call that the server did not answer in time it is left alone, for 50 ms
-    at first, and for so long at most.
+    take; blocks that are not there by then are computed. `lookup_timeout_s`: how long a request waits for the server to
+    say what its tiers have, and to load it. `step_wait_s`: how long one step of the engine waits for the server at
+    most, beside synchronous loads. `retry_s`: the longest pause after a call that the server did not answer in time; 50
+    ms at first.
 
     `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
     owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep

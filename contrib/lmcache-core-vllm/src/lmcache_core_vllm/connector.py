@@ -40,14 +40,14 @@ log = logging.getLogger("vllm.lmcache_core")
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there where types are checked
-    """A step, as vLLM carries it from the scheduler to the workers."""
+    """A step, as vLLM sends it from the scheduler to the workers."""
 
     step: Step
 
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as above
-    """What a worker says of itself, as vLLM carries it to the scheduler."""
+    """A worker's facts, as vLLM sends them to the scheduler."""
 
     rank: RankFacts
 
@@ -55,7 +55,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as a
 class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """KV of prompt prefixes, shared by all engines of the node through an lmcache-core server.
 
-    A server that is not there, hangs or ends costs hits, never an answer: the engine computes then.
+    A server that is missing, hangs or exits costs hits, never an answer: the engine then computes.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -67,7 +67,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | None = None
         self._rank: RankFacts | None = None
         self._invalid: set[int] = set()
-        self._handled: BaseException | None = None  # by whoever runs the engine, when a step begins
+        self._handled: BaseException | None = None  # called by the engine when a step begins
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._settings,
@@ -80,7 +80,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             )
 
     def _connect(self, part: str) -> Client:
-        """A client; returns at once, whether or not a server is there. No call of it may hold a step for long."""
+        """A client; returns at once, with or without a server. None of its calls may block a step for long."""
         settings = self._settings
         return Client.connect(
             settings.server,
@@ -95,7 +95,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss later, and no more."""
+        """A dropped save is only a miss later."""
         return False
 
     # --- the scheduler's side -----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """From the pool, or from its tiers: those count as disks, whatever their medium is."""
+        """From the pool, or from its tiers: tiers count as disks, whatever their medium."""
         assert self._scheduler is not None
         from_tiers = self._scheduler.from_tiers(request, num_external_tokens)
         counts = {CacheHitSource.HOST: num_external_tokens - from_tiers, CacheHitSource.DISK: from_tiers}
@@ -128,7 +128,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return StepMetadata(self._scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What became of loads."""
+        """The results of loads."""
         assert self._scheduler is not None
         self._scheduler.heard(
             connector_output.finished_recving or (),
@@ -137,19 +137,19 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks can go at once: what is saved of them has been read already."""
+        """Its blocks can be freed at once: saves have already read them."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, of models with several KV groups."""
+        """The same, for models with several KV groups."""
         assert self._scheduler is not None
         self._scheduler.finished(request)
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Forget this engine's namespaces, on the tiers too, as for new weights. False: no server has done it."""
+        """Clear this engine's namespaces, on the tiers too, as for new weights. False: no server has done it."""
         assert self._scheduler is not None
         return self._scheduler.clear()
 
@@ -181,7 +181,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker = WorkerSide(self._settings, client, self._rank, memory, ranks=ranks)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
-        """What the scheduler's side needs to know of this worker."""
+        """What the scheduler's side needs to know about this worker."""
         return None if self._rank is None else RankHandshake(self._rank)
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
@@ -193,7 +193,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @property
     def _step_fails(self) -> bool:
-        """Whether an exception ends the step: vLLM comes to its end then, too, with blocks that were not computed."""
+        """Whether an exception ends the step: vLLM still finishes such a step, with blocks that were not computed."""
         return sys.exception() is not self._handled
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.start_loads(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Until a layer is there that this step needs."""
+        """Wait until a layer that this step needs is loaded."""
         if self._worker is not None:
             self._worker.wait_layer(layer_name)
 
@@ -215,8 +215,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._worker.end_step(self._get_connector_metadata().step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads between steps that have ended, each told of once, and those of them that failed. Of a step that fails
-        nobody hears anything, so it tells nothing."""
+        """Loads between steps that have ended, each reported once, and those of them that failed. vLLM discards the
+        report of a step that fails, so nothing is reported then."""
         if self._worker is None or self._step_fails:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._get_connector_metadata().step.idle
@@ -228,7 +228,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that hold no KV, of the loads that `get_transfer_results` has just told of, and of this step's."""
+        """Blocks without valid KV: of the loads that `get_transfer_results` has just reported, and of this step's."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
@@ -242,7 +242,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Figures that have travelled to the front end."""
+        """Figures as the front end received them."""
         return ConnectorStats(data or {})
 
     @classmethod
@@ -268,6 +268,6 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 
 def loads_wait(settings: ConnectorConfig, groups: list[Group], ranks: int) -> bool:
-    """Whether loads are synchronous. Of several groups vLLM cannot take a failure back within a step; and of several
-    ranks, those that loaded well would store what they computed from another's failure."""
+    """Whether loads are synchronous. With several groups vLLM cannot recover from a failure within a step; with several
+    ranks, those that loaded well would store what they computed from another rank's failure."""
     return settings.load == "sync" and len(groups) == 1 and ranks == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Name and meaning of each figure: they are what vLLM's log, its Prometheus page and our guide show.
+# Name and meaning of each figure, as in vLLM's log, its Prometheus page and our guide.
 FIGURES = {
     "lookup_requests": "Requests that were looked up",
     "lookup_hit_tokens": "Tokens that lookups found beyond what the engine had",

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of groups and ranks, and whatever the bytes of a block depend on."""
+"""What vLLM's configuration says about groups and ranks, and everything that the bytes of a block depend on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Group]:
-    """The engine's KV groups. Raises `SettingsError` for kinds of which not every prefix can be served again."""
+    """The engine's KV groups. Raises `SettingsError` for kinds that cannot serve every prefix again."""
     given = kv_cache_config.kv_cache_groups
     if tuple(kv_cache_config.prefix_cacheable_group_ids) != tuple(range(len(given))):
         raise SettingsError("some KV groups of this model cannot be cached by prefix: use it without this connector")
@@ -55,7 +55,7 @@ def _window(specs: Iterable[Any]) -> int:
 
 
 def check_supported(vllm_config: VllmConfig) -> None:
-    """Raises `SettingsError` for what would be wrong, or would end the engine later."""
+    """Raises `SettingsError` for settings that would give wrong results, or crash the engine later."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_load_failure_policy != "recompute":
         raise SettingsError(
@@ -75,13 +75,13 @@ def check_supported(vllm_config: VllmConfig) -> None:
 
 
 def hashing_of(vllm_config: VllmConfig) -> Hashing:
-    """How block hashes are made, once vLLM has chosen its seed: in the process of the scheduler, at the first
+    """How vLLM makes block hashes. Call it after vLLM has chosen its seed: in the scheduler's process, at the first
     request."""
     return Hashing(vllm_config.cache_config.prefix_caching_hash_algo, get_none_hash_seed())
 
 
 def model_name(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
-    """The model as the operator means it."""
+    """The operator's name of the model."""
     return config.model or str(vllm_config.model_config.model)
 
 
@@ -91,7 +91,7 @@ def weights_version(vllm_config: VllmConfig, config: ConnectorConfig) -> str:
 
 
 def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, str]:
-    """What the KV of all layers depends on, beside the names of the model and of its weights."""
+    """What the KV of all layers depends on, in addition to the names of the model and its weights."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return {
         "vllm": vllm.__version__,
@@ -114,7 +114,7 @@ def _stretches(hf_config: Any) -> bool:
 
 
 def group_facts(vllm_config: VllmConfig, group: Any, layers: Sequence[str]) -> dict[str, str]:
-    """What the blocks of one group are made of, and by which backends."""
+    """What the blocks of one group contain, and which backends write them."""
     modules = vllm_config.compilation_config.static_forward_context
     specs = sorted({repr(spec) for spec in iter_layer_specs(group.kv_cache_spec)})
     return {

@@ -1,4 +1,4 @@
-"""KV groups of a model, as vLLM has them: which blocks of each a request needs to go on from a boundary."""
+"""KV groups of a model, as in vLLM: which blocks of each a request needs to continue from a boundary."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a layer needs of the tokens before the next one."""
+    """Which earlier tokens a layer needs for the next one."""
 
-    FULL = "full"  # all of them; multi-head latent attention, too
+    FULL = "full"  # all of them; also multi-head latent attention
     WINDOW = "window"  # the last ones
     STATE = "state"  # one state, as it was after the last one
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share a block table. Block `i` is of the tokens from `i * block_tokens` on, or the state after them.
+    """Layers that share a block table. Block `i` holds the tokens from `i * block_tokens` on, or the state after them.
 
     `hashes_per_block`: vLLM hashes tokens in blocks of the groups' greatest common divisor.
     """
@@ -48,7 +48,7 @@ class Group:
         return [bytes(hashes[step * (block + 1) - 1]) for block in range(first, end)]
 
     def hashed_blocks(self, hashes: Sequence[bytes]) -> int:
-        """How many blocks have a hash by now."""
+        """How many blocks already have a hash."""
         return len(hashes) // self.hashes_per_block
 
 
@@ -58,10 +58,9 @@ def boundary_step(groups: Sequence[Group]) -> int:
 
 
 def longest_boundary(groups: Sequence[Group], there: Sequence[Sequence[bool]], start: int, limit: int) -> int:
-    """The last boundary, in tokens, up to `limit` that every group can go on from; `start` if there is none.
-
-    `there`: for each group, whether each block from that at `start` on can be had. What comes before `start` is in the
-    engine already.
+    """The last boundary up to `limit`, in tokens, from which every group can continue; `start` if there is none.
+    `there`: for each group, whether each block from `start` on is available. The engine already has everything before
+    `start`.
     """
     step = boundary_step(groups)
     for group, had in zip(groups, there, strict=True):
@@ -77,7 +76,7 @@ def longest_boundary(groups: Sequence[Group], there: Sequence[Sequence[bool]], s
 
 
 def _gaps(had: Sequence[bool]) -> list[int]:
-    """How many of the first so many blocks are missing."""
+    """How many of the first N blocks are missing."""
     gaps = [0]
     for each in had:
         gaps.append(gaps[-1] + (not each))

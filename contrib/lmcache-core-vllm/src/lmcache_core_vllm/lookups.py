@@ -1,4 +1,5 @@
-"""What the cache has of a request: at once by the index, and by the server without making a step of the engine wait."""
+"""What the cache has for a request: at once from the index, and from the server without blocking a step of the
+engine."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ _THERE = (Status.GRANTED, Status.HIT)
 
 class Found(NamedTuple):
     """The cache has a request's blocks from `start` tokens on up to `boundary`. `tokens`: the request's, when it was
-    looked up. `reachable`: a server was there to be asked. `promises`: where it was asked, what it keeps of each group
-    for each rank, key by key from `start` on, whether or not that is to be loaded. `from_tiers`: how many of the last
-    tokens in front of the boundary the pool did not have when they were looked up."""
+    looked up. `reachable`: a server could be asked. `promises`: if it was asked, what it holds of each group for each
+    rank, key by key from `start` on, whether or not that will be loaded. `from_tiers`: how many of the last tokens
+    before the boundary the pool did not have when they were looked up."""
 
     start: int
     boundary: int
@@ -35,7 +36,7 @@ class Found(NamedTuple):
     from_tiers: int = 0
 
     def promises_of(self, group: Group, first: int, end: int) -> list[Promise]:
-        """Of a group's blocks `first` to `end`, by rank; empty where nobody keeps them."""
+        """The promises for a group's blocks `first` to `end`, by rank; empty if none holds them."""
         if not self.promises:
             return []
         asked_from = self.start // group.block_tokens
@@ -43,12 +44,12 @@ class Found(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The server's, of all its promises."""
+        """The server's ids of all its promises."""
         return [number for ranks in self.promises for promise in ranks for number in promise.numbers]
 
     @property
     def expires_at(self) -> float:
-        """When the first of its promises ends, by the machine's monotonic clock."""
+        """When the first of its promises expires, by the machine's monotonic clock."""
         return min((promise.expires_at for ranks in self.promises for promise in ranks), default=math.inf)
 
 
@@ -84,7 +85,7 @@ class Question:
             self.keys.append([(namespace, hashing.keys(chosen, namespace)) for namespace in namespaces])
 
     def by_index(self, client: Client, now_s: float) -> Found:
-        """What is in the pool. Makes no call."""
+        """What the pool has. Makes no call."""
         asked, units = [], []
         for group, ranks in zip(self.groups, self.keys, strict=True):
             for namespace, keys in ranks:
@@ -96,18 +97,16 @@ class Question:
 
 
 def _need(group: Group) -> Need:
-    """In keys, what `Group.first_needed` says in blocks."""
+    """`Group.first_needed`, in keys."""
     if group.kind is Kind.FULL:
         return Need.PREFIX
     return Need.LAST if group.kind is Kind.STATE else Need.last_window(group.window_blocks)
 
 
 class Lookup:
-    """Questions to the server, which asks its tiers, loads what they have, and keeps what it has found. Nothing here
-    waits but `wait`.
-
-    Of a window or a state the server is asked for the last blocks in front of a boundary alone, and tells the last
-    boundary that it has these for. Where groups tell different ones, those that have not what the first of these needs
+    """Queries to the server, which asks its tiers, loads what they have, and holds what it has found. Only `wait`
+    waits. For a window or a state the server is asked only for the last blocks before a boundary, and returns the last
+    boundary that it has these for. If groups return different boundaries, those that lack what the first of these needs
     are asked again, up to there.
     """
 
@@ -119,11 +118,11 @@ class Lookup:
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`by_index`: what is known without it. `wait_s`: how long the server may load before it answers."""
+        """`by_index`: what the index knows. `wait_s`: how long the server may load before it answers."""
         self.by_index = by_index
         self.bounds = question.bounds
         self.began_s = clock()
-        self.outdated: list[int] = []  # promises of answers that others have replaced: the caller gives them back
+        self.outdated: list[int] = []  # promises of replaced answers: the caller frees them
         self._client = client
         self._wait_s = wait_s
         self._clock = clock
@@ -136,7 +135,7 @@ class Lookup:
         self._settled = False
 
     def _ask(self, group: Group) -> list[_Asked]:
-        """A group of all ranks, for what it needs up to the boundary."""
+        """Query a group for all ranks, for what it needs up to the boundary."""
         count = (self._boundary - self.bounds.start) // group.block_tokens
         return [
             _Asked(self._client, keys[:count], namespace, group, self._wait_s, self._traceparent)
@@ -144,7 +143,7 @@ class Lookup:
         ]
 
     def wait(self, timeout_s: float) -> None:
-        """Until the answer is there, at most for that long."""
+        """Wait for the answer, at most this long."""
         until = self._clock() + timeout_s
         while not self.done:
             for handle in [each for each in self._handles() if not each.done]:
@@ -155,7 +154,7 @@ class Lookup:
 
     @property
     def done(self) -> bool:
-        """Whether the server has answered, or cannot. Asks on where an answer was not the last one."""
+        """Whether the server has answered, or cannot. Asks again if an answer was not the last one."""
         while not self._settled:
             if not all(handle.done for handle in self._handles()):
                 return False
@@ -163,7 +162,7 @@ class Lookup:
         return True
 
     def _ask_on(self) -> bool:
-        """Whether groups have to be asked again: the boundary moves down to the first that any of them told."""
+        """Whether groups have to be asked again: the boundary moves down to the smallest that any of them returned."""
         start = self.bounds.start
         told = min(self._told(group) for group in self._groups)
         self._boundary = max(start, told - told % self._step_tokens)
@@ -176,13 +175,13 @@ class Lookup:
         return bool(again)
 
     def _reach(self, group: Group) -> int:
-        """The last boundary that the group can go on from by what was answered."""
+        """The last boundary from which the group can continue, by the answers."""
         ranks = [each.there for each in self._asked[group.number]]
         there = [all(of_ranks) for of_ranks in zip(*ranks, strict=True)]
         return longest_boundary([group], [there], self.bounds.start, self._boundary)
 
     def _told(self, group: Group) -> int:
-        """The same, or the first boundary that it has not been asked for."""
+        """The same, or the first boundary that has not been asked for."""
         found = self._reach(group)
         before = max(each.before for each in self._asked[group.number])
         if found == self.bounds.start and before:
@@ -194,8 +193,8 @@ class Lookup:
 
     @property
     def found(self) -> Found:
-        """The answer, once it is done; what the index has, where there was no server to ask. Its promises are the
-        caller's, to be given back once what they keep is loaded, or not wanted."""
+        """The answer, once it is done; if there was no server to ask, what the index has. The caller owns its promises,
+        and frees them once their blocks are loaded, or not wanted."""
         promises = tuple(tuple(each.promise for each in ranks) for ranks in self._asked)
         if not any(promise for ranks in promises for promise in ranks):
             promises = ()
@@ -206,11 +205,11 @@ class Lookup:
 
     @property
     def _unreachable(self) -> bool:
-        unserved = {Status.UNREACHABLE, Status.QUOTA}  # no server, or one that has no place for us
+        unserved = {Status.UNREACHABLE, Status.QUOTA}  # no server, or one that has no room for us
         return any(not unserved.isdisjoint(handle.result.statuses) for handle in self._handles() if handle.result)
 
     def cancel(self) -> list[int]:
-        """Nobody wants to know any more: the numbers of all promises so far, to be given back."""
+        """The answer is not wanted any more: returns the ids of all promises so far, to be freed."""
         made = self.outdated + [number for group in self._groups for number in self._numbers(group)]
         for handle in self._handles():
             handle.cancel()
@@ -221,8 +220,8 @@ class Lookup:
 
 
 class _Asked:
-    """One rank's keys of a group, up to a boundary: all of them are asked for, or the last frame of them where only a
-    window in front of the boundary is needed."""
+    """One rank's keys of a group, up to a boundary: all of them are requested, or only the last frame of them if only a
+    window before the boundary is needed."""
 
     def __init__(
         self,
@@ -234,7 +233,7 @@ class _Asked:
         traceparent: str,
     ) -> None:
         window = min(len(keys), _need(group).window)
-        self.before = max(0, len(keys) - BATCH_KEYS_MAX) if window else 0  # keys that are not asked for
+        self.before = max(0, len(keys) - BATCH_KEYS_MAX) if window else 0  # keys that are not requested
         self.handles = [
             client.lookup_nowait(
                 keys[first : first + BATCH_KEYS_MAX],
@@ -256,7 +255,7 @@ class _Asked:
 
     @property
     def promise(self) -> Promise:
-        """One of all keys; frames of which nothing is kept have no number in it."""
+        """One promise for all keys; it has no id for frames of which nothing is held."""
         parts = [_unkept(self.before)] if self.before else []
         for handle in self.handles:
             if handle.result is not None:

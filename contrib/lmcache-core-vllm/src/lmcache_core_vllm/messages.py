@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the server behind the engine's back: each is a call, and no step waits for it."""
+"""Calls of the scheduler's side to the server in the background: no step waits for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_core.tokens.namespace import Namespace
 
 log = logging.getLogger("vllm.lmcache_core")
 
-REPORTS_WAITING_MAX = 64  # of a step or a load each: a server that is so far behind hears nothing of later ones
+REPORTS_WAITING_MAX = 64  # one for each step or load: a server that is so far behind gets no later ones
 
 
 class Messages:
@@ -27,13 +27,13 @@ class Messages:
         self._reported = 0
 
     def give_back(self, numbers: list[int]) -> None:
-        """What is still kept under these promises' numbers may be evicted from soon on."""
+        """Free these promises: soon, what they still hold may be evicted."""
         if numbers and not self._closed:
             self._thread.submit(self._call, lambda: self._client.free_lookup_locks(numbers))
 
     def report(self, keys: Sequence[bytes], blocks: EngineBlocks, namespace: Namespace) -> bool:
-        """Say which of the engine's blocks these keys hold. False: too many reports wait already, so this one is left
-        out."""
+        """Report which of the engine's blocks these keys hold. False: too many reports wait already, so this one is
+        dropped."""
         if self._closed or self._reports - self._reported >= REPORTS_WAITING_MAX:
             return False
         self._reports += 1
@@ -48,10 +48,10 @@ class Messages:
     def _call(call: Callable[[], object]) -> None:
         try:
             call()
-        except CacheError as error:  # promises end by themselves, and what nobody heard of is looked for in vain
+        except CacheError as error:  # promises expire by themselves, and unreported blocks are only not found
             log.debug("the server could not be told: %s", error)
 
     def close(self) -> None:
-        """Calls that have not begun are left out: what the client was promised ends with it."""
+        """Drops calls that have not begun: the client's promises end with it."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

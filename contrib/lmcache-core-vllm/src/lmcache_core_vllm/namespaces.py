@@ -1,8 +1,8 @@
 """What must be equal before the KV of one engine may be used by another.
 
-The bytes of a block mean something only to an engine that would have written the same ones. A worker knows most of
-what decides that (which attention backend it chose, for which instruction set, how its tensors lie), so it says it
-once, as facts, which travel to the scheduler in vLLM's handshake. Both make the same namespaces of them.
+The bytes of a block mean something only to an engine that would have written the same ones. A worker knows most of what
+decides that (which attention backend it chose, for which instruction set, how its tensors lie), so it reports these
+facts once, and vLLM's handshake sends them to the scheduler. Both make the same namespaces from them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.keys import keys_from_block_hashes
 from lmcache_core.tokens.namespace import Namespace
 
-log = logging.getLogger("vllm.lmcache_core")  # below "vllm", so that its log shows it
+log = logging.getLogger("vllm.lmcache_core")  # below "vllm", so that vLLM's log shows it
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What one rank says of one KV group: whatever its bytes depend on, and how many there are in a block."""
+    """One rank's facts about one KV group: everything that its bytes depend on, and the number of bytes in a block."""
 
     facts: tuple[tuple[str, str], ...]
     block_bytes: int
@@ -31,8 +31,8 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one worker says of itself. `shard`: which part of the KV it has, of how many; `stores`: whether it is the
-    one that stores it, where several ranks have the same part."""
+    """One worker's facts. `shard`: which part of the KV it has, of how many; `stores`: whether it stores that part, if
+    several ranks have the same one."""
 
     model: str
     weights_version: str
@@ -43,7 +43,8 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Hashing:
-    """How the engine hashes its blocks. The scheduler alone knows its seed, and tells the workers with each step."""
+    """How the engine hashes its blocks. Only the scheduler knows the seed, and sends it to the workers with each
+    step."""
 
     algorithm: str
     seed: str
@@ -69,18 +70,18 @@ def namespaces_of(rank: RankFacts, salt: str) -> list[Namespace]:
 
 
 def introduce(client: Client, namespaces: Iterable[Namespace]) -> None:
-    """Have the server know them before the first step, which then finds a link. Waits for it as a first call does."""
+    """Register them with the server before the first step, which then finds a link. Waits as a first call does."""
     for namespace in namespaces:
         try:
             if not client.register_layout(namespace):
-                log.warning("everything is computed until a server is there: %s", client.why_unreachable)
+                log.warning("no server yet, so everything is computed: %s", client.why_unreachable)
                 return
         except CacheError as error:
             log.error("nothing of %s can be cached: %s", namespace.model, error)
 
 
 def _digest(facts: Sequence[tuple[str, str]]) -> str:
-    """Of all facts, each with its length, so that no two lists of them have the same text."""
+    """A digest of all facts, each with its length, so that different lists never have the same text."""
     state = hashlib.sha256()
     for name, value in sorted(facts):
         for part in (name.encode(), value.encode()):

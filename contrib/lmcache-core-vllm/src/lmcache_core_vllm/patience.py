@@ -1,4 +1,4 @@
-"""How long the server is left alone after it did not answer in time."""
+"""How long to pause after the server did not answer in time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Patience:
 
     @property
     def over(self) -> bool:
-        """Whether the server is not to be asked now."""
+        """Whether to skip the server now."""
         return self._clock() < self._until
 
     def answered(self) -> None:
-        """The server is there."""
+        """The server has answered."""
         self._pause_s = self._until = 0.0
 
     def waited_in_vain(self) -> None:
-        """It did not answer in time. Of calls that were under way together, the first one counts."""
+        """The server did not answer in time. Of concurrent calls, the first one counts."""
         if not self.over:
             self._pause_s = min(self._longest_s, max(FIRST_PAUSE_S, 2 * self._pause_s))
             self._until = self._clock() + self._pause_s

@@ -1,4 +1,4 @@
-"""What the package adds to lmcache-core: `lmcache-core check --engine vllm`. The server has no part of it."""
+"""What the package adds to lmcache-core: `lmcache-core check --engine vllm`. The server uses none of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def lmcache_plugin_info() -> PluginInfo:
-    """The generation of hooks that this was written for."""
+    """The generation of hooks that this plugin was written for."""
     return PluginInfo(api=1, summary="a KV connector for vLLM, and check --engine vllm")
 
 

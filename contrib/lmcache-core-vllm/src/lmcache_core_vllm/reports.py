@@ -14,7 +14,7 @@ from lmcache_core_vllm.namespaces import Hashing
 
 
 class Hashed(Protocol):
-    """What is looked at of vLLM's request."""
+    """The fields of vLLM's request that are used here."""
 
     block_hashes: Sequence[bytes]
     all_token_ids: Sequence[int]
@@ -22,19 +22,19 @@ class Hashed(Protocol):
 
 
 class Reports:
-    """Tells the server, if it asks, under which of vLLM's hashes blocks are stored, or were found. One rank's objects
-    stand for those of all ranks."""
+    """Reports to the server, if it wants reports, under which of vLLM's hashes blocks are stored, or were found. One
+    rank reports for all."""
 
     def __init__(self, client: Client, messages: Messages, hashing: Callable[[], Hashing], token_ids: bool) -> None:
-        """`token_ids`: say the tokens of each block, too. They are content."""
+        """`token_ids`: report the tokens of each block too. Tokens are content."""
         self._client = client
         self._messages = messages
         self._hashing = hashing
         self._token_ids = token_ids
 
     def tell(self, request: Hashed, group: Group, blocks: Sequence[int], namespace: Namespace) -> int:
-        """These blocks of the request, in order, are in the cache now, or will be. How many the server is not told of,
-        as it is too far behind."""
+        """These blocks of the request, in order, are in the cache now, or will be. Returns how many reports were
+        dropped because the server is too far behind."""
         if not self._client.wants_blocks:
             return 0
         untold = 0
@@ -60,7 +60,7 @@ class Reports:
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[range]:
-    """Blocks that follow each other."""
+    """Consecutive blocks."""
     first = 0
     for at in range(1, len(blocks) + 1):
         if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:

@@ -1,6 +1,6 @@
 """The scheduler's side: which blocks a request need not compute, and which blocks each step has made.
 
-Nothing here waits for the server longer than `step_wait_s` in a step, all requests together.
+In a step, all requests together wait for the server at most `step_wait_s`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lmcache_core_vllm.steps import STEPS_AHEAD, Blocks, Load, Step
 
 log = logging.getLogger("vllm.lmcache_core")
 
-ANSWER_KEPT_S = 5.0  # a request that found no room in the engine is looked up again after that
+ANSWER_KEPT_S = 5.0  # after this, a request that found no room in the engine is looked up again
 
 
 class Request(Protocol):
-    """What is looked at of vLLM's request."""
+    """The fields of vLLM's request that are used here."""
 
     request_id: str
     num_tokens: int
@@ -51,10 +51,10 @@ class Tracked:
         self.lookup: Lookup | None = None
         self.found: Found | None = None
         self.loaded: Found | None = None  # what is being loaded
-        self.computed = 0  # what the engine had when it was told of `found`
+        self.computed = 0  # what the engine had when it got `found`
         self.vetoed = False  # a load for it has failed
         self.loading = False  # between steps
-        self.saved: dict[int, int] = {}  # by group, the block up to which all are stored, or were offered
+        self.saved: dict[int, int] = {}  # by group, the block up to which all are stored, or have been offered
 
 
 class SchedulerSide:
@@ -84,11 +84,12 @@ class SchedulerSide:
         self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
         self._requests: dict[str, Tracked] = {}
         self._pending: list[Load] = []
-        self._awaited: dict[str, Load] = {}  # by request: told to the workers, and nobody has heard that they ended
+        self._awaited: dict[str, Load] = {}  # by request: sent to the workers, not yet reported as ended
         self._load_number = 0
         self._messages = Messages(client)
         self._reports = Reports(client, self._messages, hashing, config.report_token_ids)
-        self._step_loads: deque[list[Tracked]] = deque([[]])  # whose loads each step waits for; the last one is to come
+        # whose loads each step waits for; the last one is the next step
+        self._step_loads: deque[list[Tracked]] = deque([[]])
         self._epoch = 0
         self._steps = 0  # made so far
         self._waited_s = 0.0  # in this step
@@ -97,7 +98,7 @@ class SchedulerSide:
         self.counters = Counters()
 
     def know_ranks(self, ranks: Iterable[RankFacts]) -> None:
-        """What the workers have said of themselves; before that nothing is looked up."""
+        """The workers' facts; before they arrive nothing is looked up."""
         shards = {rank.shard: rank for rank in ranks}
         self._namespaces = [namespaces_of(shards[shard], self._config.salt) for shard in sorted(shards)]
         introduce(self._client, (each for namespaces in self._namespaces for each in namespaces))
@@ -126,7 +127,7 @@ class SchedulerSide:
         return tokens, bool(tokens) and not self._waits
 
     def _still_holds(self, found: Found, tracked: Tracked, computed: int) -> bool:
-        """What nobody keeps is looked up in the index again each time, which makes no call."""
+        """Blocks that no promise holds are looked up in the index again each time, which makes no call."""
         now = self._clock()
         if now - found.at_s >= ANSWER_KEPT_S or now >= found.expires_at:
             return False
@@ -142,7 +143,8 @@ class SchedulerSide:
             tracked.found = None
 
     def _ask(self, tracked: Tracked, computed: int) -> Found | None:
-        """The answer: the index's, if it has all, or nobody else can be asked; else the server's. None: not yet."""
+        """The answer: from the index, if it has everything, or the server cannot be asked; else from the server. None:
+        not yet."""
         request, lookup = tracked.request, tracked.lookup
         if lookup is None:
             bounds = Bounds(computed, self._limit(request), request.num_tokens)
@@ -164,7 +166,7 @@ class SchedulerSide:
         return found
 
     def _answer_of(self, lookup: Lookup) -> Found | None:
-        """What the server says, waited for as long as this step may; what the index has where it says nothing."""
+        """The server's answer, if it comes within this step's wait; else what the index has."""
         if not lookup.done and (left := self._config.step_wait_s - self._waited_s) > 0:
             began = self._clock()
             lookup.wait(left)
@@ -220,7 +222,7 @@ class SchedulerSide:
         self._pending.append(Load(request.request_id, self._waits, blocks, self._load_number))
 
     def from_tiers(self, request: Request, external: int) -> int:
-        """Of so many tokens that are to be loaded for it, those that tiers had to bring into the pool first."""
+        """How many of the tokens to load tiers had to load into the pool first."""
         tracked = self._requests.get(request.request_id)
         loaded = None if tracked is None else tracked.loaded
         return 0 if loaded is None else min(external, loaded.from_tiers)
@@ -248,14 +250,14 @@ class SchedulerSide:
         return made
 
     def _give_back_ended(self) -> None:
-        """Promises of loads that steps have waited for which have ended by now."""
+        """Promises of synchronous loads that have ended by now."""
         self._step_loads.append([])
         if len(self._step_loads) > 1 + STEPS_AHEAD:
             for tracked in self._step_loads.popleft():
                 self._forget_load(tracked)
 
     def _blocks_made(self, tracked: Tracked, table: Sequence[Sequence[int]], computed: int) -> list[Blocks]:
-        """Blocks of tokens that are full after this step, and were not before it."""
+        """Blocks that this step fills."""
         request = tracked.request
         if not self._config.save_generated:
             computed = min(computed, request.num_prompt_tokens)
@@ -272,7 +274,7 @@ class SchedulerSide:
             tracked.saved[group.number] = end
             hashes = group.block_hashes(request.block_hashes, first, end)
             ids = list(table[group.number][first:end])
-            there = [at for at, block in enumerate(ids) if block]  # what has left the window is block 0
+            there = [at for at, block in enumerate(ids) if block]  # blocks that have left the window are block 0
             if there:
                 chosen = [hashes[at] for at in there], [ids[at] for at in there]
                 made.append(Blocks(group.number, *chosen, traceparent=_trace_of(request)))
@@ -311,9 +313,8 @@ class SchedulerSide:
     # --- after it -----------------------------------------------------------------------------------------------
 
     def heard(self, received: Iterable[str], failed: Iterable[str], invalid: Iterable[int]) -> None:
-        """What the workers have said: loads that ended, those of them that failed, and blocks that hold no KV.
-
-        vLLM has moved requests back to what they have by then, so what follows is computed over sound blocks.
+        """The workers' reports: loads that ended, those of them that failed, and blocks without valid KV. By then vLLM
+        has moved the requests back, so everything after this is computed over sound blocks.
         """
         invalid = set(invalid)
         for request_id in failed:
@@ -344,7 +345,7 @@ class SchedulerSide:
             tracked.saved.clear()
 
     def _move_back(self, tracked: Tracked) -> None:
-        """Blocks behind what the request has now are made anew."""
+        """Blocks behind what the request has now are computed again."""
         computed = tracked.request.num_computed_tokens
         for group in self._groups:
             end = computed // group.block_tokens
@@ -366,7 +367,8 @@ class SchedulerSide:
         self._forget_load(tracked)
 
     def clear(self) -> bool:
-        """Forget all that engines of these namespaces have stored, on the tiers too; whether a server has done so."""
+        """Clear what engines of these namespaces have stored, on the tiers too; returns whether a server has done
+        so."""
         try:
             for namespace in {each.id: each for rank in self._namespaces for each in rank}.values():
                 self._client.clear(namespace, tiers=True)
@@ -393,19 +395,19 @@ class SchedulerSide:
 
     @property
     def requests(self) -> int:
-        """How many it knows of."""
+        """How many requests it has."""
         return len(self._requests)
 
 
 def _trace_of(request: Request) -> str:
-    """The trace that a request belongs to, as text of W3C Trace Context; empty: none. vLLM keeps the headers where it
-    exports traces itself."""
+    """The trace that a request belongs to, as W3C Trace Context; empty: none. vLLM keeps the headers if it exports
+    traces itself."""
     headers: Mapping[str, str] = getattr(request, "trace_headers", None) or {}
     return headers.get("traceparent", "")
 
 
 def _computed_after(output: Any) -> dict[str, int]:
-    """Of each scheduled request, the tokens that have KV after the step. Drafts may be refused, and do not count."""
+    """For each scheduled request, the tokens that have KV after the step. Drafts may be rejected, and do not count."""
     before = {each.req_id: each.num_computed_tokens for each in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -15,7 +15,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not the
     """Sums of `counters.FIGURES`, over an interval and over all ranks and the scheduler."""
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start at zero."""
         self.data: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
@@ -25,14 +25,14 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not the
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's log shows of an interval: each figure that has moved, and the rate of the loads."""
+        """What vLLM's log shows for an interval: each figure that has changed, and the rate of the loads."""
         shown = {name: round(self.data[name], 3) for name in FIGURES if name in self.data}
         if self.data.get("load_seconds"):
             shown["load_MB_per_s"] = round(self.data.get("load_bytes", 0) / self.data["load_seconds"] / 1e6, 1)
         return shown
 
     def is_empty(self) -> bool:
-        """Whether nothing has moved."""
+        """Whether no figure has changed."""
         return not self.data
 
 

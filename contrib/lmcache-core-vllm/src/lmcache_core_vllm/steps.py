@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in each step. Plain data, pickled by vLLM."""
+"""What the scheduler's side sends to the workers' side in each step. Plain data, pickled by vLLM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ STEPS_AHEAD = 2  # vLLM makes the next step while one runs; the one before that 
 
 @dataclass
 class Blocks:
-    """Blocks of one group: their hashes, and their ids in the engine. `promises`: of what is to be loaded, that which
-    keeps it in the pool, for each shard; empty where nothing does. `traceparent`: the trace of the request that they
-    are saved for."""
+    """Blocks of one group: their hashes, and their ids in the engine. `promises`: for loads, the promise that holds the
+    blocks in the pool, for each shard; empty if none does. `traceparent`: the trace of the request that they are saved
+    for."""
 
     group: int
     hashes: list[bytes]
@@ -33,15 +33,15 @@ class Load:
     number: int = 0
 
     def without_hashes(self) -> Load:
-        """What says which it is and where it goes, and not what it reads: for each step until it has ended."""
+        """The load without its hashes: only which it is and where it goes. Sent with each step until it has ended."""
         return replace(self, blocks=[Blocks(each.group, [], each.block_ids) for each in self.blocks])
 
 
 @dataclass
 class Step:
-    """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler has heard of a
-    load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads between steps that earlier
-    ones have asked for, and of which the scheduler has not heard that they ended; without their hashes."""
+    """One step. `number`: from 1 on, one more than the step before it. `epoch`: grows when the scheduler learns of a
+    load that failed within a step. `idle`: no tokens are computed in it. `awaited`: loads of earlier steps that the
+    scheduler does not yet know to have ended; without their hashes."""
 
     hashing: Hashing
     epoch: int = 0

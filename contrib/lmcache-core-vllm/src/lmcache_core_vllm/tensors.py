@@ -1,4 +1,4 @@
-"""vLLM's KV tensors as regions of pages. The inside of a page is opaque."""
+"""vLLM's KV tensors as regions of pages. The contents of a page are opaque."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_core.errors import UsageError
 
 
 class LayerRegions(NamedTuple):
-    """One layer's regions, of which each has one page for each block."""
+    """One layer's regions. Each has one page for each block."""
 
     layer: str
     regions: list[Region]
@@ -50,7 +50,7 @@ def layer_regions(
 
 
 def _regions(name: str, tensor: Any, blocks: int) -> Iterator[Region]:
-    """A region for each part of a block that lies in one piece: the whole block, or each head of it."""
+    """A region for each contiguous part of a block: the whole block, or each head of it."""
     if tensor.dim() < 2 or tensor.shape[0] % blocks:
         raise UsageError(
             f"the KV cache of layer {name!r} has the shape {tuple(tensor.shape)}: its first dimension must be a "

@@ -1,7 +1,8 @@
 """The workers' side: blocks between the engine's memory and the pool.
 
-Loads that a step needs are waited for, layer by layer; all others go on between steps, by threads of lmcache-core's
-extension, and are looked at once a step. What is saved has been read from the engine's memory when `save` returns.
+Loads that a step needs are waited for, layer by layer; all others run between steps, on threads of lmcache-core's
+extension, and are polled once a step. When `save` returns, everything to be saved has been read from the engine's
+memory.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ log = logging.getLogger("vllm.lmcache_core")
 Job = TypeVar("Job", RetrieveJob, StoreJob)
 
 NULL_BLOCK = 0
-BYTES_A_THREAD = 4 << 20  # that a thread must have to copy, for the extension to make one
+BYTES_A_THREAD = 4 << 20  # the extension creates a thread for each this many bytes
 CLOSE_S = 2.0  # for answers to the last saves
 
 
 @dataclass
 class _Loading:
-    """A load under way. `job` is None where it could not even begin."""
+    """A running load. `job` is None if it could not even begin."""
 
     load: Load
     job: RetrieveJob | None
@@ -54,7 +55,7 @@ class _Saving:
 
 @dataclass
 class Arrived:
-    """Loads that have ended since the last look: all, those that failed, and the blocks that hold no KV."""
+    """Loads that have ended since the last call: all, those that failed, and the blocks without valid KV."""
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
@@ -62,7 +63,7 @@ class Arrived:
 
 
 class WorkerSide:
-    """One rank's memory, and what is on its way to it and from it."""
+    """One rank's memory, and its loads and saves in progress."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class WorkerSide:
         self._loading: dict[str, _Loading] = {}
         self._saving: list[_Saving] = []
         self._arrived = Arrived()
-        self._told: dict[int, int] = {}  # by the number of a load, in which step it was told that it has ended
+        self._told: dict[int, int] = {}  # by the number of a load, the step in which its end was reported
         self._alone = ranks == 1
         self._tainted_epoch = -1
         self._step_number = 0  # of the last step that began
@@ -122,8 +123,9 @@ class WorkerSide:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """The engine is about to compute it. One that did not end, or did not even begin, was interrupted:
-        the scheduler takes for computed what was not, and all that stands on it. So nothing is stored from now on."""
+        """The engine is about to compute a step. If the one before did not end, or did not even begin, it was
+        interrupted: the scheduler treats its blocks as computed, and everything that builds on them. So nothing is
+        stored from now on."""
         if self._step_is_open or step.number != self._step_number + 1:
             if not self._unsound:
                 log.warning(
@@ -136,11 +138,10 @@ class WorkerSide:
         self._find_lost(step)
 
     def _find_lost(self, step: Step) -> None:
-        """Loads that the scheduler waits for, and that are not under way: an interrupt came before they began, or
-        before anybody heard that they had ended. vLLM would keep their requests for ever; so they have failed.
-
-        Of several ranks vLLM counts who has told, and the scheduler waits for the slowest: none may tell twice, or the
-        blocks would be taken for loaded while another rank still writes to them."""
+        """Loads that the scheduler waits for, and that are not running: an interrupt came before they began, or before
+        their end was reported. vLLM would keep their requests forever, so report them as failed. With several ranks
+        vLLM counts the reports, and the scheduler waits for the slowest: no rank may report twice, or the blocks would
+        count as loaded while another rank still writes to them."""
         for load in step.awaited:
             loading, told = self._loading.get(load.request_id), self._told.get(load.number)
             if loading is not None and loading.load.number == load.number:
@@ -152,7 +153,7 @@ class WorkerSide:
         self._told = {number: at for number, at in self._told.items() if at >= oldest or number in awaited}
 
     def end_step(self, step: Step) -> None:
-        """It has been computed: read what it made, after the last of what it needed."""
+        """The step has been computed: wait for the last of its loads, then read what it made."""
         self.end_step_loads(step)
         self.save(step)
         self._step_is_open = False
@@ -188,7 +189,7 @@ class WorkerSide:
         return _Loading(load, job, began_s)
 
     def wait_layer(self, layer: str) -> None:
-        """Until the blocks of this layer are there, if the step waits for any; not longer than a load may take."""
+        """Wait until the blocks of this layer are there, if the step needs any; not longer than a load may take."""
         loading = self._step_load
         if loading is not None and loading.job is not None:
             for region in self._regions.get(layer, ()):
@@ -198,7 +199,7 @@ class WorkerSide:
         return max(0.0, loading.began_s + self._config.load_timeout_s - self._clock())
 
     def end_step_loads(self, step: Step) -> None:
-        """All that this step waits for is there, or has failed, and then nothing that it computed is stored."""
+        """Wait for all loads of this step. If one has failed, nothing that the step computed is stored."""
         loading, self._step_load = self._step_load, None
         if loading is None:
             return
@@ -210,8 +211,8 @@ class WorkerSide:
             self._tainted_epoch = step.epoch
 
     def arrived(self, finished: Iterable[str], idle: bool) -> Arrived:
-        """What has ended by now; each load is told of once. `finished`: requests that the engine has given up. `idle`:
-        nothing is computed, so that a wait of some milliseconds holds nobody up, and lends this thread to the copies.
+        """The loads that have ended by now; each is reported once. `finished`: requests that the engine has dropped.
+        `idle`: nothing is computed, so a wait of some milliseconds delays nobody, and lends this thread to the copies.
         """
         for request_id in finished:
             loading = self._loading.get(request_id)
@@ -238,11 +239,11 @@ class WorkerSide:
         self._told[loading.load.number] = self._step_number
         if invalid:
             self._arrived.failed.add(request_id)
-            if len(self._memory) == 1:  # of several groups vLLM wants to hear of requests only
+            if len(self._memory) == 1:  # with several groups vLLM wants requests only, not blocks
                 self._arrived.invalid |= invalid
 
     def _note_end(self, loading: _Loading) -> set[int]:
-        """Count it, and say which of its blocks hold no KV."""
+        """Count it, and return its blocks without valid KV."""
         result = None if loading.job is None else loading.job.result
         add = self.counters.add
         add("load_seconds", self._clock() - loading.began_s)
@@ -267,7 +268,7 @@ class WorkerSide:
     # --- saves ------------------------------------------------------------------------------------------------
 
     def save(self, step: Step) -> None:
-        """Read what the step has made out of the engine's memory, and have it stored in the background."""
+        """Read what the step has made from the engine's memory; it is stored in the background."""
         self._hear_saves()
         if not step.saves or not self._rank.stores:
             return
@@ -300,7 +301,7 @@ class WorkerSide:
         self._hear_saves()
 
     def _threads_that_copy(self, step: Step) -> int:
-        """This one, and those that are made for a large copy: they take as long."""
+        """This thread, and those that are created for a large copy: they take as long."""
         block_bytes = [group.block_bytes for group in self._rank.groups]
         nbytes = sum(len(blocks.hashes) * block_bytes[blocks.group] for blocks in step.saves)
         return max(1, min(threads_to_copy(self._config.copy_threads), nbytes // BYTES_A_THREAD))
@@ -348,7 +349,7 @@ class WorkerSide:
         ]
 
     def close(self) -> None:
-        """No thread reads or writes the engine's memory any more. Waits a little for answers to the last saves."""
+        """Stop all access to the engine's memory. Waits a little for answers to the last saves."""
         for loading in [*self._loading.values(), *([self._step_load] if self._step_load else [])]:
             if loading.job is not None:
                 loading.job.cancel()

@@ -1,4 +1,4 @@
-"""Arrays that lie in the table. Imported when the first array is asked for, and numpy with it."""
+"""Arrays in the table's memory. Imported with numpy when the first array is requested."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmcache_l0._table import View
 __all__ = ["NUMPY_FUNCTIONS", "ArrayView", "describe", "ndarray"]
 
 _TAG_BYTES = 8
-_HASHED = 1 << 63  # no character of a name is above 127
+_HASHED = 1 << 63  # names are ASCII
 
 
 def _numpy_functions() -> Any:
-    """The capsule of numpy's C functions, by either of its names; None where there is none."""
+    """The capsule of numpy's C functions, by either of its names; None if there is none."""
     for name in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):
         try:
             return getattr(import_module(name), "_ARRAY_API", None)
@@ -31,21 +31,21 @@ NUMPY_FUNCTIONS = _numpy_functions()
 
 
 class ArrayView(np.ndarray[Any, Any]):
-    """An array over the bytes of one value where they lie in shared memory.
+    """An array over the bytes of one value in shared memory.
 
-    Its bytes are the ones that were found until its key has been written again and then one more write (`spares` - 1)
-    has fallen in its stripe of 64 slots, or, in a table with `versions`, until its key has been written that many
-    more times. `valid()` tells exactly. Check it after the work, not before: `work(view); view.valid()`. Slices are
-    views too; the results of arithmetic are plain arrays.
+    Its bytes stay valid until its key has been written again and then one more write (`spares` - 1) has gone to its
+    stripe of 64 slots, or, in a table with `versions`, until its key has been written that many more times. `valid()`
+    is exact. Call it after the work, not before: `work(view); view.valid()`. Slices are views too; the results of
+    arithmetic are plain arrays.
     """
 
     __slots__ = ()  # no dictionary: a view is made for every read
 
     def valid(self) -> bool:
-        """Whether the bytes are still those of the value that was found; True for an array of its own bytes."""
+        """Whether the bytes are still those of the value that was found; True for an array with its own memory."""
         owner: Any = self
         while not isinstance(owner, View):
-            # What as_strided, a memoryview, a ctypes array put in between keeps what it was made of under such a name.
+            # as_strided, a memoryview or a ctypes array in between keeps its source under such a name.
             below = getattr(owner, "base", None)
             below = getattr(owner, "obj", None) if below is None else below
             if below is None:
@@ -56,7 +56,7 @@ class ArrayView(np.ndarray[Any, Any]):
         return owner.valid()
 
     def __dlpack__(self, **asked: Any) -> Any:
-        """The view for another library, without a copy where that can be told that it is read-only, else a copy."""
+        """The view for another library: without a copy if the library supports read-only memory, else a copy."""
         try:
             return super().__dlpack__(**asked)
         except BufferError:
@@ -65,7 +65,7 @@ class ArrayView(np.ndarray[Any, Any]):
             return np.array(self, subok=False).__dlpack__(**asked)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        """What is computed from a view has bytes of its own."""
+        """The result of a computation has its own memory."""
         plain = np.asarray(array)
         return plain[()] if return_scalar else plain
 
@@ -74,9 +74,9 @@ def describe(dtype: Any) -> tuple[np.dtype[Any], int, int]:
     """(dtype, bytes of an element, tag) of anything numpy takes for a dtype.
 
     The tag is stored beside the bytes, so that a value is never read as another type of the same size. It is the
-    dtype's name in numpy's array protocol (`<f4`) where 8 bytes hold that and it says all there is to say; else (dates
-    of odd steps, fields, types of other libraries) a hash of all that numpy knows of it, with the highest bit set.
-    Void types without fields are just bytes: tag 0.
+    dtype's name in numpy's array protocol (`<f4`) if that fits into 8 bytes and is complete; else (dates of odd steps,
+    fields, types of other libraries) a hash of all of numpy's description, with the highest bit set. Void types without
+    fields are just bytes: tag 0.
     """
     known = np.dtype(dtype)
     if known.hasobject:

@@ -1,4 +1,4 @@
-"""`SharedCache`: opens or makes the table's file, checks the sizes, and adds to the C type what needs no speed."""
+"""`SharedCache`: opens or creates the table's file, checks the sizes, and adds to the C type what need not be fast."""
 
 from __future__ import annotations
 
@@ -56,24 +56,24 @@ class Stats:
 
 
 class SharedCache(_table.Table):
-    """One table in shared memory, of many processes. Keys are str (taken as UTF-8) or bytes; values are bytes.
+    """One table in shared memory, used by many processes. Keys are str (encoded as UTF-8) or bytes; values are bytes.
 
-    Makes the table if there is no file at `path`, and attaches to it otherwise. `size_gb` (GiB), `max_value_size`
-    (bytes) and `hash_slots`: any two decide the third; the defaults are 1 GiB and 4,096. At an attach, what is given
-    must be the table's. `versions`: give every key buffers of its own, so that a view outlives that many further writes
-    of its key (and only those end it), at the price of their memory. `spares`: spare buffers of a stripe of 64 slots,
-    where buffers are shared; 2 if nothing is said.
+    Creates the table if there is no file at `path`, and attaches to it otherwise. `size_gb` (GiB), `max_value_size`
+    (bytes) and `hash_slots`: any two determine the third; the defaults are 1 GiB and 4,096. When attaching, given sizes
+    must be the table's. `versions`: give every key its own buffers, so that a view survives that many further writes of
+    its key (and only those end it), at the price of their memory. `spares`: spare buffers of a stripe of 64 slots, if
+    buffers are shared; 2 by default.
 
     `create=False` only attaches; so does `read_only=True`, for a process that never writes. Memory is allocated at once
-    (`reserve=False`: when it is first touched, which may end in a bus error on a full mount). `wait_s` (seconds) is
-    the longest wait for another process: one that makes this table, or one that writes the same key or stripe.
-    `huge_pages=True` gathers the table's memory into huge pages, at 0.5 s a GiB or so; see the guide.
+    (`reserve=False`: when it is first touched, which may end in a bus error on a full mount). `wait_s` (seconds) is the
+    longest wait for another process: one that creates this table, or one that writes the same key or stripe.
+    `huge_pages=True` collapses the table's memory into huge pages, at about 0.5 s a GiB; see the guide.
 
     Every handle may be used by all threads of a process, and by the children that it forks. While the table is
     switched off (`enabled`), reads miss and writes store nothing, in every process that has it attached.
 
     Raises SizesError, TableRoomError, TableMismatchError, TableDamagedError, TableError (not this user's own file),
-    TableBusyError (another maker does not move); FileNotFoundError where there is nothing to attach to.
+    TableBusyError (another process creates it and does not finish); FileNotFoundError if there is nothing to attach to.
     """
 
     def __init__(
@@ -164,11 +164,10 @@ class SharedCache(_table.Table):
     def get_torch(
         self, key: str | bytes, shape: int | tuple[int, ...], dtype: torch.dtype, *, snapshot: bool = False
     ) -> torch.Tensor | None:
-        """The value as a tensor of this shape and dtype, in the table's own memory; None where it is not there.
-
-        `tensor.valid()` says whether its bytes are still those of the value that was found: ask after the work.
-        torch knows no read-only tensors, so do not write into it in place; with `snapshot=True`, and on a handle
-        that was attached read-only, it has memory of its own, is valid for ever and may be written.
+        """The value as a tensor of this shape and dtype, in the table's own memory; None if it is not there.
+        `tensor.valid()` says whether its bytes are still those of the value that was found: call it after the work.
+        torch has no read-only tensors, so do not write into it in place; with `snapshot=True`, and on a handle that was
+        attached read-only, it has its own memory, stays valid and may be written.
         """
         from lmcache_l0.tensors import tensor_of
 
@@ -176,10 +175,10 @@ class SharedCache(_table.Table):
         return tensor_of(lambda stored: self.get_numpy(key, shape, stored, snapshot=apart, writable=not apart), dtype)
 
     def rehash(self, slots: int | None = None) -> int:
-        """Move keys nearer to their homes, into slots that became free, while others read and write; how many.
+        """Move keys nearer to their homes, into slots that became free, while others read and write; returns how many.
 
-        Goes through `slots` of the table, on from where this handle's last call ended, or through all of it. Never
-        waits: what others hold is left for the next time. A key that is moved ends its views as if it was written.
+        Goes through `slots` of the table, from where this handle's last call ended, or through all of it. Never waits:
+        slots that others hold are left for the next time. Moving a key ends its views as a write does.
         """
         if slots is not None and slots < 1:
             raise UsageError(f"slots={slots} must be 1 or more")
@@ -190,9 +189,8 @@ class SharedCache(_table.Table):
         return self.rehash_slots(first, self._rehashed)
 
     def residents(self) -> Iterator[tuple[bytes, int, int]]:
-        """(key, bytes of its value, reads counted by sampling) of every key, in no order.
-
-        A key that is there from beginning to end is met once; one that comes or goes meanwhile, perhaps.
+        """(key, bytes of its value, sampled count of reads) of every key, in no order. A key that is there from
+        beginning to end is returned once; a key that comes or goes meanwhile may be.
         """
         cursor = 0
         while True:
@@ -227,7 +225,7 @@ class SharedCache(_table.Table):
             Path(self.path).unlink()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For processes that are spawned: they attach by the path, to this table and no other."""
+        """For spawned processes: they attach by the path, only to this table."""
         if type(self) is not SharedCache:
             raise TypeError(f"{type(self).__name__} says itself how it is pickled, or pickle its path")
         return _attach_again, (str(Path(self.path).absolute()), self.table_id, self._again)
@@ -254,7 +252,7 @@ def _attach_again(path: str, table_id: int, again: dict[str, Any]) -> SharedCach
 
 
 def _compare(table: SharedCache, given: dict[str, Any]) -> None:
-    """Raise TableMismatchError unless the table is one that these sizes describe."""
+    """Raise TableMismatchError unless the table has these sizes."""
     found = {
         name: getattr(table, name) for name in ("max_value_size", "hash_slots", "versions", "spares", "max_key_size")
     }

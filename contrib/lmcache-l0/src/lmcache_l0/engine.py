@@ -1,10 +1,10 @@
-"""The server's side of L0: what is hot in L1 goes up, what is not comes down, and what leaves L1 leaves L0 before
-anybody is told.
+"""The server's side of L0: hot keys of L1 are promoted, cold ones are demoted, and what leaves L1 leaves L0 before any
+answer is sent.
 
-Everything runs on the server's loop, which is also where L1 changes: between the look at an object and its copy in L0
-nothing can happen to it, so promotion needs no ticket. What L0 holds is always in L1 as well, under the key that
-`records.py` maps it to: a clear, an eviction or a new value of the key takes it out by that mapping, and nothing needs
-to be remembered of what went up. L1 hears of what is read in L0, or it would evict the keys that are hot.
+Everything runs on the server's loop, which is also where L1 changes: nothing can happen to an object between the check
+and its copy in L0, so promotion needs no ticket. Everything in L0 is also in L1, under the key that `records.py` maps
+it to: a clear, an eviction or a new value of the key removes it by that mapping, so no list of promoted keys is needed.
+L1 learns of reads in L0; otherwise it would evict the hot keys.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ REHASHED_BYTES_A_STEP = 256 << 10  # if every slot's key were moved; or one slot
 WALKED_KEYS_A_STEP = 256
 WALKED_SLOTS_A_STEP = 8192
 RETRIED_KEYS_A_STEP = 64
-WAITING_KEYS_MAX = 1024  # hot keys that wait for their step; more are counted anew
+WAITING_KEYS_MAX = 1024  # hot keys that wait for their step; further ones are counted again
 
-WALK_S = 1.0  # for one look at all slots, where that costs no more than the pauses below
-COOLING_WALKS = 10  # the counts are halved in one walk of so many, and in all while demoting
+WALK_S = 1.0  # for one walk over all slots, if that costs no more than the pauses below
+COOLING_WALKS = 10  # the counts are halved in every Nth walk, and in every walk while demoting
 WALK_PAUSE_S = 0.01
 HURRIED_PAUSE_S = 0.002  # while demoting
 RETRY_PAUSE_S = 0.05
-NEW_HITS = 2  # what a promoted key has: halved twice before it counts as unread
+NEW_HITS = 2  # the initial count of a promoted key: halved twice before it counts as unread
 
 
 class L0Engine(Companion):
@@ -56,7 +56,7 @@ class L0Engine(Companion):
         self._waiting: dict[Name, int] = {}  # hot → generation
         self._stuck: dict[bytes, None] = {}  # keys of L0 that could not be taken out
         self._on_again = False  # once nothing is stuck
-        self._told: frozenset[Name] = frozenset()  # what the last walk told L1 to have been used
+        self._told: frozenset[Name] = frozenset()  # what the last walk reported to L1 as used
         self._demoting = False
         self._retired = False
         self._cursor = self._walks = 0
@@ -65,20 +65,20 @@ class L0Engine(Companion):
         self._retry_at_s = math.inf
         self.promoted = self.demoted = self.taken_out = self.too_large = self.damaged = self.retries = 0
 
-    # --- what is heard ------------------------------------------------------------------------------------------
+    # --- events of L1 -------------------------------------------------------------------------------------------
 
     def committed(self, objects: Sequence[Incarnation]) -> None:
-        """Whatever L0 has under these keys is older."""
+        """Anything in L0 under these keys is now stale."""
         self.left(objects)
 
     def left(self, objects: Sequence[Incarnation]) -> None:
-        """Delete what L0 has of them."""
+        """Delete them from L0."""
         for item in objects:
             if self._record_bytes(item.layout_id):
                 self.taken_out += self._take_out(l0_key_of(prefix_of(item.namespace), item.key))
 
     def read(self, objects: Sequence[Incarnation]) -> None:
-        """Count uses. Those of other processes, too: what they read in L1 without a call is heard here."""
+        """Count uses, including reads by other processes in L1 without a call."""
         if not self._table.enabled:
             return
         now = self._context.now
@@ -91,16 +91,18 @@ class L0Engine(Companion):
                     self._waiting[name] = item.generation
 
     def _record_bytes(self, layout_id: int) -> int:
-        """The size of this layout's records; 0 where its objects are none. Asked each time: ids are used again."""
-        layout = self._context.layout(layout_id)  # None: adopted, and of no session so far, so nothing of it went up
+        """The size of this layout's records; 0 if its objects are not records. Asked each time, because ids are
+        reused."""
+        # None: adopted, and not yet registered by a session, so nothing of it was promoted
+        layout = self._context.layout(layout_id)
         return layout.nbytes if layout is not None and is_record(layout) else 0
 
     def _take_out(self, key: bytes) -> bool:
-        """At once, or nobody is served from the table until it is done. Whether it was there and is gone."""
+        """Delete it at once, or else disable the table until it is done. Returns whether it was there and is gone."""
         try:
             return self._table.delete(key)
         except TableBusyError:
-            # Only a writer that is not the server's, and that was stopped in the middle, can hold a slot.
+            # Only another process's writer that was stopped in the middle can hold a slot.
             if not self._stuck:
                 self._on_again = self._table.enabled
                 self._retry_at_s = self._context.now + RETRY_PAUSE_S
@@ -111,13 +113,13 @@ class L0Engine(Companion):
     # --- its own work -------------------------------------------------------------------------------------------
 
     def next_step(self) -> float | None:
-        """Now, where keys wait to go up; else the walk's time."""
+        """Now, if keys wait for promotion; else the time of the walk."""
         if self._waiting and not self._demoting and not self._stuck:
             return 0.0
         return min(self._walk_at_s, self._retry_at_s)
 
     def step(self, now: float) -> None:
-        """A bounded part of what is due."""
+        """Do a bounded part of the due work."""
         if self._stuck:
             if now >= self._retry_at_s:
                 self._retry(now)
@@ -130,7 +132,7 @@ class L0Engine(Companion):
 
     def _retry(self, now: float) -> None:
         self.retries += 1
-        self._table.enabled = False  # whoever has switched it on meanwhile did not know
+        self._table.enabled = False  # someone has switched it on meanwhile
         for key in list(self._stuck)[:RETRIED_KEYS_A_STEP]:
             try:
                 self.taken_out += self._table.delete(key)
@@ -154,7 +156,7 @@ class L0Engine(Companion):
                 nbytes += self._promote_one(item, l0_key_of(prefix_of(namespace), key), now)
 
     def _promote_one(self, item: Incarnation, key: bytes, now: float) -> int:
-        """Copy a record's value up; how many bytes of it were looked at."""
+        """Promote a record's value; returns how many of its bytes were read."""
         record_bytes = self._record_bytes(item.layout_id)
         if key in self._table:
             return 0
@@ -165,7 +167,7 @@ class L0Engine(Companion):
                 self.too_large += 1
                 return HEAD.size
             if not whole or (item.checksum is not None and xxhash.xxh3_64_intdigest(record) != item.checksum):
-                self.damaged += 1  # readers of L1 find that out for themselves
+                self.damaged += 1  # readers of L1 detect that themselves
                 return record_bytes
             with record[HEAD.size : HEAD.size + length] as value:
                 try:
@@ -173,21 +175,21 @@ class L0Engine(Companion):
                 except TableFullError:
                     self._demote(now)
                 except TableBusyError:
-                    pass  # its next reads bring it here again
+                    pass  # its next reads will bring it here again
                 else:
                     self.promoted += 1
         return record_bytes
 
     def _demote(self, now: float) -> None:
-        """From now on the least read leave, until there is room again."""
+        """Start to demote the least-read keys, until there is room again."""
         self._demoting = True
         self._walk_at_s = now
 
     def _walk(self, now: float) -> None:
-        """One look at some of the slots: L1 hears of what was read there, counts are halved now and then, and while
-        demoting those whose count is used up leave."""
+        """Visit some of the slots: report reads to L1, halve the counts now and then, and while demoting remove keys
+        whose count is zero."""
         table, first = self._table, self._cursor
-        if not len(table) or not table.enabled:  # nothing to see: a walk that was under way begins anew
+        if not len(table) or not table.enabled:  # the table is off: the walk starts over
             self._told, self._cursor, self._demoting, self._walk_at_s = frozenset(), 0, False, now + WALK_S
             return
         self._cursor, rows = table.scan(first, WALKED_KEYS_A_STEP, WALKED_SLOTS_A_STEP)
@@ -207,7 +209,7 @@ class L0Engine(Companion):
         self._demoting = self._demoting and len(table) > self._demote_to_keys
         self._told = frozenset(used)
         if used:
-            self._context.used(used)  # heard of in `read`, once this step is over
+            self._context.used(used)  # counted in `read`, after this step
         walked = (self._cursor or table.hash_slots) - first
         pause_s = HURRIED_PAUSE_S if self._demoting else max(WALK_PAUSE_S, WALK_S * walked / table.hash_slots)
         self._walk_at_s = now + pause_s
@@ -253,11 +255,11 @@ class L0Engine(Companion):
         }
 
     def abandon(self) -> None:
-        """Switched off and without a name: what it holds may grow old."""
+        """Disable and unlink the table: its contents may become stale."""
         if not self._retired:
             self._retired = True
             self._kept.retire()
 
     def close(self) -> None:
-        """Let go of the table."""
+        """Close the table."""
         self._kept.close()

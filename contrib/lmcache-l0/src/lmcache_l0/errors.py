@@ -1,4 +1,4 @@
-"""What a table raises. A miss is a value; what stands here is a call that could not be done as asked."""
+"""The exceptions of a table. A miss is a value; these are calls that failed."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = [
 
 
 class TableError(CacheError):
-    """The shared table cannot be made, attached or written."""
+    """The shared table cannot be created, attached or written."""
 
     code = "L0"
 
 
 class TableMismatchError(TableError):
-    """The table found differs from the one asked for; the message names both."""
+    """The existing table differs from the requested one; the message names both."""
 
     code = "L0_MISMATCH"
 
 
 class TableDamagedError(TableError):
-    """The file is no table, or was cut off or overwritten."""
+    """The file is not a table, or was truncated or overwritten."""
 
     code = "L0_DAMAGED"
 
 
 class TableRoomError(TableError):
-    """There is no memory, or no room on the mount, for a table of this size."""
+    """There is not enough memory, or space on the mount, for a table of this size."""
 
     code = "L0_ROOM"
 
@@ -51,14 +51,14 @@ class TableFullError(TableError):
 
 
 class TableBusyError(TableError):
-    """A living process holds the key's slot and does not move, or writes it faster than it can be read."""
+    """A living process holds the key's slot and is stopped, or writes it faster than it can be read."""
 
     code = "L0_BUSY"
     retry: ClassVar[Retry] = Retry.LATER
 
 
 class SizesError(UsageError):
-    """size_gb, hash_slots and max_value_size contradict each other; the message has the three ways out."""
+    """size_gb, hash_slots and max_value_size contradict each other; the message says what to change."""
 
     code = "L0_SIZES"
 

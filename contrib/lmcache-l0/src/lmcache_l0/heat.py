@@ -1,16 +1,15 @@
-"""Which keys are hot: uses counted over two windows, the one that runs and the one before."""
+"""Which keys are hot: uses are counted over two windows, the current one and the one before."""
 
 from __future__ import annotations
 
 WINDOW_S = 30.0
-COUNTED_KEYS_MAX = 1 << 14  # a window with more keys ends early: the memory, and what forgetting it takes, is bounded
+COUNTED_KEYS_MAX = 1 << 14  # a window with more keys ends early, which bounds memory and the time to forget it
 
 Name = tuple[int, bytes]  # namespace and key in L1
 
 
 class Heat:
-    """Counts uses. A key that has just been demoted needs twice as many as another, so that keys do not go up and down
-    with every turn of the luck."""
+    """Counts uses. A key that has just been demoted needs twice as many as another, so that keys do not flap."""
 
     def __init__(self, hot_at: int) -> None:
         self._hot_at = hot_at
@@ -22,7 +21,7 @@ class Heat:
         return len(self._now) + len(self._before)
 
     def use(self, name: Name, now: float) -> bool:
-        """One more use. True: the key is hot, and its count begins anew."""
+        """One more use. True: the key is hot, and its count restarts."""
         self._turn(now)
         uses = self._now.get(name, 0) + 1
         if uses + self._before.get(name, 0) >= self._hot_at:
@@ -33,7 +32,7 @@ class Heat:
         return False
 
     def demoted(self, name: Name, now: float) -> None:
-        """The key has left L0 because others were read more."""
+        """The key was demoted because others were read more."""
         self._turn(now)
         self._before.pop(name, None)
         self._now[name] = -self._hot_at

@@ -1,4 +1,5 @@
-"""A server's own table: found or made at its start, emptied, held by one server, and gone at its end."""
+"""A server's own table: found or created at the server's start, emptied, owned by one server, and removed at its
+end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from lmcache_l0.settings import L0Settings
 from lmcache_l0.sizing import GIB, Plan, plan_table
 
 _SMALLER = "make it smaller (l0.size_gb, l0.hash_slots), or give the mount more"
-WAIT_S = 0.001  # the loop waits no longer for a stopped writer
+WAIT_S = 0.001  # the longest wait of the loop for a stopped writer
 
 
 def table_path(folder: Path, server: str) -> Path:
@@ -27,7 +28,7 @@ def table_path(folder: Path, server: str) -> Path:
 
 
 def room_for(settings: L0Settings, server: str) -> Finding:
-    """Whether the table that settings ask for can be made, or is there already."""
+    """Whether the configured table can be created, or already exists."""
     path = table_path(settings.folder, server)
     try:
         file_bytes = _planned(settings).file_bytes
@@ -47,11 +48,11 @@ def _planned(settings: L0Settings) -> Plan:
 
 
 class KeptTable:
-    """The table and the lock that says whose it is. The lock is a flock of the file, through a description of its own,
-    and ends with the process."""
+    """The table and the lock of its owner. The lock is a flock of the file, on a separate file description, and ends
+    with the process."""
 
     def __init__(self, settings: L0Settings, server: str) -> None:
-        """An empty table, switched as settings say. Raises `UsageError` where another server has it, and what
+        """An empty table, on or off as settings say. Raises `UsageError` if another server owns it, and what
         `SharedCache` raises."""
         self.path = table_path(settings.folder, server)
         plan = _planned(settings)
@@ -63,7 +64,7 @@ class KeptTable:
         self._lock = -1
         try:
             if not self._adopt(sizes):
-                # Off until it is ours: nobody may be served from a table that nobody keeps.
+                # Off until it is ours: nobody may be served from a table without an owner.
                 SharedCache(self.path, create=True, enabled=False, huge_pages=settings.huge_pages, **sizes).close()
                 if not self._adopt(sizes):
                     raise UsageError(f"{self.path} was changed by somebody else while it was made: start again")
@@ -74,8 +75,8 @@ class KeptTable:
             raise
 
     def _adopt(self, sizes: dict[str, Any]) -> bool:
-        """Take over the table that is there, and empty it. False: there is none, or none any more, since it could not
-        be used: processes that have it attached miss from now on."""
+        """Take over the existing table, and empty it. False: there is none, or it was unusable and is removed:
+        processes that have it attached miss from now on."""
         try:
             fd = open_table(self.path, read_only=False)
         except FileNotFoundError:
@@ -101,13 +102,13 @@ class KeptTable:
             return False
 
     def retire(self) -> None:
-        """Nobody finds anything in it any more, and nobody can attach to it."""
+        """Disable the table and remove its file."""
         if not self.table.closed:
             self.table.enabled = False
             self.table.unlink()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it and release the lock."""
         self.table.close()
         self._unlock()
 

@@ -1,9 +1,8 @@
-"""From a path to a descriptor of a finished table file: opening what is there, making what is not.
+"""From a path to a descriptor of a finished table file: open it, or create it.
 
-A table is built in a file of its own, under another name, and gets its name by link() once it is finished. So a name
-leads to a whole table or to none; a file that stands there already, whatever it is, is never written to, and a maker
-that dies or fails takes nothing with it. One process builds at a time: the others wait, for at most `wait_s`, and then
-attach to what it made.
+A table is built in a separate file, under another name, and gets its final name by link() once it is finished. So a
+name leads to a whole table or to none; an existing file is never written to, and a creator that dies or fails damages
+nothing. One process builds at a time: the others wait, for at most `wait_s`, and then attach to the result.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ from lmcache_l0 import _table
 from lmcache_l0.errors import TableBusyError, TableError, TableRoomError
 from lmcache_l0.sizing import GIB, Plan
 
-_STEP_BYTES = 64 << 20  # allocated between two looks at the room that is left
+_STEP_BYTES = 64 << 20  # allocated between two checks of the free space
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 _PAGE_BYTES_MAX = 1 << 16  # an ordinary page, on any machine
-_OPEN_TRIES = 8  # each is lost to somebody who removes the file at that moment
-_LOOK_S = 0.02  # between two looks whether the other maker is done
+_OPEN_TRIES = 8  # a try fails if somebody removes the file at that moment
+_LOOK_S = 0.02  # between two checks whether the other creator is done
 
 
 def open_table(path: Path, *, read_only: bool) -> int:
-    """A descriptor of the file at `path`, if it is one that may be trusted with a mapping.
-
-    FileNotFoundError where there is none; TableError where it is no file, or not its user's alone.
+    """A descriptor of the file at `path`, if it is safe to map. FileNotFoundError if there is none; TableError if it is
+    not a file, or others can write it.
     """
     flags = (os.O_RDONLY if read_only else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -52,7 +50,7 @@ def open_table(path: Path, *, read_only: bool) -> int:
 
 
 def open_or_make(path: Path, plan: Plan, *, reserve: bool, enabled: bool, wait_s: float) -> int:
-    """As open_table, and where there is nothing at `path`, the table of this plan is made there."""
+    """Like open_table; if there is nothing at `path`, create the table of this plan there."""
     until = time.monotonic() + wait_s
     for _ in range(_OPEN_TRIES):
         try:
@@ -72,7 +70,7 @@ def _no_file(path: Path) -> TableError:
 
 
 def _check_owner(path: Path, found: os.stat_result, *, read_only: bool) -> None:
-    """Whoever may write a table's file may end its readers (by cutting it off) and tell them anything."""
+    """Whoever may write a table's file can crash its readers (by truncating it) and show them any bytes."""
     if not stat.S_ISREG(found.st_mode):
         raise _no_file(path)
     me = os.geteuid()
@@ -89,11 +87,9 @@ def _check_owner(path: Path, found: os.stat_result, *, read_only: bool) -> None:
 
 @contextlib.contextmanager
 def _alone(path: Path, building: Path, until: float) -> Iterator[int | None]:
-    """An empty file called `building`, for as long as nobody else builds; None where somebody has finished meanwhile.
-
-    The file is locked by whoever builds in it, and the lock ends with its owner. One with bytes in it that is not
-    locked was left by a maker that died: it is removed, never used again, for its inode may have got the table's name
-    already.
+    """An empty file called `building`, if nobody else is building; None if somebody has finished meanwhile. The builder
+    locks the file, and the lock ends with its owner. A file with bytes and without a lock was left by a creator that
+    died: it is removed, never reused, because its inode may already have the table's name.
     """
     while True:
         fd = os.open(building, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -105,7 +101,7 @@ def _alone(path: Path, building: Path, until: float) -> Iterator[int | None]:
             else:
                 locked = _names(building, fd)
             if locked and os.fstat(fd).st_size:
-                building.unlink(missing_ok=True)  # under its lock, so nobody else is at it: begin again with a new one
+                building.unlink(missing_ok=True)  # under its lock, so nobody else uses it: start again with a new one
                 continue
             if locked:
                 try:
@@ -136,7 +132,7 @@ def _names(path: Path, fd: int) -> bool:
 
 
 def _build(path: Path, fd: int, plan: Plan, *, reserve: bool, enabled: bool) -> None:
-    os.fchmod(fd, 0o600)  # whatever the umask says
+    os.fchmod(fd, 0o600)  # whatever the umask
     _allocate(path, fd, plan, reserve)
     _table.initialise(
         fd,
@@ -156,7 +152,7 @@ def _name(path: Path, building: Path) -> None:
     try:
         os.link(building, path, follow_symlinks=False)
     except FileExistsError:
-        pass  # not made by us: whatever it is, open_table judges it
+        pass  # not created by us: open_table checks it
     except OSError as error:
         raise TableError(
             f"{path} cannot be named ({error.strerror}): its file system must support hard links"
@@ -171,7 +167,7 @@ def _allocate(path: Path, fd: int, plan: Plan, reserve: bool) -> None:
     os.ftruncate(fd, file_bytes)
     if not reserve or not hasattr(os, "posix_fallocate"):
         return
-    step_bytes = max(_STEP_BYTES, page_bytes)  # a part of a page takes all of it, and the rest would seem to lack room
+    step_bytes = max(_STEP_BYTES, page_bytes)  # a partial page takes a whole one, and the rest would seem to lack space
     for offset in range(0, file_bytes, step_bytes):
         left = file_bytes - offset
         _check_room(path, left)
@@ -195,7 +191,7 @@ def room_at(path: Path) -> tuple[int, str]:
     """Bytes that can be allocated at `path`, and what limits them."""
     folder = path.parent
     if folder.resolve().is_relative_to("/dev/shm"):
-        # Memory: the mount, the machine and every control group have a say; past them the end is an OOM kill.
+        # Memory: the mount, the machine and every control group limit it; beyond that comes an OOM kill.
         from lmcache_core.pool.room import room
 
         found = room(mount=folder)
@@ -204,7 +200,7 @@ def room_at(path: Path) -> tuple[int, str]:
     free = held.f_bavail * held.f_frsize
     if held.f_frsize > _PAGE_BYTES_MAX:
         pages = _HUGE_PAGES / f"hugepages-{held.f_frsize >> 10}kB"
-        if pages.is_dir():  # a hugetlbfs; without a limit of its own it says that it has no blocks
+        if pages.is_dir():  # a hugetlbfs; without a size limit it reports zero blocks
             unused = int((pages / "free_hugepages").read_text()) - int((pages / "resv_hugepages").read_text())
             free = min(free, unused * held.f_frsize) if held.f_blocks else unused * held.f_frsize
     return free, str(folder)

@@ -21,7 +21,7 @@ def lmcache_plugin_info() -> PluginInfo:
 
 @hookimpl
 def lmcache_components() -> Sequence[ComponentSpec]:
-    """The table of a server's own."""
+    """A server's own table."""
     return [
         ComponentSpec(
             Kind.COMPANION,
@@ -35,7 +35,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
 
 @hookimpl
 def lmcache_check(settings: Settings) -> Sequence[Finding]:
-    """Whether there is room for the server's table."""
+    """Whether there is space for the server's table."""
     from lmcache_l0.keeping import room_for
 
     return [room_for(settings.companions()["l0"], settings.name)]

@@ -1,17 +1,15 @@
-"""Records: what a value is in L1, and under which keys it stands in L1 and in L0. Both sides have it from here.
+"""Records: the form of a value in L1, and its keys in L1 and in L0. Clients and server both use this module.
 
 A record is an object of L1: 8 bytes of length, 8 bytes that say what the value is (0: bytes; else a dtype's tag), the
-value, and zeros up to the layout's size. Its layout is `uint8[n]` with the memory format `R`; of other objects nothing
-ever goes up into L0.
-
-A name has one key in L1 and one in L0, and each of the two can be told from the other, so that the server, which knows
-keys and no names, can keep L0 right:
+value, and zeros up to the layout's size. Its layout is `uint8[n]` with the memory format `R`; other objects are never
+promoted into L0. A name has one key in L1 and one in L0, and each can be derived from the other, so that the server,
+which knows keys but no names, can keep L0 consistent:
 
     name of 1 to 30 bytes   L1: its length, the name, zeros up to 31 bytes, one byte of its CRC   L0: namespace, name
     longer                  L1: 255, 31 bytes of its SHA-256                                       L0: namespace, L1 key
 
-The namespace is its 64-bit id, little-endian. A key of L1 that is neither is another program's, and stands in L0 behind
-its namespace as it is.
+The namespace is its 64-bit id, little-endian. A key of L1 that is neither belongs to another program; in L0 it follows
+its namespace unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def is_record(layout: Layout) -> bool:
 
 
 def prefix_of(namespace: int) -> bytes:
-    """What the L0 keys of a namespace begin with."""
+    """The prefix of a namespace's L0 keys."""
     return namespace.to_bytes(NAMESPACE_BYTES, "little")
 
 
@@ -75,7 +73,7 @@ def l0_key_of(prefix: bytes, key: bytes) -> bytes:
 
 
 def l1_key_of(key: bytes) -> tuple[int, bytes] | None:
-    """The namespace and the key in L1 of what stands under this key in L0; None for a key that no record has."""
+    """The namespace and the L1 key of this L0 key; None for a key that no record has."""
     tail = key[NAMESPACE_BYTES:]
     if not tail or SHORT_BYTES_MAX < len(tail) != 32:
         return None

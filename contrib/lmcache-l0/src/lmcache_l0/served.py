@@ -1,6 +1,5 @@
-"""`ServedCache`: values that all workers of a server share, read from the server's L0 where they are hot, else from L1.
-
-Nothing is promoted from here: the server counts what all workers read, and decides.
+"""`ServedCache`: values that all workers of a server share, read from the server's L0 if they are hot, else from L1.
+This class does not promote: the server counts what all workers read, and decides.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ _Default = TypeVar("_Default")
 
 
 class ServedCache:
-    """Values under names: str (taken as UTF-8) or bytes, of 1 byte or more. For all threads of a process; a forked
-    child makes its own, with a client of its own.
+    """Values under names: str (encoded as UTF-8) or bytes, of 1 byte or more. Thread-safe; a forked child creates its
+    own, with its own client.
 
     Caches of one `name`, `max_value_size` (bytes, up to 1 MiB), `weights_version` and `tenant_salt` on one server share
     their values. Each takes `max_value_size` and 16 bytes in L1, rounded up to 4 KiB, whatever its own size is. A name
-    has one value for as long as L1 has it: to give it another, clear, or let `weights_version` say which is meant.
-
-    Where the server keeps no table, or one that this process may not attach to (`why_no_l0` says so), L1 alone is read.
+    has one value for as long as L1 has it: to give it another, clear, or use another `weights_version`. If the server
+    keeps no table, or one that this process may not attach to (`why_no_l0` says so), only L1 is read.
     """
 
     def __init__(
@@ -66,14 +64,15 @@ class ServedCache:
 
     @property
     def l0(self) -> SharedCache | None:
-        """The server's table, once something was read; for looking at, not for writing into."""
+        """The server's table, once something was read; only for inspection."""
         return self._l0
 
     # --- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str | bytes, default: _Default | None = None) -> bytes | _Default | None:
-        """The value's bytes, or `default` where neither L0 nor L1 has it (or no server answers)."""
-        name = key.encode() if isinstance(key, str) else bytes(key)  # here and below: a call costs what the get does
+        """The value's bytes, or `default` if neither L0 nor L1 has it (or no server answers)."""
+        # inlined here and below: a call would cost as much as the get
+        name = key.encode() if isinstance(key, str) else bytes(key)
         l0 = self._l0
         if l0 is not None:
             try:
@@ -86,7 +85,7 @@ class ServedCache:
         return default if record is None else _value(record)
 
     def get_many(self, keys: Iterable[str | bytes]) -> list[bytes | None]:
-        """As many `get`, in one go: what L0 has not is asked of L1 in one batch."""
+        """Several `get` at once: what L0 lacks is read from L1 in one batch."""
         names = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
         found: list[bytes | None] = [None] * len(names)
         l0 = self._l0
@@ -105,22 +104,20 @@ class ServedCache:
     def get_numpy(
         self, key: str | bytes, shape: int | tuple[int, ...], dtype: npt.DTypeLike, *, snapshot: bool = False
     ) -> npt.NDArray[Any] | None:
-        """The value as an array of this shape and dtype; None where it is not there.
-
-        From L0 it is a read-only view of the table's memory, as `SharedCache.get_numpy` gives it: ask `valid()` after
-        the work. From L1 it is a read-only array of its own, whose `valid()` is always True. With `snapshot=True` it
-        has memory of its own and may be written. Raises UsageError where the value is of another dtype or size.
+        """The value as an array of this shape and dtype; None if it is not there. From L0 it is a read-only view of the
+        table's memory, like that of `SharedCache.get_numpy`: call `valid()` after the work. From L1 it is a read-only
+        array with its own memory, whose `valid()` is always True. With `snapshot=True` it has its own memory and may be
+        written. Raises UsageError if the value has another dtype or size.
         """
         return self._array(key, shape, dtype, snapshot, False)
 
     def get_torch(
         self, key: str | bytes, shape: int | tuple[int, ...], dtype: torch.dtype, *, snapshot: bool = False
     ) -> torch.Tensor | None:
-        """The value as a tensor of this shape and dtype; None where it is not there.
-
-        From L0 it is the table's own memory, as `SharedCache.get_torch` gives it: ask `valid()` after the work, and do
-        not write into it. From L1, and with `snapshot=True`, it has memory of its own, and `valid()` is always True.
-        Raises UsageError where the value is of another dtype or size.
+        """The value as a tensor of this shape and dtype; None if it is not there. From L0 it is the table's own memory,
+        like that of `SharedCache.get_torch`: call `valid()` after the work, and do not write into it. From L1, and with
+        `snapshot=True`, it has its own memory, and `valid()` is always True. Raises UsageError if the value has another
+        dtype or size.
         """
         from lmcache_l0.tensors import tensor_of
 
@@ -129,7 +126,7 @@ class ServedCache:
     # --- writing ------------------------------------------------------------------------------------------------
 
     def set(self, key: str | bytes, value: bytes) -> Status:
-        """Store bytes under a name that L1 does not have. `EXISTS`: it has one, and that one stays. Other statuses are
+        """Store bytes under a name that L1 does not have. `EXISTS`: L1 has a value, and keeps it. Other statuses are
         L1's own: nothing was stored. Raises ValueTooLargeError."""
         return self._store([_name(key)], [self._record(memoryview(value).cast("B"), 0)])[0]
 
@@ -138,17 +135,17 @@ class ServedCache:
         return self._store([_name(key)], [self._record_of_array(array)])[0]
 
     def set_many(self, items: Mapping[str, bytes] | Mapping[bytes, bytes]) -> list[Status]:
-        """Store several, in their order, in one go; the status of each."""
+        """Store several, in order, in one batch; returns the status of each."""
         records = [self._record(memoryview(value).cast("B"), 0) for value in items.values()]
         return self._store([_name(key) for key in items], records)
 
     def clear(self) -> int:
-        """Forget all values of this cache, in L1 and L0: once this returns nobody reads one of them. How many L1 had.
-        Raises what `Client.clear` raises, and then some may still be there."""
+        """Remove all values of this cache, from L1 and L0: once this returns nobody reads one of them. Returns how many
+        L1 had. Raises what `Client.clear` raises, and then some may still be there."""
         return self._client.clear(self.namespace).objects
 
     def close(self) -> None:
-        """Leave the table; views stay readable. The client stays open."""
+        """Detach from the table; views stay readable. The client stays open."""
         with self._following:
             if self._l0 is not None:
                 self._l0.close()
@@ -203,10 +200,10 @@ class ServedCache:
         return self._record(memoryview(array.tobytes()), _table.tag_of(array.dtype))
 
     def _follow(self) -> None:
-        """Attach to the table that the server offers now. It was asked a moment ago, so nothing is waited for."""
+        """Attach to the table that the server offers now. The offer was fetched a moment ago, so this does not wait."""
         companions = self._client.companions()
         if companions is None:
-            return  # no server: what is attached was right when it died, and nobody can make it wrong
+            return  # no server: the attached table was right when it died, and nobody can make it wrong
         offer = companions.get("l0", _NO_TABLE)
         if offer["table_id"] == self._table_id:
             return
@@ -214,12 +211,12 @@ class ServedCache:
             if self._closed or offer["table_id"] == self._table_id:
                 return
             self._table_id = offer["table_id"]
-            self._l0 = None  # views and calls under way keep the old one
+            self._l0 = None  # views and calls in progress keep the old one
             if not self._table_id:
                 self.why_no_l0 = "the server keeps no table: its settings have no [l0]"
                 return
             try:
-                # Writable, for what is read is counted in it.
+                # Writable, because reads are counted in it.
                 table = SharedCache(offer["path"], create=False)
             except (TableError, OSError) as error:
                 self.why_no_l0 = f"the server's table cannot be attached: {error}"

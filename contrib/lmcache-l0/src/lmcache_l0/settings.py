@@ -14,7 +14,7 @@ LOAD_MAX = 0.7  # beyond it probes grow long
 
 
 class L0Settings(BaseModel):
-    """A table of the server's, into which it promotes what its workers read most."""
+    """The server's table, into which it promotes what its workers read most."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
@@ -44,6 +44,6 @@ class L0Settings(BaseModel):
 
     @property
     def sizes(self) -> dict[str, float | int]:
-        """What is said of the table's size, as `plan_table` takes it."""
+        """The settings of the table's size, as `plan_table` takes them."""
         given = {"size_gb": self.size_gb, "max_value_size": self.max_value_size, "hash_slots": self.hash_slots}
         return {name: figure for name, figure in given.items() if figure is not None}

@@ -1,4 +1,4 @@
-"""From the sizes a user gives to the table that is built: three figures of which any two decide."""
+"""From the sizes that a user gives to the plan of a table: three figures, of which any two determine the third."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is settled before slots and values are: the key's room, and how buffers are shared."""
+    """Fixed before slots and values: the space for a key, and how buffers are shared."""
 
     key: int
     versions: int
@@ -65,10 +65,10 @@ def plan_table(
 ) -> Plan:
     """The table of these sizes. `size_gb` counts GiB, the others slots and bytes.
 
-    Given alone, `hash_slots` decides the size and `size_gb` the slots, with values of 4 KiB; given both, the
-    slots stand and the file is as large as they need, or as `size_gb` allows for the values where
-    `max_value_size` is left out. With `versions` every key has that many buffers more, for itself; without (0),
-    64 slots share `spares` more (2). SizesError where they contradict each other.
+    `hash_slots` alone determines the size, and `size_gb` alone the slots, with values of 4 KiB. If both are given, the
+    slots are fixed and the file is as large as they need, or, without `max_value_size`, values are as large as
+    `size_gb` allows. With `versions` every key has that many extra buffers of its own; without (0), 64 slots share
+    `spares` extra ones (2). Raises SizesError if they contradict each other.
     """
     if versions != 0 or isinstance(versions, bool):
         _check("versions", versions, _table.VERSIONS_MAX)
@@ -143,7 +143,7 @@ def _value_in(budget: int, slots: int, shape: _Shape) -> int:
 
 
 def _contradiction(budget: int, slots: int, value: int, shape: _Shape) -> SizesError:
-    """The ways out of three figures that cannot all be had; only those that lead out."""
+    """What to change if the three figures contradict each other; only changes that help."""
     needed = shape.built(slots, value).file_bytes
     fewer = _slots_in(budget, value, shape)
     smaller = _value_in(budget, slots, shape)

@@ -1,4 +1,4 @@
-"""Tensors that lie in the table. Imported when the first is asked for; torch is then there already."""
+"""Tensors in the table's memory. Imported when the first is requested, when torch is already loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 
 def tensor_of(read: Callable[[np.dtype[Any]], npt.NDArray[Any] | None], dtype: torch.dtype) -> torch.Tensor | None:
-    """The tensor over what `read` gives for numpy's dtype: an array that may be written, or None. A dtype that numpy
-    has not (bfloat16) is read from a value that has no dtype, or that was stored as whole numbers of its size."""
+    """A tensor over the result of `read` for numpy's dtype: a writable array, or None. A dtype that numpy lacks
+    (bfloat16) is read from a value without a dtype, or one that was stored as integers of its size."""
     stored, view_as = _stored_as(dtype)
     array = read(stored)
     if array is None:
         return None
-    tensor: Any = torch.from_numpy(np.asarray(array)).view(view_as)  # it is given an attribute more
+    tensor: Any = torch.from_numpy(np.asarray(array)).view(view_as)  # it gets an extra attribute
     valid = getattr(array, "valid", None)
     tensor.valid = valid if valid is not None else lambda: True
     whole: torch.Tensor = tensor

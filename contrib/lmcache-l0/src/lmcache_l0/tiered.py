@@ -1,12 +1,12 @@
 """`TieredCache`: the server's L1 pool below, the shared table above it for what is read often.
 
-L1 objects are written once, as everything in L1 is: a key names one value for as long as L1 has it. What is hot
-is copied up into L0; what is cold there is deleted, and stays in L1. So nothing in L0 can be newer than L1, and a
-lost L0 loses nothing.
+L1 objects are written once, as everything in L1 is: a key names one value for as long as L1 has it. Hot values are
+copied into L0; cold ones are deleted there, and stay in L1. So nothing in L0 can be newer than L1, and losing L0 loses
+nothing.
 
 A key has one record in L1: an object of the smallest class, which holds the value, or names the class and the object
-that do. Whoever is granted the record's slot writes the key; to all others it is being written, or is there. So of many
-setters of one key one has stored it, whatever the sizes, and one that dies before its record is committed has stored
+that do. The process that gets the record's slot writes the key; for all others it is being written, or exists. So one
+of many setters of a key stores it, whatever the sizes, and one that dies before it commits its record has stored
 nothing.
 """
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from lmcache_core.client.results import Status
 
 VALUE_CLASSES_BYTES = (4 << 10, 64 << 10, 1 << 20)
-COUNTED_KEYS_MAX = 1 << 16  # keys that are counted but not yet hot; beyond it the counting starts over
+COUNTED_KEYS_MAX = 1 << 16  # keys that are counted but not yet hot; beyond it counting starts over
 _LENGTH = struct.Struct("<Q")
-_RECORD = struct.Struct("<QQ16s")  # bytes of the value, its class, and what makes its object's name its own
+_RECORD = struct.Struct("<QQ16s")  # bytes of the value, its class, and the unique part of its object's name
 
 
 class TieredCache:
-    """Values of many processes in L1, the hot ones also in L0. Not for threads to share; forked children make their
-    own, with a client of their own.
+    """Values of many processes in L1, the hot ones also in L0. Not thread-safe; forked children create their own, with
+    their own client.
 
     `name` is the namespace: caches of one name on one server share their values. `classes_bytes` are the sizes of L1
     objects: a value takes the smallest that holds it, and all processes must name the same ones. A key that this
-    process has read `promote_after` times from L1 goes up into L0, if it and its value fit there and this handle of L0
-    may write. Once L0 is filled to `demote_at`, its least-read keys are deleted until `demote_to` is left.
+    process has read `promote_after` times from L1 is promoted into L0, if it and its value fit there and this handle of
+    L0 may write. Once L0 is filled to `demote_at`, its least-read keys are deleted until `demote_to` is left.
     """
 
     def __init__(
@@ -86,24 +86,23 @@ class TieredCache:
         self.l0.enabled = on
 
     def get(self, key: str | bytes) -> bytes | None:
-        """The value, from L0 if it is there, else from L1; None where neither has it (or no server answers)."""
+        """The value, from L0 if it is there, else from L1; None if neither has it (or no server answers)."""
         used = self.l0.enabled and self._fits_l0(key)
         if used:
             value = self.l0.get(key)
             if value is not None:
                 return value
-            ticket = self.l0.ticket(key)  # before L1 is read: what changes from here on makes it old
+            ticket = self.l0.ticket(key)  # before L1 is read: a change from here on makes it stale
         value = self._from_l1(_l1_name(key))
         if used and value is not None and not self.l0.read_only and self._is_hot(key):
             self._promote(key, value, ticket)
         return value
 
     def set(self, key: str | bytes, value: bytes) -> Status:
-        """Store a value in L1 under a key that L1 does not have. `EXISTS`: it has one, and that one stays. `BUSY`:
-        somebody else is storing one.
-
-        Other statuses are L1's own: nothing was stored. Raises ValueTooLargeError beyond the largest class, and
-        UsageError where L0 was attached read-only: what it holds of the key could not be taken out.
+        """Store a value in L1 under a key that L1 does not have. `EXISTS`: L1 has a value, and keeps it. `BUSY`:
+        another process is storing one. Other statuses are L1's own: nothing was stored. Raises ValueTooLargeError
+        beyond the largest class, and UsageError if L0 was attached read-only, because its older value could not be
+        removed.
         """
         fitting = [i for i, size in enumerate(self._classes) if len(value) <= size]
         if not fitting:
@@ -116,9 +115,9 @@ class TieredCache:
                 f"the table {self.l0.path} was attached read-only: set() must take the key's older value out of it, "
                 "so attach it with read_only=False"
             )
-        # L1 may have evicted an older value that L0 still has. Before, so that one who dies behind the store leaves
-        # nothing old above it; and after, whatever the answer, for what was promoted meanwhile. Also with the switch
-        # off: L0 must not be wrong when it is on again.
+        # L1 may have evicted an older value that L0 still has. Delete it before the store, so that a process that dies
+        # after it leaves no stale value in L0; and after it, whatever the answer, for a promotion meanwhile. Also while
+        # the table is off: L0 must not be wrong when it is on again.
         self._take_out(key)
         try:
             return self._to_l1(_l1_name(key), value, fitting[0])
@@ -127,7 +126,7 @@ class TieredCache:
 
     def demote(self) -> int:
         """Delete the least-read keys of L0 until `demote_to` of its slots are left, and halve all counts. They stay in
-        L1. Returns how many went."""
+        L1. Returns how many were deleted."""
         residents = sorted(self.l0.residents(), key=lambda row: row[2])
         surplus = residents[: max(0, len(residents) - self._demote_to_keys)]
         gone = sum(self.l0.delete(key) for key, _, _ in surplus)
@@ -158,13 +157,13 @@ class TieredCache:
             _RECORD.pack_into(slot, 0, len(value), room, nonce)
             if not room:
                 slot[_RECORD.size : _RECORD.size + len(value)] = value
-            with contextlib.suppress(CacheError):  # the server went away, or cleared: its word is the status
+            with contextlib.suppress(CacheError):  # the server went away, or cleared: return its status
                 lease.commit()
             return lease.statuses[0]
 
     def _again(self, name: bytes, value: bytes) -> Status:
-        """The key has a record. It stands, unless L1 has evicted the object that it names: then a value that fits its
-        class takes that object's place. FULL: this one does not fit, and can be set once the record is evicted too."""
+        """The key has a record. It is valid, unless L1 has evicted the object that it names: then a value that fits its
+        class replaces that object. FULL: this value does not fit, and can be set once the record is evicted too."""
         from lmcache_core.client.results import Status
 
         record = self._record(name)
@@ -183,7 +182,7 @@ class TieredCache:
         return self._client.store([_object_name(name, nonce)], [packed], namespace=self._rooms[room]).statuses[0]
 
     def _record(self, name: bytes) -> tuple[bytearray, int, bytes] | None:
-        """The record's bytes, and of which class and object it says that they hold the value."""
+        """The record's bytes, and the class and object that it names."""
         record = bytearray(self._rooms[0].layout.nbytes)
         if not self._client.retrieve([name], [record], namespace=self._rooms[0]).hits:
             return None
@@ -223,11 +222,11 @@ class TieredCache:
         if len(self.l0) >= self._demote_at_keys:
             self.demote()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TableLoadWarning)  # the load is ours to keep, by demotion
+            warnings.simplefilter("ignore", TableLoadWarning)  # we keep the load, by demotion
             try:
                 self.l0.insert(key, value, ticket)
             except TableFullError:
-                self.demote()  # others have filled it: this key's next reads find room
+                self.demote()  # others have filled it: the next reads of this key will find room
 
 
 def _l1_name(key: str | bytes) -> bytes:

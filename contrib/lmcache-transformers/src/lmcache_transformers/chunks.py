@@ -1,11 +1,11 @@
-"""Where chunks lie in the tensors of a cache.
+"""The position of chunks in the tensors of a cache.
 
-A chunk holds the keys and values of all layers for `chunk_tokens` tokens: layer by layer its keys, then its values; of
-each, head by head, the tokens one behind the other (axes LKHTD). transformers keeps keys and values as
-[batch, head, token, size], so of each head a chunk is one run of bytes on both sides, and nothing is copied in between.
+A chunk holds the keys and values of all layers for `chunk_tokens` tokens: for each layer its keys, then its values; in
+each, for each head, the tokens in order (axes LKHTD). transformers keeps keys and values as [batch, head, token, size],
+so for each head a chunk is one run of bytes on both sides, without an intermediate copy.
 
-Keys are cached after their rotary embedding: they belong to their positions. A chunk may be used again only where it
-stood, at the same distance from the start of the sequence. Chunk keys of `lmcache_core.tokens` see to that, because
+Keys are cached after their rotary embedding: they belong to their positions. A chunk may be reused only at its own
+position, at the same distance from the start of the sequence. Chunk keys of `lmcache_core.tokens` ensure that, because
 each covers everything before it.
 """
 
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
 
 
 def layout_of(geometry: Geometry, chunk_tokens: int) -> Layout:
-    """The layout of one chunk, as bytes: keys and values need not have one shape. `Geometry.format` says what they
-    are."""
+    """The layout of one chunk, as bytes: keys and values may differ in shape. `Geometry.format` says what the bytes
+    mean."""
     return Layout("uint8", (chunk_tokens * geometry.token_bytes,))
 
 
 def regions_of(
     cache: Cache, geometry: Geometry, chunk_tokens: int, chunks: int, *, reserved: bool = False
 ) -> list[Region]:
-    """The memory of the first `chunks` chunks of a cache that holds one sequence. Page `i` of each region is of chunk
-    `i`.
-
-    What lies on a device is copied to the host first, so it can be read from these regions and not written. Raises
-    `UsageError`, naming the layer, where the cache does not hold every one of these tokens. `reserved`: it need not
-    hold them, only have room for them.
+    """The memory of the first `chunks` chunks of a cache that holds one sequence. Page `i` of each region belongs to
+    chunk `i`. Tensors on a device are copied to the host first, so these regions can be read but not written. Raises
+    `UsageError`, naming the layer, if the cache does not hold all of these tokens. `reserved`: it need not hold them,
+    only have room for them.
     """
     if len(cache.layers) != geometry.layers_in_cache:
         raise UsageError(
@@ -81,7 +79,7 @@ def _held(layer: Any, shape: LayerShape, tokens: int, reserved: bool) -> tuple[t
 
 def _of_heads(tensor: torch.Tensor, chunk_tokens: int, chunks: int) -> list[Region]:
     if tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]:
-        tensor = tensor.contiguous()  # of a kind of cache that keeps heads inside of tokens
+        tensor = tensor.contiguous()  # for a cache that keeps heads inside of tokens
     item = tensor.element_size()
     page_bytes = chunk_tokens * tensor.shape[3] * item
     step = tensor.stride(1) * item

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lmcache_core.client.client import Client
 
-# Of `generate`, what takes other ways through the model than one answer for each prompt, token after token.
+# Options of `generate` that do more than one answer for each prompt, token by token.
 _OTHER_WAYS = (
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
     *("custom_generate", "continuous_batching_config", "penalty_alpha", "dola_layers"),
@@ -33,8 +33,8 @@ _OWN = ("past_key_values", "input_ids", "inputs", "attention_mask", "position_id
 
 @dataclass
 class Moved:
-    """Bytes between the pool and the model's memory, of all prompts of a call, and the seconds that it took: keys,
-    lookup, waiting for tiers and copying, all of it."""
+    """Bytes between the pool and the model's memory, for all prompts of a call, and the seconds for everything: keys,
+    lookup, waiting for tiers, and copying."""
 
     loaded_bytes: int = 0
     load_s: float = 0.0
@@ -45,8 +45,8 @@ class Moved:
 @dataclass(frozen=True)
 class Generated:
     """`output`: what `model.generate` gave: ids `[prompts, tokens]`, shorter prompts padded on the left, or with
-    `return_dict_in_generate` its output object. `prompt_tokens`: how long the padded prompts are. `tokens_reused`: of
-    each prompt how many tokens were not computed. `texts`: of each answer; empty without a tokenizer."""
+    `return_dict_in_generate` its output object. `prompt_tokens`: how long the padded prompts are. `tokens_reused`: how
+    many tokens of each prompt were not computed. `texts`: of each answer; empty without a tokenizer."""
 
     output: Any
     prompt_tokens: int
@@ -62,14 +62,13 @@ class Generated:
 
 
 class CachedGenerator:
-    """Generates as `model.generate` does, and computes of each prompt only what no earlier prompt began with.
+    """Generates as `model.generate` does, but computes only the part of each prompt after its cached prefix.
 
-    `tokenizer`: for prompts that are text; None where all are token ids. The other parameters are those of
-    `PrefixCache`, which is `prefixes`. Raises `UsageError`, with the reason, for a model that cannot be served.
+    `tokenizer`: for text prompts; None if all are token ids. The other parameters are those of `PrefixCache`, which is
+    `prefixes`. Raises `UsageError`, with the reason, for a model that cannot be served.
 
     Prompts are computed in steps that end where chunks end, one prompt after the other, whether or not anything was
-    found: so an answer does not depend, not by one bit, on how much of its prompt was in the cache. One generator for
-    one thread.
+    found: so an answer has the same bits however much of its prompt was in the cache. One generator for one thread.
     """
 
     def __init__(
@@ -246,8 +245,8 @@ class CachedGenerator:
         return int(wanted)
 
     def _alone(self, sequences: Sequence[list[int]], options: Mapping[str, Any]) -> bool:
-        """Whether the model is better left to itself: without a cache of its own, or where positions depend on the
-        length of the whole prompt."""
+        """Whether to use plain `model.generate`: without a cache, or if positions depend on the length of the whole
+        prompt."""
         limit = self.prefixes.tokens_max
         return self._option(options, "use_cache") is False or (limit is not None and max(map(len, sequences)) > limit)
 
@@ -276,7 +275,7 @@ class CachedGenerator:
 
 
 def _kind(cache_implementation: str | None, cache_config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """For `model.generate`, whose own defaults are not asked."""
+    """For `model.generate`, whose own defaults are not used."""
     config = None if cache_config is None else dict(cache_config)
     return {"cache_implementation": cache_implementation, "cache_config": config}
 

@@ -1,7 +1,7 @@
 """The shapes of one model's KV, as the model itself makes them.
 
 Configurations say it in a dozen ways (heads, KV heads, multi-query, latent attention with keys and values of different
-sizes), so nothing is read from them: the model computes one token, and its cache is looked at.
+sizes), so nothing is read from them: the model computes one token, and we inspect its cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-# Of a configuration, what does not change any KV.
+# The fields of a configuration that do not affect KV.
 _IDLE = {"transformers_version", "_name_or_path", "architectures", "use_cache", "id2label", "label2id", "problem_type"}
 
 
@@ -56,8 +56,8 @@ class Geometry:
         return sum(layer.token_bytes for layer in self.layers)
 
     def format(self, chunk_tokens: int) -> str:
-        """What the bytes of a chunk mean, for the namespace: for each layer its keys, then its values; of each, head by
-        head, `chunk_tokens` tokens. And what the model was configured as, because positions follow from that."""
+        """What the bytes of a chunk mean, for the namespace: for each layer its keys, then its values; in each, for
+        each head, `chunk_tokens` tokens. And the model's configuration, because positions depend on it."""
         layers = ",".join(f"{each.index}:{each.heads}x{each.key_dim}+{each.value_dim}" for each in self.layers)
         dtypes = ",".join(sorted({str(each.dtype).removeprefix("torch.") for each in self.layers}))
         return f"transformers LKHTD {chunk_tokens} {dtypes} {layers} config {self.config_digest}"
@@ -82,7 +82,7 @@ def geometry_of(model: PreTrainedModel) -> Geometry:
 
 def _shape(name: str, index: int, layer: Any) -> LayerShape | None:
     keys, values = layer.keys, layer.values
-    if keys is None:  # of a layer that reads the KV of another one
+    if keys is None:  # for a layer that reads the KV of another one
         return None
     if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.shape[0] != 1:
         raise UsageError(
@@ -94,6 +94,6 @@ def _shape(name: str, index: int, layer: Any) -> LayerShape | None:
 
 
 def _digest(config: Any) -> str:
-    """Of the configuration: rope scaling, window sizes and the like change KV under one and the same name."""
+    """A digest of the configuration: rope scaling, window sizes and the like change KV under the same name."""
     said = {name: value for name, value in config.to_dict().items() if name not in _IDLE}
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""From the caches that prompts were computed in, one each, to the one cache that answers are generated over."""
+"""From the separate caches of the prompts to the one cache over which the answers are generated."""
 
 from __future__ import annotations
 

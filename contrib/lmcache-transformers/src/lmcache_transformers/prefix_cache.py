@@ -40,13 +40,13 @@ class PrefixCache:
     """Loads and stores prompt prefixes of one model, through one client.
 
     `model_name` and `weights_version` say whose KV it is: give the same ones wherever the weights are the same, and
-    other ones where they are not. Without them they are the path and the commit that the model was loaded from. A few
-    values of every weight are in the keys, too: weights that change under one name find nothing of what was before.
-    `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for what a tier holds; what is not there by
-    then is computed. `unproven_ok`: take models that nobody has proven, too.
+    other ones where they are not. By default they are the path and the commit that the model was loaded from. A few
+    values of every weight are in the keys too: weights that change under one name do not find KV of the old ones.
+    `tenant_salt` keeps tenants apart. `wait_s`: how long `load` may wait for a tier; chunks that are not there by then
+    are computed. `unproven_ok`: accept models that were not proven.
 
-    Raises `UsageError`, with the reason, for a model that cannot be served. One sequence at a time (batch of one). A
-    lost server is a miss, and a store that stores nothing.
+    Raises `UsageError`, with the reason, for a model that cannot be served. One sequence at a time (batch of one).
+    Without a server, loads miss, and stores store nothing.
     """
 
     def __init__(
@@ -83,18 +83,18 @@ class PrefixCache:
         self._model = model
 
     def keys(self, tokens: Tokens) -> list[bytes]:
-        """The key of each whole chunk of `tokens`, for the weights, adapters and autocast of now. Raises `UsageError`
-        where the model is in training mode."""
+        """The key of each whole chunk of `tokens`, for the current weights, adapters and autocast. Raises `UsageError`
+        if the model is in training mode."""
         return chunk_keys(tokens, self.namespace, self.chunk_tokens, extra=computed_by(self._model))
 
     def load(self, tokens: Tokens, *, room_tokens: int = 0) -> Prefix:
         """The longest cached prefix of `tokens`, in whole chunks, as a cache to call the model with.
 
-        At least one token is always left to compute: the model needs one to say what comes next. Call the model with
+        At least one token is always left to compute: the model needs one to predict the next. Call the model with
         `tokens[prefix.tokens_reused:]` and `past_key_values=prefix.cache`. `room_tokens`: how many tokens the cache
         will hold in the end; more are possible, and cost a copy.
 
-        Where positions depend on the length of the prompt (see `tokens_max`), longer ones find nothing.
+        If positions depend on the length of the prompt (see `tokens_max`), longer ones find nothing.
         """
         from lmcache_transformers.room import cache_with_room, copy_rooms, fill
 
@@ -120,19 +120,17 @@ class PrefixCache:
         return Prefix(cache, chunks * self.chunk_tokens, chunks * self.layout.nbytes)
 
     def _read(self, keys: list[bytes], cache: DynamicCache) -> int:
-        """How many chunks from the first on are in the rooms of `cache` now. What left the pool meanwhile is a miss,
-        and so is what stands behind it."""
+        """How many chunks from the first on are now in the rooms of `cache`. A chunk that left the pool meanwhile is a
+        miss, and so are those behind it."""
         regions = regions_of(cache, self.geometry, self.chunk_tokens, len(keys), reserved=True)
         got = self.client.retrieve_strided(keys, regions, range(len(keys)), namespace=self.namespace)
         statuses = list(got.statuses[0])
         return next((at for at, status in enumerate(statuses) if status is not Status.HIT), len(statuses))
 
     def store(self, tokens: Tokens, cache: Cache) -> Stored:
-        """Store the whole chunks of `tokens` whose KV stands in `cache`, straight into the pool.
-
-        `tokens` are those that the cache holds, from its first on. What is there already is not copied again; what
-        finds no room now is left out. Where positions depend on the length of the prompt (see `tokens_max`), nothing
-        of longer ones is stored.
+        """Store the whole chunks of `tokens` whose KV is in `cache`, straight into the pool. `tokens` are those that
+        the cache holds, from its first on. Chunks that exist are not copied again; chunks that find no room are
+        skipped. If positions depend on the length of the prompt (see `tokens_max`), nothing of longer ones is stored.
         """
         length = int(cache.get_seq_length())
         keys = self.keys(tokens)[: min(len(tokens), length) // self.chunk_tokens]

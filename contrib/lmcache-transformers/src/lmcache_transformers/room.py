@@ -1,8 +1,7 @@
-"""Cache layers with room to grow: what transformers' own ones are to a model, in memory that stays where it is.
-
-transformers' `DynamicLayer` copies all of its KV for every step that adds to it. These write what is new behind what is
-there, so a prefix is copied once on its way from the pool, and a chunk once on its way there. Sliding layers show the
-model their window and keep the rest, so that chunks can be cut from it.
+"""Cache layers with room to grow: they behave like transformers' own layers, in memory that does not move.
+transformers' `DynamicLayer` copies all of its KV in every step that adds to it. These append in place, so a prefix is
+copied once from the pool, and a chunk once into it. Sliding layers show the model their window and keep the rest, so
+that chunks can be cut from it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from lmcache_core.errors import UsageError
 from lmcache_transformers.geometry import Geometry, LayerShape
 
-# What transformers puts where a layer keeps nothing of its own; before 5.23 that was a layer like all others.
+# transformers' class for a layer without its own KV; before 5.23 that was an ordinary layer.
 EMPTY_LAYER: Any = getattr(cache_utils, "DummyLayer", None) or type("EmptyLayer", (DynamicLayer,), {})
 
 
@@ -26,7 +25,7 @@ class _Room:
 
     def __init__(self, shape: LayerShape, capacity: int, device: torch.device) -> None:
         def empty(size: int) -> torch.Tensor:
-            with torch.inference_mode(False):  # a step outside of inference mode may write to it
+            with torch.inference_mode(False):  # so that a step outside of inference mode may write to it
                 return torch.empty((1, shape.heads, capacity, size), dtype=shape.dtype, device=device)
 
         self.shape = shape
@@ -61,7 +60,7 @@ class _Room:
 
 
 class RoomLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped where types are checked
-    """A `DynamicLayer` over a room. What replaces its tensors (`crop`, beams, …) makes it a plain one."""
+    """A `DynamicLayer` over a room. Operations that replace its tensors (`crop`, beams, …) make it a plain one."""
 
     def __init__(self, room: _Room) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class RoomLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add them; all keys and values."""
+        """Append them; returns all keys and values."""
         if not _stands(self, self.room, key_states):
             self.room = None
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
@@ -98,7 +97,7 @@ class SlidingRoomLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # as a
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add them; those of the window before them, and themselves."""
+        """Append them; returns those of the window before them, and themselves."""
         if self.record_past or not _stands(self, self.room, key_states):
             self.room = None
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
@@ -118,7 +117,7 @@ class SlidingRoomLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # as a
 
 
 def _stands(layer: Any, room: _Room | None, keys: torch.Tensor) -> bool:
-    """Whether nobody has replaced what the layer showed last."""
+    """Whether the tensors that the layer showed last are still its own."""
     return room is not None and layer.keys is layer._shown[0] and keys.shape[0] == 1
 
 
@@ -143,7 +142,7 @@ def cache_with_room(geometry: Geometry, capacity: int, device: str | torch.devic
 
 
 def fill(cache: DynamicCache, tokens: int) -> None:
-    """Say that the first `tokens` tokens of the rooms were written from outside."""
+    """Mark the first `tokens` tokens of the rooms as written from outside."""
     for room in rooms_of(cache):
         assert room is not None
         room.used = tokens
@@ -161,5 +160,5 @@ def copy_rooms(source: DynamicCache, target: DynamicCache) -> None:
 
 
 def rooms_of(cache: Any) -> Sequence[_Room | None]:
-    """Of each layer that holds KV; None: it has none (any more)."""
+    """The room of each layer that holds KV; None: it has none (any more)."""
     return [getattr(layer, "room", None) for layer in cache.layers if not isinstance(layer, EMPTY_LAYER)]

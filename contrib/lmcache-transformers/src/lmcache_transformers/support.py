@@ -1,7 +1,6 @@
-"""Which models are served: those whose KV at a position follows from the tokens up to it, and which were proven exact.
-
-A model that is not served is refused in words before anything is stored. Whatever is not known to be safe is refused: a
-wrong hit shows as a wrong answer, and nowhere else.
+"""Which models are served: those whose KV at a position depends only on the tokens up to it, and which were proven
+exact. Other models are refused, with the reason, before anything is stored. Anything not known to be safe is refused,
+because a wrong hit shows only as a wrong answer.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from lmcache_transformers.weights import check_mode
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Rotary embeddings that go by the position alone. Of the others it is known from how many tokens on they do not.
+# Rotary embeddings that depend only on the position. For the others we know from how many tokens on they do not.
 _FIXED_ROPE = {"default", "linear", "yarn", "llama3", "proportional"}
 _LENGTH_ROPE = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 _PARTS_OF_TEXT = {"attn_config", "ffn_config"}  # configurations of a part of the text model itself
-_DECODERS_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # they have the field, and do not go by it
+_DECODERS_ANYWAY = {"gpt_neox", "gpt_neox_japanese"}  # they have the field, but do not use it
 _DISTANCES = {"bloom", "mpt"}  # ALiBi
 _LAYERS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 
 
 def refusal(config: PreTrainedConfig, *, unproven_ok: bool = False) -> str:
-    """Why models of this configuration are not served, in words; empty where they are."""
+    """Why models of this configuration are not served; empty if they are."""
     text = config.get_text_config(decoder=True)
     name = f"the model type {config.model_type!r}"
     if getattr(config, "is_encoder_decoder", False):
@@ -60,7 +59,7 @@ def check_model(model: PreTrainedModel, *, unproven_ok: bool = False) -> None:
 
 
 def tokens_max(config: PreTrainedConfig) -> int | None:
-    """Up to how many tokens positions do not depend on how long the whole prompt is; None: without a limit.
+    """Up to how many tokens positions are independent of the length of the whole prompt; None: without a limit.
 
     Longer prompts take other rotary frequencies for all of their positions (`dynamic` and `longrope` scaling): nothing
     of them can be shared with shorter ones, or, with `dynamic`, with each other.
@@ -76,8 +75,8 @@ def tokens_max(config: PreTrainedConfig) -> int | None:
 
 
 def counts_positions_by_cache(model: PreTrainedModel) -> bool:
-    """Whether the model counts positions by what its cache holds, padding and all: it takes none from outside, and its
-    attention goes by more than distances."""
+    """Whether the model derives positions from what its cache holds, padding included: it takes no position ids, and
+    its attention depends on more than distances."""
     taken = inspect.signature(model.forward).parameters
     return "position_ids" not in taken and model.config.model_type not in _DISTANCES
 

@@ -1,7 +1,6 @@
-"""What computes a model's KV beside its configuration: weights, adapters and autocast, as they are now.
-
-A name says which weights were meant, and nothing of weights that were trained further, merged or loaded anew under it.
-So a few values of every tensor are looked at, each time: they are in the keys.
+"""What determines a model's KV beside its configuration: the current weights, adapters and autocast. A name does not
+show that weights were trained further, merged or reloaded under it. So a few values of every tensor are read each time,
+and are part of the keys.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _VALUES = 64  # of each tensor, evenly spread
 
 
 def computed_by(model: PreTrainedModel) -> bytes:
-    """What the keys say of the model as it is now. Raises `UsageError` where it is in training mode."""
+    """The part of the keys that describes the model as it is now. Raises `UsageError` if it is in training mode."""
     check_mode(model)
     said = hashlib.sha256()
     for part in (*_weights(model), *_adapters(model), _autocast(model)):
@@ -37,8 +36,8 @@ def check_mode(model: PreTrainedModel) -> None:
 
 
 def _weights(model: PreTrainedModel) -> Iterator[bytes]:
-    """Of each tensor its name, shape and dtype, and some of its values. Kinds of tensors that other packages bring
-    (quantised ones), and weights that are not in memory now, say no values."""
+    """For each tensor its name, shape and dtype, and some of its values. Tensor types of other packages (quantised
+    ones), and weights that are not in memory now, have no values here."""
     import torch
 
     alike: dict[Any, list[torch.Tensor]] = {}
@@ -46,7 +45,7 @@ def _weights(model: PreTrainedModel) -> Iterator[bytes]:
         yield f"{name} {tuple(weight.shape)} {weight.dtype}".encode()
         if type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta and weight.numel():
             alike.setdefault((weight.device, weight.dtype), []).append(_some(weight))
-    for values in alike.values():  # one copy from each device, and not one from each tensor
+    for values in alike.values():  # one copy for each device, not one for each tensor
         yield bytes(memoryview(torch.cat(values).view(torch.uint8).cpu().numpy()))
 
 
@@ -59,7 +58,7 @@ def _some(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _adapters(model: PreTrainedModel) -> Iterator[bytes]:
-    """Which adapters each layer goes by, and how; their weights are among the model's."""
+    """Which adapters each layer uses, and how; their weights are among the model's."""
     peft: Any = sys.modules.get("peft.tuners.tuners_utils")
     if peft is None:
         return

@@ -1,4 +1,4 @@
-"""What zstd and lz4 have in common: blocks, shuffling, scratch memory of each thread."""
+"""What zstd and lz4 share: blocks, shuffling, scratch memory for each thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Scratch(threading.local):
 
 
 class BlockSerde(Serde):
-    """A serde that compresses block by block. Subclasses bring a codec."""
+    """A serde that compresses block by block. Subclasses add a codec."""
 
     lossless: ClassVar[bool] = True
     codec: ClassVar[bytes]  # four bytes in each object
@@ -39,7 +39,7 @@ class BlockSerde(Serde):
 
     @abstractmethod
     def decompress(self, block: memoryview, nbytes: int) -> bytes:
-        """At most `nbytes`; never allocates more, whatever `block` says. Raises ValueError for what is no block."""
+        """At most `nbytes`; never allocates more, whatever `block` says. Raises ValueError for an invalid block."""
 
     def parameters(self) -> Mapping[str, str | int | float]:
         return {"format": FORMAT}

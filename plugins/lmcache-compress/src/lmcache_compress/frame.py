@@ -1,9 +1,9 @@
 """The encoded form: a head, the length of each block, the blocks.
 
-Blocks are BLOCK_BYTES of the object each (the last one less), compressed by themselves: scratch memory stays in
-the processor's cache, and no length that comes from outside is ever allocated. A block that does not shrink is
-stored as it is, so the whole never grows by more than head and lengths. The checksum covers key, layout, head,
-lengths and blocks: damage is found before the first block is decoded.
+Blocks are BLOCK_BYTES of the object each (the last one less), compressed separately: scratch memory stays in the
+processor's cache, and no length from outside is ever allocated. A block that does not shrink is stored as it is, so an
+object never grows by more than head and lengths. The checksum covers key, layout, head, lengths and blocks: damage is
+found before the first block is decoded.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lmcache_compress.shuffle import Bytes
 from lmcache_core.errors import DamagedObjectError
 from lmcache_core.pool.layout import Layout
 
-BLOCK_BYTES = 1 << 20  # with its scratch memory it fits a second-level cache; larger blocks compress no better
-FORMAT = 2  # moves when the encoded bytes change their meaning
+BLOCK_BYTES = 1 << 20  # with its scratch memory it fits into a second-level cache; larger blocks compress no better
+FORMAT = 2  # incremented when the meaning of the encoded bytes changes
 HEAD = struct.Struct("<4sHHQQ")  # codec, format, itemsize of the shuffle, bytes of the object, checksum
 STORED = 1 << 31  # in a block's length: not compressed, not shuffled
 
@@ -42,7 +42,7 @@ def frame_bytes(nbytes: int) -> int:
 
 
 def seal(out: Bytes, codec: bytes, itemsize: int, lengths: list[int], nbytes: int, layout: Layout, key: bytes) -> None:
-    """Write head and lengths in front of the blocks that `out` holds already."""
+    """Write head and lengths in front of the blocks that `out` already holds."""
     out[HEAD.size : frame_bytes(nbytes)] = np.array(lengths, dtype="<u4").view(np.uint8)
     checksum = _checksum(codec, itemsize, nbytes, layout, key, out.data[HEAD.size :])
     out[: HEAD.size] = np.frombuffer(HEAD.pack(codec, FORMAT, itemsize, nbytes, checksum), dtype=np.uint8)

@@ -12,7 +12,7 @@ from lmcache_compress.shuffle import Bytes
 
 
 class Lz4Serde(BlockSerde):
-    """lz4 blocks, without lz4's own frame: lengths stand in ours."""
+    """lz4 blocks, without lz4's own frame: lengths are in ours."""
 
     name: ClassVar[str] = "lz4"
     codec: ClassVar[bytes] = b"lz4 "

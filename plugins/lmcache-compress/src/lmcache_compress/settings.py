@@ -1,4 +1,4 @@
-"""Settings of the two serdes. None of them matters for decoding, so all may change between two runs."""
+"""Settings of the two serdes. None of them affects decoding, so all may change between two runs."""
 
 from __future__ import annotations
 

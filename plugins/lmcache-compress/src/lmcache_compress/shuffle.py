@@ -17,9 +17,8 @@ WORDS: dict[int, Any] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u
 
 
 def shuffled(src: Bytes, itemsize: int, out: Bytes, words: Bytes) -> None:
-    """`src` in planes into `out`, both of one length; what is left after the last whole element stays at the end.
-
-    `words` is scratch memory of that length or more. `itemsize` is 2, 4 or 8.
+    """Write `src` in planes to `out`, of the same length; bytes after the last whole element stay at the end. `words`
+    is scratch memory of at least that length. `itemsize` is 2, 4 or 8.
     """
     count = src.size // itemsize
     whole = count * itemsize

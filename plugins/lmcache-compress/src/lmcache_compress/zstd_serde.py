@@ -12,7 +12,7 @@ from lmcache_compress.frame import BLOCK_BYTES
 from lmcache_compress.settings import ZstdSettings
 from lmcache_compress.shuffle import Bytes
 
-# KV has hardly a repetition to find; what shrinks is the entropy of the exponents. The smallest table of matches
+# KV has hardly any repetitions; compression gains only from the entropy of the exponents. The smallest table of matches
 # that zstd allows made bf16 2 % smaller than level 1 does, at 2.5 times the speed, and 1.7 times on the way back.
 ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
@@ -27,7 +27,7 @@ ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class _Contexts(threading.local):
-    """zstd's contexts are reused, and belong to one thread each."""
+    """zstd's contexts are reused, one for each thread."""
 
     def __init__(self, level: int) -> None:
         if level == 0:
@@ -51,7 +51,7 @@ class ZstdSerde(BlockSerde):
         return self._contexts.compressor.compress(block.data)
 
     def decompress(self, block: memoryview, nbytes: int) -> bytes:
-        # The library allocates what a frame says it holds, so that is compared first.
+        # The library allocates the size that a frame claims, so check that first.
         try:
             claimed = zstandard.frame_content_size(block)
             if claimed != nbytes:

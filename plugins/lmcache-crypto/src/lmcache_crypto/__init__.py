@@ -14,7 +14,7 @@ from lmcache_core.plugins.hookspecs import hookimpl
 if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings
 
-SUMMARY = "AES-256-GCM; an object cannot be read without its key, nor passed off as another"
+SUMMARY = "AES-256-GCM; an object cannot be read without its key, nor replaced by another"
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""What `lmcache-core check` says of the keys: whether they can be read, and by whom else."""
+"""What `lmcache-core check` says about the keys: whether they can be read, and by whom else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_keys(settings: Settings) -> Sequence[Finding]:
-    """One finding for each tier that encrypts. No key and no part of one is in it; ids are public."""
+    """One finding for each tier that encrypts. It contains no key or part of one; ids are public."""
     return [
         _finding(name, serde.settings)
         for name, tier in settings.l2.items()
@@ -31,16 +31,16 @@ def _finding(tier: str, chosen: AesGcmSettings) -> Finding:
     try:
         keyring = keyring_of(chosen)
     except SettingsError as error:
-        return Finding.of_error(subject, error, "mend the source of the keys, or start without the tier")
+        return Finding.of_error(subject, error, "correct the source of the keys, or start without the tier")
     if chosen.key_file is not None and (others := _readers(chosen.key_file)):
-        cure = f"chmod 600 {chosen.key_file}; of a mounted secret, set its defaultMode to 0400"
+        cure = f"chmod 600 {chosen.key_file}; for a mounted secret, set its defaultMode to 0400"
         return Finding(False, subject, f"{chosen.key_file} can be read by {others}", cure)
     count = len(keyring.ids)
     return Finding(True, subject, f"{count} key{'s' if count > 1 else ''}, current id {keyring.current_id.hex()}")
 
 
 def _readers(path: Path) -> str:
-    """Who beside the owner can read the file, in words; empty where nobody can."""
+    """Who beside the owner can read the file, in words; empty if nobody can."""
     mode = path.stat().st_mode
     if mode & stat.S_IROTH:
         return "everybody on the machine"

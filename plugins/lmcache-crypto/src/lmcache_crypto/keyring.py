@@ -1,4 +1,4 @@
-"""The keys of one serde: read once, named by an id that tells nothing of them, never shown."""
+"""The keys of one serde: read once, named by an id that reveals nothing about them, never shown."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def key_id_of(key: bytes) -> bytes:
 
 
 def keyring_of(settings: AesGcmSettings) -> Keyring:
-    """Read the keys. Raises SettingsError that names the source and the place in it, and never the text found."""
+    """Read the keys. Raises SettingsError that names the source and the place in it, but never quotes its text."""
     if settings.key_file is not None:
         where, text = f"key_file {settings.key_file}", _text_of(settings.key_file)
     elif settings.key_env is not None:

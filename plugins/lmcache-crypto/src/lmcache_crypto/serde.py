@@ -6,8 +6,8 @@
 
 Authenticated with every segment, beside its own bytes: the head, the layout of what is sealed, the segment's number,
 and the key that the chain gives, which holds the object's key, namespace, epoch, and a digest of its layout and codec
-chain. So a segment is accepted in its own place of its own object only: nothing can be passed off as something else,
-brought back after a clear, cut, reordered or mixed from two writes of different length.
+chain. So a segment is accepted only in its own place of its own object: nothing can be substituted, restored after a
+clear, truncated, reordered or mixed from two writes of different length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lmcache_crypto.keyring import KEY_ID_BYTES, keyring_of
 from lmcache_crypto.settings import AesGcmSettings
 
 MAGIC = b"LMGC"
-FORMAT = 2  # moves when the encoded bytes change their meaning
+FORMAT = 2  # incremented when the meaning of the encoded bytes changes
 HEAD = struct.Struct(f"<4sHHQ{KEY_ID_BYTES}s")
 BOUND = struct.Struct("<QI")  # layout fingerprint, segment number; then the key
 NONCE_BYTES = 12
@@ -44,7 +44,7 @@ class AesGcmSerde(Serde):
         self._keyring = keyring_of(settings)
 
     def parameters(self) -> Mapping[str, str | int | float]:
-        """Without the key's id, which stands in each object: after a rotation, older objects are still read."""
+        """Without the key's id, which is in each object: after a rotation, older objects can still be read."""
         return {"format": FORMAT}
 
     def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
@@ -72,12 +72,12 @@ class AesGcmSerde(Serde):
         head = bytes(src[: HEAD.size])
         magic, version, segments, recorded, key_id = HEAD.unpack(head)
         if (magic, version, segments, recorded) != (MAGIC, FORMAT, _segments(nbytes), nbytes):
-            raise _damaged(key, "its head is not one that this version writes for this layout")
+            raise _damaged(key, "its header is not one that this version writes for this layout")
         cipher = self._keyring.cipher(key_id)
         if cipher is None:
             known = ", ".join(each.hex() for each in self._keyring.ids)
             raise MismatchedObjectError(
-                f"aesgcm object {key.hex()[:16]}… was encrypted with key {key_id.hex()}, and the keys here are "
+                f"aesgcm object {key.hex()[:16]}… was encrypted with key {key_id.hex()}; the configured keys are "
                 f"{known}: add that key to read it; it is left where it is"
             )
         for number, start, at, size in _places(nbytes):
@@ -86,7 +86,7 @@ class AesGcmSerde(Serde):
             try:
                 cipher.decrypt_into(nonce, sealed, _bound(head, layout, number, key), into[start : start + size])
             except InvalidTag:
-                # GCM has written plain text by now that nobody vouches for.
+                # By now GCM has written plain text that is not authenticated.
                 raise _damaged(
                     key, "it fails authentication: changed, or written for another object or layout"
                 ) from None
@@ -96,7 +96,7 @@ class AesGcmSerde(Serde):
 
 
 def _segments(nbytes: int) -> int:
-    """An empty object has one too: its tag is what vouches for it."""
+    """An empty object has one too: its tag authenticates it."""
     return max(1, -(-nbytes // SEGMENT_BYTES))
 
 

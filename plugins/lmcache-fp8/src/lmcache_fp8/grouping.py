@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from lmcache_core.pool.layout import Layout
 
-RUN_ELEMENTS = 128  # a group where the layout names no heads: the usual head dimension
+RUN_ELEMENTS = 128  # the group size if the layout names no heads: the usual head dimension
 
 
 class Grouping(NamedTuple):
     """An object as `outer × tokens × mid` rows of `dim` contiguous elements, and `tail` elements after them.
 
-    A group is the rows of up to `group` consecutive tokens at one (outer, mid); the tail, where there is one, is
-    a group of its own. Scales stand in the order outer, token group, mid, tail.
+    A group is the rows of up to `group` consecutive tokens at one (outer, mid); the tail, if there is one, is a
+    separate group. Scales are in the order outer, token group, mid, tail.
     """
 
     outer: int
@@ -40,10 +40,10 @@ class Grouping(NamedTuple):
 def grouping_of(layout: Layout, group_tokens: int) -> Grouping:
     """The groups of one layout.
 
-    With D as the last axis, a group spans D and `group_tokens` of the axis T; every other axis (head, layer, key
-    or value, block) separates groups. Without H among the axes, a D that is a multiple of RUN_ELEMENTS holds
-    several heads side by side and is split into runs of that length. Where the axes are not named, or D is not
-    the last, nothing is known of the inside: groups are RUN_ELEMENTS contiguous elements.
+    With D as the last axis, a group spans D and `group_tokens` of the axis T; every other axis (head, layer, key or
+    value, block) separates groups. Without H among the axes, a D that is a multiple of RUN_ELEMENTS holds several heads
+    side by side and is split into runs of that length. If the axes are not named, or D is not the last, the structure
+    is unknown: groups are RUN_ELEMENTS contiguous elements.
     """
     axes, shape = layout.memory_format, layout.shape
     if not axes.endswith("D") or axes.count("D") > 1 or axes.count("T") > 1:

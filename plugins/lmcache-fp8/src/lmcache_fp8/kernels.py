@@ -1,4 +1,4 @@
-"""The two ways to compute, behind one small contract; both give the same bytes."""
+"""The two implementations, behind one small interface; both give the same bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CURE = "reinstall lmcache-fp8 where a C compiler is found, or install lmcache-fp
 
 
 class Kernel(ABC):
-    """Quantises whole objects. Used by many threads at once; releases the GIL while it computes."""
+    """Quantises whole objects. Thread-safe; releases the GIL while it computes."""
 
     @abstractmethod
     def encode(self, src: memoryview, dtype: str, grouping: Grouping) -> Buffer:

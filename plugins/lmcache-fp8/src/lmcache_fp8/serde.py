@@ -16,7 +16,7 @@ from lmcache_fp8.grouping import Grouping, grouping_of
 from lmcache_fp8.kernels import DTYPES, kernel_for
 from lmcache_fp8.settings import Fp8Settings
 
-FORMAT = 1  # moves when the encoded bytes change their meaning
+FORMAT = 1  # incremented when the meaning of the encoded bytes changes
 
 
 class Fp8Serde(Serde):

@@ -1,4 +1,5 @@
-"""The vectorised torch way, for machines without the C kernel: operation by operation what kernels.h says."""
+"""The vectorised torch implementation, for machines without the C kernel: operation by operation the same as
+kernels.h."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def _restored(codes: torch.Tensor, factors: torch.Tensor, dtype: str) -> torch.T
 
 
 def _tensor_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of its own over a copy: torch takes no read-only memory without a warning, and no odd address."""
+    """A tensor over a copy: torch warns about read-only memory, and refuses unaligned addresses."""
     return torch.frombuffer(bytearray(data), dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
 
 

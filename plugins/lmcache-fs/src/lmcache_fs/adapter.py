@@ -1,6 +1,6 @@
 """The disk tier: one file for each object."""
 
-# Names are strings here: to make a Path of each costs more than the call it is for.
+# Names are strings here: making a Path of each costs more than the call that uses it.
 # ruff: noqa: PTH103, PTH104, PTH108, PTH112, PTH116, PTH208
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lmcache_fs.transport.paths import Paths, key_of
 from lmcache_fs.transport.temporary import TemporaryFolder, sweep
 
 _SCAN_PAGE_ENTRIES = 1000
-_LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
+_LATE = Outcome(Result.FAILED, error="not started by its deadline", retryable=True)
 _DONE = Outcome(Result.DONE)
 
 Item = TypeVar("Item")
@@ -45,9 +45,9 @@ Item = TypeVar("Item")
 class FsAdapter(L2Adapter):
     """Files under `settings.path`. Thread-safe; several adapters, in several processes, may share a directory.
 
-    A file is written under a name of its own and renamed: readers see it whole or not at all. A load sets the
-    file's access time, from which `scan` gives the order of use to the next server. The directory is made when
-    it is first needed, and again if someone deletes it.
+    A file is written under a temporary name and renamed: readers see it whole or not at all. A load sets the file's
+    access time, from which `scan` gives the order of use to the next server. The directory is created when it is first
+    needed, and again if someone deletes it.
     """
 
     # Small batches: a checksum just before the write, or just after the read, finds the bytes in the CPU's cache.
@@ -88,7 +88,7 @@ class FsAdapter(L2Adapter):
         return [self._one(self._set_aside_one, key, deadline, "set aside") for key in keys]
 
     def usage(self) -> Usage:
-        """Only the free bytes: to count files would mean to walk them."""
+        """Only the free bytes: counting files would mean walking them."""
         self._check_open()
         try:
             room = os.statvfs(self._paths.root)
@@ -97,8 +97,8 @@ class FsAdapter(L2Adapter):
         return Usage(None, None, room.f_bavail * room.f_frsize)
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        """Shard by shard; the cursor is the last shard that was walked. Raises `TierError` where there is no directory
-        and none can be made: "nothing is there" would be believed until the next scan."""
+        """Shard by shard; the cursor is the last shard that was walked. Raises `TierError` if there is no directory and
+        none can be created: otherwise the tier would count as empty until the next scan."""
         self._check_open()
         try:
             shards = self._shards()
@@ -118,7 +118,7 @@ class FsAdapter(L2Adapter):
         return f"the directory {os.path.realpath(self._paths.root)}"
 
     def try_to_lead(self) -> bool:
-        """By a lock on a file in the directory."""
+        """Lock a file in the directory."""
         self._check_open()
         return self._lead.take()
 
@@ -134,7 +134,7 @@ class FsAdapter(L2Adapter):
         try:
             return self._publish(item)
         except FileNotFoundError:
-            # Someone has deleted the directory, or a part of it, under us: what was there is there no more.
+            # Someone has deleted the directory, or a part of it: its objects are gone.
             self._recount.ask()
             with self._making:
                 self._made = os.path.isdir(self._temporary.path)
@@ -157,7 +157,7 @@ class FsAdapter(L2Adapter):
         if self._settings.fsync:
             try:
                 sync_folder(self._paths.shard(item.key))
-            except OSError as error:  # whatever it says, FULL too: the object is there, and may not outlive a power cut
+            except OSError as error:  # whatever the error, even FULL: the object may not survive a power cut
                 return Outcome(Result.FAILED, error=self._errors.text("store", error), retryable=True)
         return Outcome(Result.DONE, item.nbytes)
 
@@ -198,7 +198,7 @@ class FsAdapter(L2Adapter):
     def _set_aside_one(self, key: bytes) -> Outcome:
         error = self._keep_damaged(self._paths.object(key), key)
         if error is not None:
-            raise error  # it is still there, and takes its room
+            raise error  # it is still there, and takes its space
         return _DONE
 
     def _is_there(self, key: bytes) -> bool:
@@ -211,8 +211,8 @@ class FsAdapter(L2Adapter):
         return stat.S_ISREG(about.st_mode) and about.st_size >= TRAILER.size
 
     def _keep_damaged(self, path: str, key: bytes) -> OSError | None:
-        """Move a file to the damaged ones; delete it where there is no room for more of them, or no right to. Why it
-        is still where it was, if it is: then it stays damaged, and a miss."""
+        """Move a file to the damaged ones; delete it if there are too many, or if moving fails. Returns why the file is
+        still in its place, if it is: then it stays damaged, and a miss."""
         try:
             os.makedirs(self._paths.damaged, mode=0o700, exist_ok=True)
             if len(os.listdir(self._paths.damaged)) < self._settings.damaged_files_max:
@@ -230,7 +230,7 @@ class FsAdapter(L2Adapter):
 
     # --- all of them --------------------------------------------------------------------------------------
     def _one(self, method: Callable[[Item], Outcome], item: Item, deadline: float, what: str) -> Outcome:
-        """The outcome of one item: what the operating system refuses is a value, never an exception."""
+        """The outcome of one item: an error of the operating system is a value, never an exception."""
         if time.monotonic() >= deadline:
             return _LATE
         try:
@@ -262,7 +262,7 @@ class FsAdapter(L2Adapter):
         try:
             return sorted(os.listdir(self._paths.objects))
         except FileNotFoundError:
-            # A first start, or someone deleted it all.
+            # The first start, or someone deleted everything.
             make_folder(str(self._paths.root), sync=self._settings.fsync)
             return []
 
@@ -272,7 +272,7 @@ class FsAdapter(L2Adapter):
             with os.scandir(folder) as files:
                 for file in files:
                     key = key_of(file.name)
-                    # In another folder no load would find it, and no delete: it is none of ours.
+                    # In another folder no load or delete would find it: it is not ours.
                     if key is None or self._paths.shard(key) != folder:
                         continue
                     try:
@@ -287,7 +287,7 @@ class FsAdapter(L2Adapter):
             pass  # deleted since it was listed
         except OSError as error:
             stray = isinstance(error, NotADirectoryError) and os.path.isdir(self._paths.objects)
-            if not stray:  # a file between the shards is not ours; one in the place of all of them has taken them away
+            if not stray:  # a file among the shards is not ours; one in place of their folder: they are gone
                 raise self._errors.tier_error("scan", error) from error
         return entries
 

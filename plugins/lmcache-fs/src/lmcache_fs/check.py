@@ -31,7 +31,7 @@ def check_tiers(settings: Settings) -> list[Finding]:
 
 
 def check_tier(name: str, settings: FsSettings) -> list[Finding]:
-    """Is the directory writable, does it give back what it took, and is there room?"""
+    """Is the directory writable, does it return what was stored, and is there space?"""
     subject = f"tier {name!r} ({settings.path})"
     try:
         with FsAdapter(settings, AdapterContext(tier=name)) as adapter:
@@ -40,7 +40,7 @@ def check_tier(name: str, settings: FsSettings) -> list[Finding]:
     except TierError as failure:
         error, free = str(failure), None
     if error:
-        said, _, cure = error.rpartition(": ")  # as all words of an adapter end, where a person can help
+        said, _, cure = error.rpartition(": ")  # an adapter's messages end so if a person can help
         if not said or not os.access(settings.path, os.R_OK | os.W_OK | os.X_OK):
             cure = f"make {settings.path} a directory that user {os.getuid()} may read and write"
         return [Finding(False, subject, said or error, cure)]
@@ -48,7 +48,7 @@ def check_tier(name: str, settings: FsSettings) -> list[Finding]:
     total = _total_bytes(settings.path)
     if free is not None and total:
         enough = free >= _FREE_FRACTION_MIN * total
-        cure = "" if enough else f"free some room, or move l2.{name}.path"
+        cure = "" if enough else f"free some space, or move l2.{name}.path"
         findings.append(Finding(enough, subject, f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free", cure))
     return findings
 
@@ -64,7 +64,7 @@ def _round_trip(adapter: FsAdapter) -> str:
     adapter.delete([key], deadline)
     if loaded.result is not Result.DONE:
         return loaded.error or f"an object that was just stored came back as {loaded.result}"
-    return "" if back == content else "an object came back with other bytes: do not use this medium"
+    return "" if back == content else "an object came back with different bytes: do not use this medium"
 
 
 def _total_bytes(path: Path) -> int:

@@ -1,7 +1,7 @@
-"""One object, one file: its bytes, then a trailer of 16 bytes that says how many they are.
+"""One object, one file: its bytes, then a trailer of 16 bytes with their number.
 
-The trailer is how a truncated or longer file is told from a whole one without reading it as an object. Bytes go
-straight from and into the caller's buffers; every call that moves them releases the GIL.
+The trailer distinguishes a truncated or longer file from a whole one without reading the object. Bytes go straight from
+and into the caller's buffers; every call that moves them releases the GIL.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class NotWholeError(Exception):
 
 
 def make_folder(path: str, *, sync: bool) -> None:
-    """A folder that only its owner may read, unless it is there. `sync`: its name survives a power cut, as do those of
-    the folders above it that had to be made."""
+    """Create a folder that only its owner may read, unless it exists. `sync`: its name survives a power cut, and so do
+    those of the parents that had to be created."""
     above = os.path.dirname(path)  # noqa: PTH120  # a name like all others here
     try:
         os.mkdir(path, 0o700)  # noqa: PTH102
@@ -69,7 +69,7 @@ def write_object(path: str, buffers: Sequence[memoryview], *, direct: bool, sync
     try:
         if direct:
             _write_direct(handle, aligned)
-            # The tail is no whole block: it goes through the page cache.
+            # The tail is not a whole block: it goes through the page cache.
             fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
         _write_all(handle, [*rest, memoryview(trailer(nbytes))])
         if sync:
@@ -99,7 +99,7 @@ def read_object(handle: int, file_bytes: int, buffers: Sequence[memoryview], *, 
     _read_all(handle, [*parts, memoryview(end)], at)
     magic, recorded = TRAILER.unpack(end)
     if magic != _MAGIC or recorded != nbytes:
-        raise NotWholeError(f"its {file_bytes:,} bytes do not end in its trailer: it was cut, or written over")
+        raise NotWholeError(f"its {file_bytes:,} bytes do not end in its trailer: it was truncated or overwritten")
     return nbytes
 
 
@@ -128,7 +128,7 @@ def _cut(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _some(parts: Sequence[memoryview]) -> list[memoryview]:
-    """As much from the front as one call takes."""
+    """The first buffers, as many as one call takes."""
     room = _IOV_BYTES_MAX // BLOCK_BYTES * BLOCK_BYTES
     some: list[memoryview] = []
     for part in parts[:_IOV_MAX]:
@@ -140,7 +140,7 @@ def _some(parts: Sequence[memoryview]) -> list[memoryview]:
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """What is left when `done` bytes are through."""
+    """The remaining buffers after `done` bytes."""
     while parts and done >= parts[0].nbytes:
         done -= parts[0].nbytes
         parts = parts[1:]
@@ -153,7 +153,7 @@ def _write_all(handle: int, parts: list[memoryview]) -> None:
     while parts:
         done = os.writev(handle, _some(parts))
         if done == 0 and any(part.nbytes for part in parts):
-            raise OSError(errno.EIO, "the medium takes no more bytes and gives no reason")
+            raise OSError(errno.EIO, "the medium accepts no more bytes and gives no reason")
         parts = _after(parts, done)
 
 
@@ -164,7 +164,7 @@ def _write_direct(handle: int, parts: list[memoryview]) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    # Some buffer does not start on a block (an encoder's bytes): it goes through one that does.
+    # Some buffer is not aligned to a block (an encoder's bytes): copy it through one that is.
     parts = _after(parts, os.lseek(handle, 0, os.SEEK_CUR))
     bounce = _bounce()
     while parts:

@@ -1,4 +1,4 @@
-"""What the operating system refuses, and what that means: outcomes, and what a person can do about it."""
+"""The operating system's errors, and what they mean: outcomes, and what a person can do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PERMANENT = (*_FORBIDDEN, errno.EINVAL, errno.ENOTDIR)
 
 
 class Errors:
-    """Those of one tier."""
+    """The errors of one tier."""
 
     def __init__(self, tier: str, root: object, settings: FsSettings) -> None:
         self._tier = tier
@@ -32,13 +32,13 @@ class Errors:
         return TierError(self.text(what, error), retryable=error.errno not in _FORBIDDEN)
 
     def text(self, what: str, error: OSError) -> str:
-        """What happened, to which file, and the cure behind the last colon."""
+        """What happened, to which file, and after the last colon what to do."""
         if error.errno in _FORBIDDEN:
             cure = f"give the server's user the right to read and write {self._root}"
         elif error.errno == errno.EINVAL and self._settings.io_mode == "direct":
             cure = f'the medium does not allow O_DIRECT: use l2.{self._tier}.io_mode = "auto"'
         elif error.errno in _FULL:
-            cure = f"free room on the medium, or lower l2.{self._tier}.capacity_bytes"
+            cure = f"free some space on the medium, or lower l2.{self._tier}.capacity_bytes"
         else:
             cure = f"check the disk under {self._root}"
         return f"tier {self._tier!r} cannot {what}: {error.strerror or error} ({error.filename or 'a file'}): {cure}"

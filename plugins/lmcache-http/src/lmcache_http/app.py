@@ -1,4 +1,4 @@
-"""The routes. Each says what right it takes; all else is asked of the server."""
+"""The routes. Each says what right it needs; everything else comes from the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lmcache_http.settings import HttpSettings
 from lmcache_http.ui import add_page
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# In the schema, and not enforced by it: what is wrong is said in better words.
+# In the schema, but not enforced by it: our own messages are better.
 ID, KEY = "^(0x)?[0-9a-fA-F]{1,16}$", "^[0-9a-fA-F]{64}$"
 _ID, _KEY = re.compile(ID), re.compile(KEY)
 SHAPE_MAX = 16
@@ -47,7 +47,7 @@ def _pattern_or_none(schema: dict[str, Any]) -> None:
 
 
 class Body(BaseModel):
-    """What is sent; unknown names are refused."""
+    """A request body; unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -96,7 +96,7 @@ class Readiness(BaseModel):
 
 
 class Rights(BaseModel):
-    """What the token that was sent allows, and without one, what needs none."""
+    """What the token of the request allows, or a request without one."""
 
     read: bool
     change: bool
@@ -117,7 +117,7 @@ class TierBody(Body):
 
 
 class StoreQuota(Body):
-    """Of one store. What is not given is not set."""
+    """The quota in one store. Fields that are left out do not change."""
 
     reserved_bytes: Bytes | None = Field(default=None, description="bytes that no other tenant can take")
     limit_bytes: Bytes | None = Field(default=None, description="what the tenant never exceeds")
@@ -138,11 +138,11 @@ def _can_be_sent(values: dict[str, Any]) -> None:
     try:
         encode(values)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(f"the server cannot be told these: {error}") from error
+        raise UsageError(f"the server does not accept these values: {error}") from error
 
 
 def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
-    """The application. It asks nobody but the server, and its pages ask nobody at all."""
+    """The application. It talks only to the server, and its pages only to it."""
     app = FastAPI(title="lmcache-core", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit)
     token = Depends(HTTPBearer(auto_error=False, description="of token_file, or to read of read_token_file"))
@@ -167,7 +167,7 @@ def make_app(node: Node, settings: HttpSettings, guard: Guard) -> FastAPI:
 
 
 def _probes(app: FastAPI, node: Node, settings: HttpSettings, needs: Callable[[Right], Any]) -> None:
-    """For orchestrators: no token, and nothing to be learnt."""
+    """For orchestrators: needs no token, and reveals nothing."""
     none = [needs(Right.NONE)]
 
     @app.get("/livez", dependencies=none, responses=PROBED)
@@ -178,7 +178,7 @@ def _probes(app: FastAPI, node: Node, settings: HttpSettings, needs: Callable[[R
 
     @app.get("/readyz", dependencies=none, responses={**PROBED, 503: {"model": Readiness | Refusal}})
     def readyz() -> Any:
-        """200: it lives, all of the pool is populated, and the tiers are as `require_tiers` wants them."""
+        """200: it lives, the whole pool is populated, and the tiers that `require_tiers` asks for are up."""
         node.alive()
         reasons = why_not_ready(node.status(), settings.require_tiers)
         said = Readiness(status="not ready" if reasons else "ok", why=reasons)
@@ -188,7 +188,7 @@ def _probes(app: FastAPI, node: Node, settings: HttpSettings, needs: Callable[[R
 def _rights(app: FastAPI, guard: Guard, needs: Callable[[Right], Any]) -> None:
     @app.get("/rights", dependencies=[needs(Right.NONE)], responses=refusals(403, 421, 500))
     def rights(request: Request) -> Rights:
-        """Whether the token that is sent allows to read and to change, and why not."""
+        """Whether the token of the request allows reading and changes, and why not."""
         refused = guard.refusals(request.headers)
         why_not = {right.value: why for right, why in refused.items()}
         return Rights(read=Right.READ not in refused, change=Right.CHANGE not in refused, why_not=why_not)
@@ -228,7 +228,8 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
     @app.get("/quota", dependencies=read, responses=READ)
     def quotas() -> list[Plain]:
-        """The tenants with a quota: in each store what they use, have reserved and may have; the others without one."""
+        """The tenants with a quota: what they use, reserve and may have in each store; and all other namespaces
+        together."""
         return node.client.quotas()
 
     @app.get("/quota/{tenant}", dependencies=read, responses={**READ, **refusals(404, 422)})
@@ -248,7 +249,7 @@ def _reading(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
         responses={200: {"content": {EVENTS_TYPE: {}}}, **READ, **refusals(404)},
     )
     def events() -> StreamingResponse:
-        """What happens, as server-sent events, from now on. Who reads too slowly misses some, and is told how many."""
+        """The server's events from now on, as server-sent events. A slow reader loses some, and is told how many."""
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(streams.open(node.client.config()), media_type=EVENTS_TYPE, headers=headers)
 
@@ -273,7 +274,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
     @app.post("/pin", dependencies=change, responses=ASKED)
     def pin(body: PinBody) -> list[str]:
-        """Keep objects from being evicted for a while. A word for each key."""
+        """Keep objects from being evicted for a while. Returns a word for each key."""
         keys = body.key_bytes()
         statuses = node.client.pin_by_id(_id(body.namespace), body.layout(), keys, ttl_s=body.ttl_s)
         node.changed()
@@ -281,7 +282,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
     @app.put("/quota/{tenant}", dependencies=change, responses=ASKED)
     def set_quota(tenant: str, body: QuotaBody) -> Plain:
-        """Set or change a tenant's quotas: they are kept now, and hold as fast as objects can leave."""
+        """Set or change a tenant's quotas: they are saved now, and enforced as fast as objects can leave."""
         ids = None if body.namespaces is None else [_id(each) for each in body.namespaces]
         node.client.quota_set(tenant, {store: each.model_dump() for store, each in body.stores.items()}, ids)
         node.changed()
@@ -289,7 +290,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
     @app.delete("/quota/{tenant}", dependencies=change, responses=ASKED)
     def remove_quota(tenant: str) -> Plain:
-        """End a tenant's quotas. What it has stays."""
+        """Remove a tenant's quotas. Its objects stay."""
         node.client.quota_remove(tenant)
         node.changed()
         return {"tenant": tenant, "done": "removed"}
@@ -307,7 +308,7 @@ def _changing(app: FastAPI, node: Node, needs: Callable[[Right], Any]) -> None:
 
     @app.post("/companions/{name}/{operation}", dependencies=change, responses=ASKED)
     def operate(name: str, operation: str, arguments: dict[str, Any]) -> Plain:
-        """Call an operation of what lives beside the L1, with its arguments: `l0/switch`, `{"enabled": true}`."""
+        """Call an operation of a companion, with its arguments: `l0/switch`, `{"enabled": true}`."""
         _can_be_sent(arguments)
         result = node.client.operate(name, operation, **arguments)
         node.changed()
@@ -321,7 +322,7 @@ def _id(text: str) -> int:
 
 
 def _page(app: FastAPI, server: str) -> str:
-    """What there is, without a script and without a request to anywhere."""
+    """An index of the routes, without scripts or external requests."""
     rows = []
     for path, methods in app.openapi()["paths"].items():
         for method, told in methods.items():

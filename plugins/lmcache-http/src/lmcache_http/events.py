@@ -1,7 +1,7 @@
-"""The server's events, as this process passes them on: each stream has a connection of its own to the server's socket.
+"""Passes on the server's events: each stream has its own connection to the server's socket.
 
-Nothing is kept here. A client that does not read lets its connection here fill up, then this process does not read from
-the server either, and the server leaves events out and says how many: it waits for nobody.
+Nothing is buffered here. If a client does not read, its connection fills up, this process stops reading from the
+server, and the server drops events and says how many: it waits for nobody.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from lmcache_core.client.event_stream import connect_events
 from lmcache_core.observe.stream import PACKET_BYTES_MAX
 from lmcache_http.guard import RefusedError
 
-SILENCE_S = 15.0  # then a line that means nothing is sent: who is between keeps the connection, and a dead one shows
+SILENCE_S = 15.0  # then send a comment line: proxies keep the connection, and a dead one is noticed
 STREAMS_MAX = 32
 TYPE = "text/event-stream"
 
 
 class EventStreams:
-    """All of them. `open` is for any thread, the rest for the event loop's."""
+    """All streams. `open` may be called by any thread, the rest only by the event loop's."""
 
     def __init__(self, server_uid: int | None) -> None:
         self._server_uid = server_uid
         self._open: set[socket.socket] = set()
 
     def open(self, config: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """A new stream of a server with these settings. Raises `RefusedError` where it has none, or there are too many,
-        and `DisconnectedError`."""
+        """A new stream of a server with these settings. Raises `RefusedError` if the server has none, or too many are
+        open, and `DisconnectedError`."""
         if len(self._open) >= STREAMS_MAX:
             raise RefusedError(429, f"{STREAMS_MAX} streams are open, the limit: close one")
         sock = connect_events(config, self._server_uid)

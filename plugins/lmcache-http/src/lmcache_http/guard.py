@@ -1,8 +1,8 @@
-"""Who may ask what: tokens, and what keeps a browser from being used by pages of others.
+"""Who may ask for what: tokens, and protection against other sites in a browser.
 
-A page of somebody else's cannot read or change anything here: its requests carry its own `Origin`, and one that has
-made its own name point to this address (DNS rebinding) asks for a `Host` that is not ours. Changing something takes a
-token always: on loopback every user of the machine can connect, and the server itself serves its own user alone.
+Another site's page cannot read or change anything here: its requests carry its own `Origin`, and a page that makes its
+own name point to this address (DNS rebinding) sends a `Host` that is not ours. Changes always need a token: on loopback
+every user of the machine can connect, while the server itself serves only its own user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RefusedError(Exception):
 
 
 class Guard:
-    """Reads the tokens once, at the start: OSError and ValueError where a file has none."""
+    """Reads the tokens once, at the start: OSError or ValueError if a file has none."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self._change = _token(settings.token_file)
@@ -47,15 +47,16 @@ class Guard:
         """Raise `RefusedError` unless the request may go on."""
         host = headers.get("host", "")
         if not self._any_host and _name_of(f"//{host}") not in self._hosts:
-            raise RefusedError(421, "this Host is not served: name it in http.allowed_hosts")
+            raise RefusedError(421, "this Host is not allowed: add it to http.allowed_hosts")
         origin = headers.get("origin")
         if origin is not None and (self._any_host or _name_of(origin) not in self._hosts):
-            raise RefusedError(403, "requests from pages of another origin are not served")
+            raise RefusedError(403, "requests from pages of another origin are refused")
         if right is not Right.NONE:
             self._check_token(headers.get("authorization", ""), right)
 
     def refusals(self, headers: Mapping[str, str]) -> dict[Right, str]:
-        """Which rights the request's token does not give, and why not. The rest of the request was checked."""
+        """The rights that the request's token does not give, and why not. The rest of the request was already
+        checked."""
         found: dict[Right, str] = {}
         for right in (Right.READ, Right.CHANGE):
             try:
@@ -68,13 +69,13 @@ class Guard:
         scheme, _, given = authorization.partition(" ")
         token = given.strip() if scheme.lower() == "bearer" else ""
         if right is Right.CHANGE and self._change is None:
-            raise RefusedError(403, "nothing can be changed here: set http.token_file, and send its token")
+            raise RefusedError(403, "changes need a token: set http.token_file, and send its token")
         if self._change is None and self._read is None:
             return
         if _same(token, self._change) or (right is Right.READ and _same(token, self._read)):
             return
         if right is Right.CHANGE and _same(token, self._read):
-            raise RefusedError(403, "this token may only read")
+            raise RefusedError(403, "this token allows only reading")
         raise RefusedError(401, "send a token: Authorization: Bearer …")
 
 
@@ -83,7 +84,7 @@ def _token(path: Path | None) -> str | None:
         return None
     token = path.read_text().strip()
     if not token:
-        raise ValueError(f"{path} holds no token")
+        raise ValueError(f"{path} contains no token")
     return token
 
 

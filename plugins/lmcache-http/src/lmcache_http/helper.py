@@ -1,4 +1,5 @@
-"""What the server runs: this package as a program, told by its command line. Tokens stay in their files."""
+"""The command that the server runs: this package as a program, with its settings as argument. Tokens stay in their
+files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a connection may take to say what it wants."""
+"""How long a connection may take to send a request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ REQUEST_S = 10.0  # a request's head fits into one packet, and a body into a few
 
 
 class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Uvicorn's, but that a connection on which no request is complete in time is closed: each counts among those that
-    may be open at once, and probes would be refused for as long as somebody holds them all."""
+    """Uvicorn's protocol, which also closes a connection without a complete request in time: each counts towards the
+    limit, and one client that holds all of them would block the probes."""
 
     _hurry: asyncio.TimerHandle | None = None
 
@@ -22,7 +22,7 @@ class PatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._await_request()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
+        """A part of a request has arrived."""
         super().data_received(data)
         self._await_request()
 

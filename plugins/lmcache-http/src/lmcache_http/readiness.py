@@ -1,4 +1,4 @@
-"""Whether the server is ready for traffic, from its own figures, in words where it is not."""
+"""Whether the server is ready for traffic, from its own figures; if not, why."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def why_not_ready(status: Mapping[str, Any], require_tiers: str) -> list[str]:
 def _reasons(status: Mapping[str, Any], require_tiers: str) -> Iterator[str]:
     pool, l1 = status["pool"], status["l1"]
     if status["server"]["draining"]:
-        yield "the server drains"
+        yield "the server is draining"
     if pool["population_error"]:
-        yield f"the pool's memory did not come: {pool['population_error']}"
+        yield f"the pool's memory could not be populated: {pool['population_error']}"
     elif pool["populated_bytes"] < l1["pool_bytes"]:
         yield f"{pool['populated_bytes']:,} of {l1['pool_bytes']:,} bytes of the pool are populated"
     tiers = (status["tiers"] or {}).get("tiers", [])
     away = [tier["name"] for tier in tiers if "open" in (tier["reads"]["breaker"], tier["writes"]["breaker"])]
     if (require_tiers == "all" and away) or (require_tiers == "any" and tiers and len(away) == len(tiers)):
-        yield f"tiers are left alone for now: {', '.join(away)}"
+        yield f"tiers are down (their breakers are open): {', '.join(away)}"

@@ -1,4 +1,4 @@
-"""What is answered where a request is not served: one field, `detail`, in words, and as the schema has it."""
+"""The answer to a request that is not served: one field, `detail`, in words, as in the schema."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ log = logging.getLogger(__name__)
 class Refusal(BaseModel):
     """Why not."""
 
-    detail: str = Field(description="what happened, and what to do")
+    detail: str = Field(description="what went wrong, and what to do")
 
 
 WHY = {
-    400: "the server refuses what is asked for",
+    400: "the server refuses this request",
     401: "no token, or not the right one",
-    403: "this token may not, nothing can be changed here, or a page of another origin asks",
-    404: "there is no such thing here",
+    403: "the token does not allow this, changes are disabled, or the request comes from another origin",
+    404: "not found",
     413: f"the body is larger than {BODY_BYTES_MAX:,} bytes",
     421: "this Host is not served",
-    422: "the body is no JSON, or not of this form",
-    429: "a limit of the server: try again later",
-    500: "the server, or this process, met a fault of its own; its log has the trace",
+    422: "the body is not JSON, or does not match the schema",
+    429: "a limit of the server is reached: try again later",
+    500: "an internal error of the server or of this process; its log has the trace",
     503: "the server does not answer",
 }
 _STATUSES: tuple[tuple[type[CacheError], int], ...] = (
@@ -78,7 +78,7 @@ def say(status: int, detail: str, headers: Mapping[str, str] | None = None) -> J
 
 
 def answer_in_words(app: FastAPI) -> None:
-    """Whatever is raised."""
+    """The answer to any exception."""
 
     @app.exception_handler(RefusedError)
     def refused(request: Request, error: RefusedError) -> JSONResponse:
@@ -101,7 +101,7 @@ def answer_in_words(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large before they are in memory, whether or not they say how large they are."""
+    """Refuses bodies that are too large before they are in memory, with or without a Content-Length."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

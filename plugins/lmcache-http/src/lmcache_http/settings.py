@@ -1,4 +1,4 @@
-"""Where it listens, who may ask, and who may change something."""
+"""Where it listens, who may read, and who may make changes."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ class HttpSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
-    host: str = Field(default="127.0.0.1", description="address to listen at; any but loopback needs token_file")
-    port: int = Field(default=8080, ge=0, le=65535, description="port to listen at")
-    unix_socket: Path | None = Field(default=None, description="listen at this Unix socket instead")
+    host: str = Field(
+        default="127.0.0.1", description="address to listen on; any address but loopback needs token_file"
+    )
+    port: int = Field(default=8080, ge=0, le=65535, description="port to listen on")
+    unix_socket: Path | None = Field(default=None, description="listen on this Unix socket instead")
     token_file: Path | None = Field(
         default=None,
-        description="file with the bearer token of those who may read and change; without it nothing is changed",
+        description="file with the bearer token that allows reading and changes; without it nothing can be changed",
     )
     read_token_file: Path | None = Field(
-        default=None, description="file with the bearer token of those who may only read"
+        default=None, description="file with the bearer token that allows only reading"
     )
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="host names by which it is asked, besides host and loopback's"
+        default=(), description="host names that clients may use, besides host and loopback's"
     )
     require_tiers: Literal["none", "any", "all"] = Field(
-        default="none", description="how many tiers must be usable for /readyz to say ready"
+        default="none", description="which tiers must be usable for /readyz to succeed"
     )
-    tls_cert_file: Path | None = Field(default=None, description="certificate chain, PEM; with it TLS is spoken")
+    tls_cert_file: Path | None = Field(default=None, description="certificate chain, PEM; enables TLS")
     tls_key_file: Path | None = Field(default=None, description="its private key, PEM")
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
         if self.unix_socket is None and not is_loopback(self.host) and self.token_file is None:
             raise ValueError(
-                f"host {self.host!r} is not a loopback address: set http.token_file, or listen at 127.0.0.1"
+                f"host {self.host!r} is not a loopback address: set http.token_file, or listen on 127.0.0.1"
             )
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("TLS needs both: set http.tls_cert_file and http.tls_key_file")

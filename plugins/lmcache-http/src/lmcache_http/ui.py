@@ -1,7 +1,6 @@
-"""The page at `/ui`: files of this package, the same for everybody. What it shows it asks for with its reader's token.
-
-Nothing on it comes from anywhere else, and no script or style stands inside of it: its Content-Security-Policy holds
-the browser to that, and to setting names and errors as text (trusted types).
+"""The page at `/ui`: static files of this package, the same for everybody. The page fetches its data with its reader's
+token. Nothing on it comes from elsewhere, and it has no inline script or style: its Content-Security-Policy enforces
+that, and that names and errors are set as text (trusted types).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ HEADERS = {
 
 
 def add_page(app: FastAPI, guarded: Any) -> None:
-    """The routes of the page. They need no right: they tell nothing of the server."""
+    """The routes of the page. They need no right: they reveal nothing about the server."""
     there = page_files()
 
     @app.get("/ui", dependencies=[guarded], include_in_schema=False)
@@ -50,12 +49,12 @@ def add_page(app: FastAPI, guarded: Any) -> None:
     @app.get("/ui/{name:path}", dependencies=[guarded], include_in_schema=False)
     async def part(name: str) -> Response:
         if name not in there:
-            raise RefusedError(404, f"the page has no file {name[:80]!r}")
+            raise RefusedError(404, f"no such file: {name[:80]!r}")
         return _reply(name, there[name])
 
 
 def page_files() -> dict[str, bytes]:
-    """What the page is made of, by its name below `/ui/`."""
+    """A file of the page, by its name below `/ui/`."""
     told = {name: asdict(each) for name, each in counted_reasons().items()}
     return {**_read(files("lmcache_http") / "page", ""), "reasons.json": json.dumps(told).encode()}
 

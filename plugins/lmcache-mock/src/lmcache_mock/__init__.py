@@ -1,4 +1,4 @@
-"""The mock tier of lmcache-core, with which users rehearse a backend in trouble. This module only names things."""
+"""The mock tier of lmcache-core, for rehearsing backend failures. This module only names things."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             "mock",
             factory="lmcache_mock.adapter:MockAdapter",
             settings="lmcache_mock.settings:MockSettings",
-            summary="memory that is as slow, full, absent or deceitful as you like",
+            summary="memory that is slow, full, gone or corrupt on demand",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""The mock tier: memory behind a slow wire, behind a script of faults."""
+"""The mock tier: memory behind a simulated slow wire and scripted faults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from lmcache_mock.settings import MockSettings
 
 
 class MockAdapter(L2Adapter):
-    """Keeps objects in the server's own memory. Thread-safe; they are gone with the adapter.
-
-    `set_faults` replaces the rules at any time, also those by which a call hangs just now. A hang ignores its
-    deadline on purpose: that is what it rehearses. It ends when its rule goes, or with `close`.
+    """Keeps objects in the server's own memory. Thread-safe; objects are lost with the adapter. `set_faults` replaces
+    the rules at any time, even for a call that hangs just now. A hang ignores its deadline on purpose: that is what it
+    simulates. It ends when its rule is removed, or with `close`.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
@@ -39,7 +38,7 @@ class MockAdapter(L2Adapter):
         self._way = FaultyAdapter(wire, self.script, before_call=control.look)
 
     def set_faults(self, *rules: FaultRule | str) -> None:
-        """From now on these, and no others. A control file takes over when it next changes."""
+        """Replace all rules. A control file overrides them when it next changes."""
         self.script.set(*rules)
 
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:

@@ -1,4 +1,4 @@
-"""What `lmcache-core check` says of a mock tier: that it is one, and whether its control file can be used."""
+"""What `lmcache-core check` says about a mock tier, and whether its control file can be used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_tiers(settings: Settings) -> list[Finding]:
 
 
 def check_tier(name: str, settings: MockSettings) -> Finding:
-    """Are the rules that it would start with understood, and could a control file be put where it is looked for?"""
+    """Can the initial rules be parsed, and can a control file be created at its path?"""
     subject = f"tier {name!r} (mock)"
     rules: list[str] = list(settings.faults)
     if settings.control is not None:
@@ -38,6 +38,6 @@ def check_tier(name: str, settings: MockSettings) -> Finding:
         try:
             rules = [str(rule) for rule in read_rules(settings.control)] if settings.control.exists() else rules
         except UsageError as error:
-            return Finding.of_error(subject, error, "mend the line, or delete the file")
+            return Finding.of_error(subject, error, "correct the line, or delete the file")
     said = f"faults in force: {'; '.join(rules)}" if rules else "no faults in force"
     return Finding(True, subject, f"objects live in the server's memory and go with it; {said}")

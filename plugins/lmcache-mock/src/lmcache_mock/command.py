@@ -1,4 +1,4 @@
-"""`lmcache-core mock`: change what goes wrong on a mock tier while its server runs."""
+"""`lmcache-core mock`: change the faults of a mock tier while its server runs."""
 
 # a command prints
 
@@ -21,14 +21,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="the control file")
     parser.add_argument("rules", nargs="*", metavar="RULE", help="for example 'any hang', 'load flipped_bits rate=0.1'")
-    parser.add_argument("--heal", action="store_true", help="nothing goes wrong any more")
-    parser.add_argument("--add", action="store_true", help="keep the rules that are there")
+    parser.add_argument("--heal", action="store_true", help="remove all rules")
+    parser.add_argument("--add", action="store_true", help="keep the existing rules")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write and print the rules; 0. Raises UsageError for a rule that is none, and for what contradicts itself."""
+    """Write and print the rules; returns 0. Raises UsageError for an invalid rule, and for contradicting options."""
     if arguments.heal and (arguments.rules or arguments.add):
-        raise UsageError("--heal takes all rules away: give it alone")
+        raise UsageError("--heal removes all rules: give it alone")
     if arguments.add and not arguments.rules:
         raise UsageError("--add has nothing to add: give rules")
     rules = read_rules(arguments.file) if arguments.add or not (arguments.rules or arguments.heal) else []
@@ -38,5 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     for rule in rules:
         print(rule)
     if not rules:
-        print(f"{arguments.file}: nothing goes wrong")
+        print(f"{arguments.file}: no faults")
     return 0

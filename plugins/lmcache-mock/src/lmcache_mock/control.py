@@ -1,4 +1,5 @@
-"""The control file: fault rules, one a line; `#` begins a comment. Written whole, so that no half of it is read."""
+"""The control file: fault rules, one a line; `#` begins a comment. Replaced atomically, so that no half of it is
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def read_rules(path: Path) -> list[FaultRule]:
-    """The rules in a file; none where it does not exist. Raises UsageError that names file and line."""
+    """The rules in a file; none if it does not exist. Raises UsageError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -34,17 +35,17 @@ def read_rules(path: Path) -> list[FaultRule]:
 
 
 def write_rules(path: Path, rules: Sequence[FaultRule]) -> None:
-    """Replace the file. Raises UsageError where it cannot be written."""
+    """Replace the file. Raises UsageError if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text("".join(f"{rule}\n" for rule in rules), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error}; give a path in a folder that you may write") from error
+        raise UsageError(f"{path} cannot be written: {error}; give a path in a writable folder") from error
 
 
 class Control:
-    """Puts what the file says into a script, whenever the file changes. What it cannot read changes nothing."""
+    """Loads the file's rules into a script whenever the file changes. An invalid file changes nothing."""
 
     def __init__(self, path: Path | None, script: FaultScript, otherwise: Sequence[str]) -> None:
         self._path = path
@@ -54,7 +55,7 @@ class Control:
         self._seen: tuple[int, int, int] | None = None
 
     def look(self) -> None:
-        """One `stat`, and more only when something has changed."""
+        """One `stat`, and more only if the file has changed."""
         if self._path is None:
             return
         try:

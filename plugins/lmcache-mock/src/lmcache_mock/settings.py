@@ -16,17 +16,17 @@ class MockSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    medium_bytes: Size | None = Field(default=None, description="A store beyond it answers FULL. none: no bound.")
-    latency_s: float = Field(default=0.0, ge=0, description="What every call takes, beside its bytes.")
+    medium_bytes: Size | None = Field(default=None, description="A store beyond it answers FULL. none: no limit.")
+    latency_s: float = Field(default=0.0, ge=0, description="Latency of every call, without its bytes.")
     bandwidth_bytes_s: Size | None = Field(
-        default=None, gt=0, description="Bytes that pass in a second, all calls together. none: as fast as memory."
+        default=None, gt=0, description="Bytes a second, all calls together. none: as fast as memory."
     )
     faults: tuple[str, ...] = Field(
         default=(),
         description="What goes wrong from the start, one rule each: OPERATION FAULT [rate=R] [skip=N] [count=N] "
         "[s=SECONDS], as in `load flipped_bits rate=0.1`.",
     )
-    seed: int = Field(default=0, description="Which objects the rates strike: the same for the same seed.")
+    seed: int = Field(default=0, description="Seed of the rates: the same seed hits the same objects.")
     control: Path | None = Field(
         default=None,
         description="A file of rules, one a line, that replaces faults while it exists, and is read again when it "

@@ -12,7 +12,7 @@ from lmcache_policies.settings import ArcSettings
 
 
 class _Segment(Chain):
-    """Entries in order of use, the bytes they have (parked ones too), and the ghosts of those that went."""
+    """Entries in order of use, their bytes (parked ones too), and the ghosts of those that left."""
 
     __slots__ = ("ghosts", "nbytes")
 
@@ -25,10 +25,10 @@ class _Segment(Chain):
 class ArcPolicy(SizedPolicy):
     """Divides the store between objects used once and objects used again, and learns the division from its ghosts.
 
-    Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003, counted in bytes.
-    One difference: victims are named before the newcomer is known, so a ghost that comes back moves the
-    target for the next eviction, not for the one that made its own room.
-    An entry that was passed over for its holds comes back at the old end of its segment.
+    Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003, counted in bytes. One
+    difference: victims are named before the newcomer is known, so a ghost that comes back moves the target for the next
+    eviction, not for the one that made its own room. An entry that was skipped because it was held comes back at the
+    old end of its segment.
     """
 
     def __init__(self, settings: ArcSettings | None = None) -> None:
@@ -98,7 +98,7 @@ class ArcPolicy(SizedPolicy):
                 entry.policy_data.prepend(entry)
 
     def _returns(self, entry: Entry) -> bool:
-        """Whether the newcomer is a ghost of either kind; if so, the target moves towards that kind."""
+        """Whether the new entry is a ghost of either kind; if so, move the target towards that kind."""
         gone_once, gone_again = self._once.ghosts, self._again.ghosts
         once_bytes, again_bytes = gone_once.nbytes, gone_again.nbytes
         if gone_once.take(entry) is not None:

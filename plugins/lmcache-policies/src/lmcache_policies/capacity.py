@@ -8,9 +8,8 @@ from lmcache_core.policies import EvictionPolicy
 
 
 class SizedPolicy(EvictionPolicy):
-    """Knows the bytes of its store: from its settings, else from its owner (`resize`), else from experience.
-
-    Until told, the most bytes that were ever resident at once count as the capacity: a store that evicts is full.
+    """Knows the bytes of its store: from its settings, else from its owner (`resize`), else by observation. Until it is
+    told, the most bytes that were ever resident at once count as the capacity: a store that evicts is full.
     """
 
     def __init__(self, capacity_bytes: int | None) -> None:
@@ -33,4 +32,4 @@ class SizedPolicy(EvictionPolicy):
 
     @abstractmethod
     def _resized(self) -> None:
-        """`capacity_bytes` moved."""
+        """`capacity_bytes` changed."""

@@ -1,8 +1,7 @@
-"""A doubly linked list whose links stand in the entries themselves.
-
-A million residents cannot afford a node or a dictionary slot each, and a list that grows by itself never stalls.
-An entry stands on one chain at most; one that stands on none is *parked*: a walk for victims met it with holds
-and took it off, so that no later walk meets it again. `released` puts it back.
+"""A doubly linked list whose links are in the entries themselves. A node or a dictionary slot for each of a million
+residents costs too much, and this list never stalls to grow. An entry is on at most one chain; one that is on none is
+*parked*: a walk for victims found it held and took it off, so that no later walk meets it again. `released` puts it
+back.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Chain:
         self.newer: Any = self
 
     def append(self, entry: Any) -> None:
-        """Put an entry that stands on no chain at the newest end."""
+        """Put an entry that is on no chain at the newest end."""
         newest = self.older
         entry.older = newest
         entry.newer = self
@@ -30,7 +29,7 @@ class Chain:
         self.older = entry
 
     def prepend(self, entry: Any) -> None:
-        """Put an entry that stands on no chain at the oldest end."""
+        """Put an entry that is on no chain at the oldest end."""
         oldest = self.newer
         entry.newer = oldest
         entry.older = self
@@ -43,19 +42,18 @@ class Chain:
 
 
 def unlink(entry: Any) -> None:
-    """Take an entry off the chain on which it stands."""
+    """Take an entry off its chain."""
     older = entry.older
     newer = entry.newer
     older.newer = newer
     newer.older = older
-    # An entry that is gone must not keep its former neighbours alive; and no links is how parked is told.
+    # A removed entry must not keep its old neighbours alive; and having no links means parked.
     entry.older = entry.newer = None
 
 
 def name_oldest(chain: Chain, nbytes: int, found: list[Entry]) -> int:
-    """Append the oldest entries to `found` until `nbytes` are covered; the bytes still missing (≤ 0: none).
-
-    Parks every entry with holds that it meets. What it names stays where it is.
+    """Append the oldest entries to `found` until `nbytes` are covered; returns the bytes still missing (≤ 0: none).
+    Parks every held entry that it meets. The named entries stay in place.
     """
     entry = chain.newer
     while nbytes > 0 and entry is not chain:

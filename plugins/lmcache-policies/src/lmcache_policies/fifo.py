@@ -9,11 +9,9 @@ from lmcache_policies.chain import Chain, name_oldest, unlink
 
 
 class FifoPolicy(EvictionPolicy):
-    """The object that has been resident longest goes first; uses count for nothing.
-
-    Source: the oldest replacement policy there is (Belady, "A study of replacement algorithms for a
-    virtual-storage computer", IBM Systems Journal 1966, measures it against the optimum).
-    An entry that was passed over for its holds comes back at the old end.
+    """The object that has been resident longest goes first; uses do not count. Source: the oldest replacement policy
+    (Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 1966, measures it
+    against the optimum). An entry that was skipped because it was held comes back at the old end.
     """
 
     def __init__(self, settings: None = None) -> None:

@@ -11,8 +11,8 @@ from lmcache_policies.settings import FirstReuseSettings
 
 
 class _Known(Enum):
-    ONCE = 1  # computed once, asked for by nobody since
-    STORED = 2  # the tiers were told
+    ONCE = 1  # computed once, not asked for since
+    STORED = 2  # stored to the tiers
 
 
 class FirstReuseStore(StorePolicy):
@@ -22,9 +22,9 @@ class FirstReuseStore(StorePolicy):
     the L1 dropped it. Most chunks of a prompt are never asked for again, and they cost a tier its write bandwidth
     and its lifetime.
 
-    Source: admission at the second request, as in Maggs and Sitaraman, "Algorithmic nuggets in content delivery",
-    CCR 2015 ("cache on second hit"), with an exact bounded history in place of their Bloom filter.
-    An object whose history is lost (too long ago, server restarted) is stored at its next read.
+    Source: admission at the second request, as in Maggs and Sitaraman, "Algorithmic nuggets in content delivery", CCR
+    2015 ("cache on second hit"), with an exact bounded history instead of their Bloom filter. An object whose history
+    is lost (too long ago, server restarted) is stored at its next read.
     """
 
     wants_reuse = True
@@ -41,7 +41,7 @@ class FirstReuseStore(StorePolicy):
     def _admit(self, candidate: StoreCandidate, can_store: bool) -> bool:
         number = fingerprint(candidate.key, candidate.namespace)
         known = self._history.get_fingerprint(number)
-        # Committed again although it was stored: no tier gave it back, so none has it any more.
+        # Committed again although it was stored: no tier returned it, so none has it any more.
         wanted = known is not _Known.STORED if candidate.reused else known is not None
         stored = wanted and can_store
         self._history.put_fingerprint(number, candidate.nbytes, _Known.STORED if stored else known or _Known.ONCE)

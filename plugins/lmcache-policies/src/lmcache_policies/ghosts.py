@@ -1,4 +1,4 @@
-"""What a policy remembers of objects that are gone: bounded in bytes that they had and in keys."""
+"""What a policy remembers of evicted objects: bounded in their bytes and in keys."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class _Ghost:
 
 
 def fingerprint(key: bytes, namespace: int) -> int:
-    """64 bits of (key, namespace), equal in every process. A collision misplaces an object, and harms no byte."""
+    """64 bits of (key, namespace), equal in every process. A collision misplaces an object in the order, and damages
+    nothing."""
     return xxhash.xxh3_64_intdigest(key, namespace & _MASK)
 
 
 class Ghosts:
-    """The last objects that went, oldest first out. Every operation is O(1).
+    """The last objects that were evicted; the oldest are forgotten first. Every operation is O(1).
 
     Keeps a 64-bit fingerprint of key and namespace, the size, and the owner's `note` (not None).
     """
@@ -49,7 +50,7 @@ class Ghosts:
         return self._count
 
     def put(self, entry: Entry, note: Any = True) -> Any:
-        """Remember an entry that is gone. The note of a ghost that made room in keys, or None."""
+        """Remember an evicted entry. Returns the note of a ghost that was forgotten for it, or None."""
         return self.put_fingerprint(fingerprint(entry.key, entry.namespace), entry.nbytes, note)
 
     def put_fingerprint(self, number: int, nbytes: int, note: Any = True) -> Any:

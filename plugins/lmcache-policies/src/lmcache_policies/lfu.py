@@ -10,11 +10,11 @@ from lmcache_policies.chain import Chain, name_oldest, unlink
 
 
 class LfuPolicy(EvictionPolicy):
-    """The object with the fewest uses goes first; among equals, the one that has had that many uses longest.
+    """The object with the fewest uses goes first; among equals, the one that reached that count first.
 
-    Source: the constant-time form of Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache
-    eviction scheme", 2010. The count starts at one with the insertion, and starts again when an object comes back.
-    An entry that was passed over for its holds comes back as the first of its count.
+    Source: the constant-time form of Shah, Mitra and Matani, "An O(1) algorithm for implementing the LFU cache eviction
+    scheme", 2010. The count starts at one with the insertion, and starts again when an object comes back. An entry that
+    was skipped because it was held comes back as the first of its count.
     """
 
     def __init__(self, settings: None = None) -> None:

@@ -1,4 +1,4 @@
-"""LRU-2: the last use but one decides."""
+"""LRU-2: the second-to-last use decides."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class _Uses:
 
 
 class LrukPolicy(SizedPolicy):
-    """Objects used once go first, oldest first; then those whose last use but one is longest ago.
+    """Objects used once go first, oldest first; then those whose second-to-last use is oldest.
 
     Source: O'Neil, O'Neil and Weikum, "The LRU-K page replacement algorithm for database disk buffering",
     SIGMOD 1993, for K = 2, without a correlated reference period; the history of objects that are gone is
     bounded to `ghost_capacities` times the capacity.
 
-    No heap: every use stands on one timeline, and when an object is used again its last use *becomes* its last but
-    one where it stands. So the oldest last-but-one is always the first that a walk from the old end meets. Uses
-    of objects that are gone are taken off when a walk meets them; a ghost that comes back after that stands at the
-    old end. That order differs from the paper's among such ghosts only.
-    An entry that was passed over for its holds comes back at the old end.
+    No heap: every use is on one timeline, and when an object is used again its last use *becomes* its second-to-last in
+    place. So the oldest second-to-last use is always the first that a walk from the old end meets. Uses of evicted
+    objects are removed when a walk meets them; a ghost that comes back after that is placed at the old end. The order
+    differs from the paper's only among such ghosts. An entry that was skipped because it was held comes back at the old
+    end.
     """
 
     def __init__(self, settings: LrukSettings | None = None) -> None:
@@ -99,7 +99,7 @@ class LrukPolicy(SizedPolicy):
         found: list[Entry] = []
         nbytes = name_oldest(self._once, nbytes, found)
         use = self._timeline.newer
-        # Every use that the walk passes without effect belongs to an entry named here: two for each at the most.
+        # Every use that the walk passes without effect belongs to an entry named here: at most two for each.
         while nbytes > 0 and use is not self._timeline:
             newer = use.newer
             entry = use.entry
@@ -127,7 +127,7 @@ class LrukPolicy(SizedPolicy):
                 self._once.prepend(entry)
 
     def _place(self, use: _Use) -> None:
-        """Put a use back that a walk has taken off: it is older than what the walk then left."""
+        """Put back a use that a walk has removed: it is older than those that the walk left."""
         if use.newer is None:
             self._timeline.prepend(use)
 

@@ -9,10 +9,10 @@ from lmcache_policies.chain import Chain, unlink
 
 
 class MruPolicy(EvictionPolicy):
-    """The object that was used last goes first: the best there is for a loop that is larger than the store.
+    """The object that was used last goes first: optimal for a loop that is larger than the store.
 
-    Source: Chou and DeWitt, "An evaluation of buffer management strategies for relational database systems",
-    VLDB 1985. An entry that was passed over for its holds comes back as the newest.
+    Source: Chou and DeWitt, "An evaluation of buffer management strategies for relational database systems", VLDB 1985.
+    An entry that was skipped because it was held comes back as the newest.
     """
 
     def __init__(self, settings: None = None) -> None:

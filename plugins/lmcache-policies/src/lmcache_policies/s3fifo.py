@@ -11,14 +11,14 @@ from lmcache_policies.ghosts import Ghosts
 from lmcache_policies.settings import S3FifoSettings
 
 USES_MAX = 3  # two bits an object, as in the paper
-# Used objects that one call passes on: else a main queue full of used objects stalls one eviction for all of it.
-# On the public traces 1,024 changes no hit rate, 256 costs 0.2 points.
+# Used objects that one call moves on: otherwise one eviction would walk a whole main queue of used objects. On the
+# public traces 1,024 changes no hit rate, 256 costs 0.2 points.
 SECOND_CHANCES_MAX = 1024  # for a call
 SECOND_CHANCES_FOR_EACH = 16  # more for each victim of a batch
 
 
 class _Place:
-    """Where an entry stands, and how often it was used since it came there."""
+    """The queue of an entry, and its uses since it came there."""
 
     __slots__ = ("newcomer", "queue", "uses")
 
@@ -31,12 +31,11 @@ class _Place:
 class S3FifoPolicy(SizedPolicy):
     """A small queue sorts out what is used once; what was used more, or comes back soon, goes to the main queue.
 
-    Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023,
-    counted in bytes. One difference: one call passes on `SECOND_CHANCES_MAX` used objects at the most (and a
-    few more for each victim); then the next one goes, used or not, so that the cost of an eviction does not grow
-    with what is resident.
-    What `victims` has named waits in a queue of its own; a use before its removal brings it to the main queue.
-    An entry that was passed over for its holds comes back at the old end of its queue.
+    Source: Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023, counted in
+    bytes. One difference: one call moves on at most `SECOND_CHANCES_MAX` used objects (and a few more for each victim);
+    then the next one goes, used or not, so that the cost of an eviction does not grow with the number of residents.
+    Named victims wait in a separate queue; a use before their removal moves them to the main queue. An entry that was
+    skipped because it was held comes back at the old end of its queue.
     """
 
     def __init__(self, settings: S3FifoSettings | None = None) -> None:
@@ -139,5 +138,5 @@ class S3FifoPolicy(SizedPolicy):
         self._trim()
 
     def _trim(self) -> None:
-        # The history is as long as the main queue: what would have been kept, had it gone there.
+        # The history is as long as the main queue: what would have been kept there.
         self._ghosts.trim(self.capacity_bytes - self._small_target_bytes)

@@ -1,4 +1,4 @@
-"""The settings of the policies, each frozen and closed: a misspelt name is an error."""
+"""The settings of the policies, frozen and without extra fields: a misspelt name is an error."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from lmcache_policies.settings import SizeAwareSettings
 
 
 class SizeAwareStore(StorePolicy):
-    """Each tier gets the objects whose size suits it; one that the settings do not name gets all. L1 keeps them.
+    """Each tier gets the objects of its sizes; a tier that the settings do not name gets all. L1 keeps them.
 
-    A request to an object store costs about the same for 4 KiB as for 1 MiB, and a few large objects fill a small
-    fast tier: so send large ones to the one and small ones to the other. An object that suits no tier stays in
-    the L1 only.
+    A request to an object store costs about the same for 4 KiB as for 1 MiB, and a few large objects fill a small fast
+    tier: so send large objects to the former and small ones to the latter. An object that fits no tier stays in the L1
+    only.
 
     Source: routing by size as between the small- and large-item engines of CacheLib (Berg et al., OSDI 2020).
     """

@@ -28,7 +28,7 @@ from lmcache_redis.transport.connections import Address, address_of
 
 log = logging.getLogger("lmcache_redis")
 
-BATCH_BYTES_MAX = 16 << 20  # what a server holds for one connection's replies
+BATCH_BYTES_MAX = 16 << 20  # what a server buffers for one connection's replies
 OBJECT_BYTES_MAX = 512 << 20  # proto-max-bulk-len
 _SCAN_COUNT = b"512"
 _USAGE_S = 1.0  # of each answer that it needs
@@ -37,7 +37,7 @@ _MISS = Outcome(Result.MISS)
 
 
 class RedisAdapter(L2Adapter):
-    """Built as every adapter; connects when it is first used."""
+    """Connects when it is first used."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         ttl=True,
@@ -73,8 +73,8 @@ class RedisAdapter(L2Adapter):
         ]
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> Sequence[bool]:
-        """TOUCH: it answers as EXISTS does, and makes the object recently used. Raises if any key got no answer: a
-        prefix is worth nothing with a hole, and "not there" would be wrong."""
+        """TOUCH: it answers like EXISTS, and marks the object as recently used. Raises if any key got no answer: a
+        prefix with a hole is worth nothing, and "not there" would be wrong."""
         self._check_open()
         names = [self._name(key) for key in keys]
         replies = self._client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
@@ -101,7 +101,7 @@ class RedisAdapter(L2Adapter):
         return [_DONE if isinstance(reply, int) else self._failed("delete", reply) for reply in replies]
 
     def usage(self) -> Usage:
-        """Bytes that keys and values take in the memory of all primaries, other users' included."""
+        """Bytes of keys and values in the memory of all primaries, including those of other users."""
         self._check_open()
         deadline = time.monotonic() + _USAGE_S
         nbytes = free = 0
@@ -132,15 +132,15 @@ class RedisAdapter(L2Adapter):
         return found
 
     def scan(self, cursor: str | None, deadline: float) -> ScanPage:
-        """SCAN, server by server; the cursor is `HOST:PORT SCAN-CURSOR`. A page may hold a key twice only if the
-        server's own SCAN does, which it does while it grows its table; those are left out within a page."""
+        """SCAN, server by server; the cursor is `HOST:PORT SCAN-CURSOR`. SCAN may return a key twice while the server
+        grows its table; within a page duplicates are dropped."""
         self._check_open()
         primaries = self._primaries(deadline)
         address, at = primaries[0], b"0"
         if cursor is not None:
             where, _, number = cursor.rpartition(" ")
             address, at = _parsed(where), number.encode()
-            if address not in primaries:  # it has failed over since: go on with those that come after it
+            if address not in primaries:  # it has failed over since: go on with the servers after it
                 address, at = next((each for each in primaries if each > address), address), b"0"
                 if address not in primaries:
                     return ScanPage([], None)
@@ -172,12 +172,12 @@ class RedisAdapter(L2Adapter):
 
     # --- parts ----------------------------------------------------------------------------------------------
     def _name(self, key: bytes) -> bytes:
-        """Prefix and hex: it can be read in redis-cli, and no key can hold a hash tag by accident."""
+        """Prefix and hex: readable in redis-cli, and no key can contain a hash tag by accident."""
         return self._prefix + key.hex().encode()
 
     def _loaded(self, command: Command, reply: Reply) -> Outcome:
         if reply is None or (isinstance(reply, Refusal) and reply.code == "WRONGTYPE"):
-            return _MISS  # what is there, if anything, is no object: a store replaces it
+            return _MISS  # what is there, if anything, is not an object: a store replaces it
         if isinstance(reply, Received):
             if reply.whole:
                 return Outcome(Result.DONE, reply.nbytes)
@@ -186,8 +186,8 @@ class RedisAdapter(L2Adapter):
         return self._failed("load", reply)
 
     def _entries(self, address: Address, names: Sequence[bytes], deadline: float) -> list[ScanEntry]:
-        """Sizes and last uses. OBJECT IDLETIME first: STRLEN is a use itself. Under an LFU policy the server keeps no
-        idle times, and every object counts as just used."""
+        """Sizes and last uses. OBJECT IDLETIME first, because STRLEN counts as a use. Under an LFU policy the server
+        keeps no idle times, and every object counts as just used."""
         if not names:
             return []
         idle = [simple(b"OBJECT", b"IDLETIME", name) for name in names]
@@ -204,7 +204,7 @@ class RedisAdapter(L2Adapter):
             except (ValueError, UnicodeDecodeError):
                 continue  # not ours either
             if not key or self._name(key) != name:
-                continue  # a name in capitals, or with spaces, is another name: ours are spelled in one way
+                continue  # a name in capitals, or with spaces, is not ours: ours have only one spelling
             if idle_s is None:
                 continue  # gone since it was listed
             entries.append(ScanEntry(key, nbytes, now - idle_s if isinstance(idle_s, int) else now))
@@ -226,7 +226,7 @@ class RedisAdapter(L2Adapter):
 
     def _error(self, what: str, reply: Reply, deadline: float) -> TierError:
         if isinstance(reply, Broken):
-            # A change of primaries is learnt here too: the next call finds the new one.
+            # This also notices a change of primaries: the next call finds the new one.
             self._client.topology.refresh(
                 min(deadline, time.monotonic() + self._settings.connect_timeout_s), self._client.topology.version
             )

@@ -1,10 +1,9 @@
 """`lmcache-core bench l2 --tier redis`: the adapter against a bare socket and against plain redis-py calls.
 
 One connection, one thread, the same server, the same bytes in the same memory, all in one run and taking turns. The
-bare socket sends the finished stream and receives whole replies, two asked for at a time, and does nothing else: it
-is the floor. Plain calls
-are what a first-time user writes: `set(name, bytes(view))`, and `view[:] = get(name)`. Without `--set url=…` (or other
-settings that say where) a `redis-server` is started for the run.
+bare socket only sends the prepared stream and receives whole replies, two requested at a time: it is the floor. Plain
+calls are what a first-time user writes: `set(name, bytes(view))`, and `view[:] = get(name)`. Without `--set url=…` (or
+other settings of the server's address) it starts a `redis-server` for the run.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from lmcache_core.cli.bench.harness import Bench
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "8 MiB": 8 << 20, "32 MiB": 32 << 20}
-AIMED = "1 MiB"  # the size that the targets are about
+AIMED = "1 MiB"  # the size that the targets apply to
 FLOOR_TARGET = 0.8
 PLAIN_TARGET = 2.0
 CPU_TARGET = 0.5
@@ -74,7 +73,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 @contextmanager
 def _somewhere(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Where the server is: where the settings say, or one that ends with the bench."""
+    """The server's address: from the settings, or a server that ends with the bench."""
     if _WHERE & given.keys():
         yield {}
         return
@@ -113,7 +112,7 @@ class _Sides:
 
     def __init__(self, adapter: RedisAdapter, settings: RedisSettings, nbytes: int) -> None:
         self._adapter = adapter
-        self.object_bytes = nbytes + PAGE_BYTES  # as the kernel stores it: one page of header
+        self.object_bytes = nbytes + PAGE_BYTES  # as lmcache-core stores it: one page of header
         self.count = max(1, min(BATCH_MAX, BATCH_BYTES // nbytes))
         self._source, self._target = (_memory(self.count * self.object_bytes) for _ in range(2))
         self._source[:] = os.urandom(self._source.nbytes)
@@ -130,7 +129,7 @@ class _Sides:
         if settings.socket_path is not None:
             where = {"unix_socket_path": settings.socket_path}
         self._plain = Redis(username=user, password=password, db=settings.database, **where)
-        # A connection of redis-py again, for its login only: the bare loop uses nothing but its socket.
+        # A connection of redis-py again, only for its login: the bare loop uses nothing but its socket.
         pool: Any = self._plain.connection_pool
         self._login = pool.make_connection()
         self._login.connect()
@@ -202,7 +201,7 @@ def _measure(sides: _Sides, quick: bool) -> Times:
     }
     times: Times = {name: [] for name in calls}
     for call in calls.values():
-        call()  # connections, and the server's memory, are made by the first
+        call()  # the first call opens connections, and allocates the server's memory
     names = list(calls)
     for turn in range(ROUNDS_QUICK if quick else ROUNDS):
         for name in names[turn % 3 : 3] + names[: turn % 3] + names[3 + turn % 3 :] + names[3 : 3 + turn % 3]:
@@ -236,7 +235,7 @@ def _record(bench: Bench, size: str, sides: _Sides, times: Times) -> None:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """As a slot has it: page-aligned, and populated."""
+    """Like a slot: page-aligned, and populated."""
     region = memoryview(mmap.mmap(-1, nbytes))
     region[:] = bytes(nbytes)
     return region

@@ -1,4 +1,4 @@
-"""What `lmcache-core check` looks at for each Redis tier."""
+"""What `lmcache-core check` checks for each Redis tier."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_tiers(settings: Settings) -> list[Finding]:
 
 
 def check_tier(name: str, settings: RedisSettings) -> list[Finding]:
-    """Can it be reached, may our user do what an adapter does, and what happens when it is full?"""
+    """Can it be reached, has our user the rights that the adapter needs, and what happens when it is full?"""
     subject = f"tier {name!r} ({_place(settings)})"
-    otherwise = f"mend l2.{name}, which says where the server is, or the server, or the network between"
+    otherwise = f"check l2.{name}, which says where the server is, and the server and the network"
     with RedisAdapter(settings, AdapterContext(tier=name)) as adapter:
         try:
             error = _round_trip(adapter)
@@ -70,13 +70,13 @@ def _round_trip(adapter: RedisAdapter) -> str:
         return loaded.error or f"an object that was just stored came back as {loaded.result}"
     if deleted.result is not Result.DONE:
         return deleted.error
-    return "" if back == content else "an object came back with other bytes: do not use this server"
+    return "" if back == content else "an object came back with different bytes: do not use this server"
 
 
 def _memory_finding(subject: str, settings: RedisSettings, memory: dict[str, str]) -> Finding:
     limit, policy = int(memory.get("maxmemory", "0")), memory.get("maxmemory_policy", "unknown")
     if not limit:
-        cure = "set maxmemory to what the machine can spare, with a policy that evicts"
+        cure = "set maxmemory to what the machine can spare, and a policy that evicts"
         return Finding(False, subject, "maxmemory is not set: the server grows until the machine has no memory", cure)
     about = f"maxmemory is {limit / 2**30:.2f} GiB, with policy {policy}"
     if policy == "noeviction" or (policy.startswith("volatile") and settings.ttl_s is None):

@@ -1,4 +1,5 @@
-"""Batches to whoever owns their keys: one pipelined exchange for each server, redirections and failovers handled."""
+"""Sends batches to the owners of their keys: one pipelined exchange for each server, with redirections and
+failovers."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from lmcache_redis.transport.connections import Address, address_of, make_pool
 from lmcache_redis.transport.exchange import Exchanger
 from lmcache_redis.transport.topology import BySentinel, BySlots, OneServer, Topology
 
-_PAUSE_S = 0.1  # between looks at a cluster that is choosing a new primary
+_PAUSE_S = 0.1  # between polls of a cluster that is choosing a new primary
 _REDIRECTED = frozenset({"MOVED", "ASK"})
 _PASSING = frozenset({"CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "TRYAGAIN"})
-_NOT_BEGUN = Broken("not begun by its deadline", late=True)
+_NOT_BEGUN = Broken("not started by its deadline", late=True)
 _UNOWNED = Broken("no server is known to own the key")
 
-Route = tuple[Address, bool]  # where to, and whether it has to be told ASKING
+Route = tuple[Address, bool]  # where to, and whether to send ASKING first
 
 
 class Client:
@@ -45,14 +46,14 @@ class Client:
 
     @property
     def fell_back(self) -> bool:
-        """Payloads go by redis-py's own calls although `auto` would rather not."""
+        """Payloads go through redis-py's own calls because `auto` fell back."""
         return self._exchanger.fell_back
 
     def ask(self, commands: Sequence[Command], deadline: float, wait_s: float = 0.0) -> list[Reply]:
         """One reply for each command, from the owner of its key.
 
-        What was redirected, or met a server that is gone or about to change its part, is asked once more at once,
-        after a look at the topology; and again until `wait_s` have passed where another server may take over.
+        Commands that were redirected, or whose server is gone or changing its slots, are sent once more at once, after
+        a refresh of the topology. If another server may take over, they are repeated until `wait_s` have passed.
         """
         replies: list[Reply] = [_NOT_BEGUN] * len(commands)
         routes: dict[int, Route] = {}
@@ -83,8 +84,8 @@ class Client:
         return self._exchanger.exchange(self._pool(address), commands, deadline)
 
     def close(self) -> None:
-        """Close what is idle. A connection in use is closed by whoever uses it: its number must not be given to
-        another file while someone reads from it."""
+        """Close idle connections. A connection in use is closed by its user: its descriptor number must not be reused
+        while someone reads from it."""
         self._exchanger.close()
         with self._lock:
             self._closed = True
@@ -102,7 +103,7 @@ class Client:
         routes: dict[int, Route],
         deadline: float,
     ) -> None:
-        """Ask each server for its part, at the same time, and write the replies down."""
+        """Ask each server for its part, in parallel, and collect the replies."""
         groups: dict[Route, list[int]] = {}
         for position in todo:
             owner = self.topology.owner(commands[position].key)
@@ -128,7 +129,8 @@ class Client:
         return self.ask_one(address, told, deadline)[1::2]
 
     def _redirections(self, todo: Sequence[int], replies: Sequence[Reply]) -> dict[int, Route]:
-        """Where MOVED and ASK send each command. Nowhere, outside a cluster: then the mode is wrong, and says so."""
+        """Where MOVED and ASK send each command. Outside a cluster nowhere: then the mode is wrong, and the error says
+        so."""
         routes: dict[int, Route] = {}
         if self._settings.mode != "cluster":
             return routes
@@ -151,8 +153,8 @@ class Client:
 
 
 def _target(reply: Refusal) -> Address | None:
-    """Where `SLOT HOST:PORT` sends to. None where it cannot be read, or names no host, which means the server that
-    answered: a look at the slots will tell."""
+    """Where `SLOT HOST:PORT` sends to. None if it cannot be parsed, or names no host, which means the server that
+    answered: a refresh of the slots will tell."""
     slot, _, where = reply.text.partition(" ")
     if not (slot.isascii() and slot.isdigit()):
         return None

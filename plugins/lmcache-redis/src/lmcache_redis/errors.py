@@ -1,4 +1,4 @@
-"""What a server's refusals mean for an object, in words a person can act on."""
+"""What a server's errors mean for an object, with words that a person can act on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CURES = {
     "(in a cluster also +cluster|slots +asking)",
     "NOAUTH": "set username and password",
     "WRONGPASS": "set username and password",
-    "MISCONF": "the server cannot save to its disk and refuses writes: mend that, or turn saving off",
+    "MISCONF": "the server cannot save to its disk and refuses writes: correct that, or turn saving off",
     "READONLY": "the server is a replica: name its primary, or use mode sentinel or cluster",
     "CLUSTERDOWN": "some slots have no primary: look at `redis-cli cluster info`",
     "LOADING": "the server is reading its data from disk",
@@ -30,7 +30,7 @@ _FULL = "set maxmemory-policy to allkeys-lru, or give the server more memory"
 
 
 def parted(text: str, otherwise: str) -> tuple[str, str]:
-    """Words of a failure, and the cure that they end with; `otherwise` where there is none."""
+    """The text of a failure, and the cure that it ends with; `otherwise` if none is known."""
     for cure in (*_CURES.values(), _FULL, _OTHERWISE, *NO_CONNECTION_CURES.values()):
         if text.endswith(f": {cure}"):
             return text.removesuffix(f": {cure}"), cure
@@ -38,13 +38,13 @@ def parted(text: str, otherwise: str) -> tuple[str, str]:
 
 
 def explain(tier: str, what: str, reply: Reply) -> tuple[Result, str, bool]:
-    """Result, words, and whether another try may help, for a reply that is not what was hoped for."""
+    """Result, message, and whether a retry may help, for an unexpected reply."""
     if isinstance(reply, Broken):
         return Result.FAILED, f"tier {tier!r} cannot {what}: {reply.text}", reply.retryable
     if not isinstance(reply, Refusal):
         return Result.FAILED, f"tier {tier!r} cannot {what}: the server answered {str(reply)[:80]!r}", False
     if reply.code == "OOM":
-        return Result.FULL, f"tier {tier!r} is full and evicts nothing by itself: {_FULL}", False
+        return Result.FULL, f"tier {tier!r} is full and does not evict by itself: {_FULL}", False
     cure = _CURES.get(reply.code, _OTHERWISE)
     text = f"tier {tier!r} cannot {what}: the server answered {reply.code} {reply.text[:160]}: {cure}"
     return Result.FAILED, text, reply.code in _PASSING

@@ -14,7 +14,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 
 
 class RedisSettings(BaseModel):
-    """`[l2.NAME] type = "redis"`. Say where with `url`, or with fields; what a URL says wins over the fields."""
+    """`[l2.NAME] type = "redis"`. Give the address as `url`, or in fields; the URL takes precedence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
@@ -59,7 +59,7 @@ class RedisSettings(BaseModel):
         default=None, gt=0, description="Objects expire this long after they were stored. None: never."
     )
     connect_timeout_s: float = Field(
-        default=2.0, gt=0, description="A connection that takes longer has failed; a call's own deadline may be nearer."
+        default=2.0, gt=0, description="Time-out of a connection; a call's own deadline may be earlier."
     )
     failover_wait_s: float = Field(
         default=8.0,
@@ -86,7 +86,7 @@ class RedisSettings(BaseModel):
     @field_validator("nodes")
     @classmethod
     def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        # Never quote a node: who writes a URL here writes its password, too, and nodes are shown in status and logs.
+        # Never quote a node: a URL given here by mistake may contain a password, and errors go to status and logs.
         for place, node in enumerate(value, 1):
             if not _NODE.fullmatch(node) or int(node.rpartition(":")[2]) > 65535:
                 raise ValueError(
@@ -107,7 +107,7 @@ class RedisSettings(BaseModel):
     def _known_scheme(cls, value: SecretStr | None) -> SecretStr | None:
         if value is None:
             return None
-        # Never quote the URL: a password may stand anywhere in one that is malformed.
+        # Never quote the URL: in a malformed one the password may be anywhere.
         try:
             parts = urlsplit(value.get_secret_value())
             port, query = parts.port, parse_qs(parts.query, strict_parsing=bool(parts.query))
@@ -144,7 +144,7 @@ class RedisSettings(BaseModel):
             raise ValueError("tls_cert and tls_key go together")
         return self
 
-    # --- what url and fields say together -------------------------------------------------------------------
+    # --- url and fields combined -------------------------------------------------------------------
     @property
     def database(self) -> int:
         if self.url is None:
@@ -173,7 +173,7 @@ class RedisSettings(BaseModel):
 
     @property
     def credentials(self) -> tuple[str | None, str | None]:
-        """User and password, in the clear: for the connection only."""
+        """User and password in plain text: only for the connection."""
         parts = urlsplit(self.url.get_secret_value()) if self.url is not None else None
         user = unquote(parts.username) if parts is not None and parts.username else self.username
         if parts is not None and parts.password:

@@ -39,12 +39,12 @@ _REFUSES_CONDITIONS = ("NotImplemented", "InvalidArgument", "InvalidRequest", "U
 class S3Adapter(L2Adapter):
     """Objects under `settings.prefix` in `settings.bucket`. Thread-safe; servers on many nodes may share a bucket.
 
-    A PUT shows an object whole or not at all. An object of the same key and layout that is there already is not
-    uploaded again (`skip_existing`): its payload may differ in the last bits of floats that two nodes computed,
-    and either serves. Anything else of that name is replaced.
+    A PUT makes an object visible as a whole or not at all. An existing object of the same key and layout is not
+    uploaded again (`skip_existing`): its payload may differ in the last bits of floats that two nodes computed, and
+    either is valid. Anything else of that name is replaced.
     """
 
-    # One call fills every connection; bytes are bounded by the kernel's own limit.
+    # One call fills every connection; the server's own limit bounds the bytes.
     capabilities: ClassVar[Capabilities] = Capabilities(
         durable=True, shared=True, batch_bytes_max=256 << 20, object_bytes_max=_OBJECT_BYTES_MAX
     )
@@ -95,8 +95,8 @@ class S3Adapter(L2Adapter):
         return outcomes
 
     def set_aside(self, keys: Sequence[bytes], deadline: float) -> Sequence[Outcome]:
-        """Deletes. Where that is forbidden, the next store of the key replaces what is there instead of taking it for
-        the object."""
+        """Deletes the object. If that is forbidden, the next store of the key replaces it instead of skipping the
+        upload."""
         names = [self._names.of(key) for key in keys]
         self._unsound.update(dict.fromkeys(names))
         outcomes = self.delete(keys, deadline)
@@ -108,7 +108,8 @@ class S3Adapter(L2Adapter):
         return outcomes
 
     def usage(self) -> Usage:
-        """Nothing: to know, a bucket must be listed, which `scan` does once and accounting carries on from."""
+        """Unknown: it would need a listing of the bucket. `scan` does that once, and accounting continues from
+        there."""
         self._check_open()
         return Usage(None, None)
 
@@ -156,13 +157,13 @@ class S3Adapter(L2Adapter):
         condition = Condition(kind, if_absent=ask and not occupied and self._conditions)
         answer = self._client.put(name, item.buffers, condition, deadline)
         if condition.if_absent and not answer.ok:
-            if answer.status in (409, 412):  # someone else was first, just now or long ago
+            if answer.status in (409, 412):  # another writer was first, just now or long ago
                 if _holds(self._client.head(name, deadline), kind):
                     return Outcome(Result.DONE, nbytes)
                 answer = self._client.put(name, item.buffers, Condition(kind), deadline)
             elif answer.status == 501 or (answer.status == 400 and answer.code in _REFUSES_CONDITIONS):
                 answer = self._client.put(name, item.buffers, Condition(kind), deadline)
-                # Only now is it known that the condition was what the service refused.
+                # Only now do we know that the service refused the condition.
                 self._conditions = self._conditions and not answer.ok
         if not answer.ok:
             return self._errors.outcome("store", answer)
@@ -185,7 +186,7 @@ class S3Adapter(L2Adapter):
         calls = [partial(self._client.get, name, views_of(buffers, span), span, deadline) for span in spans]
         answers = self._context.parallel(calls)
         if answers[0].status == 200:
-            self._ranges = False  # the service sends whole objects, whatever is asked for
+            self._ranges = False  # the service sends whole objects, whatever is requested
             return None
         return join_ranges(spans, answers)
 

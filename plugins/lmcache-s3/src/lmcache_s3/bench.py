@@ -1,10 +1,10 @@
 """`lmcache-core bench l2 --tier s3`: the tier against the boto3 calls of a first-time user, in the same run.
 
-Theirs: `put_object(Body=bytes)` and `get_object()["Body"].read()`, from as many threads as the tier has
-connections, with boto3's defaults. Ours: the adapter's `store` and `load`, header page and payload, into memory that
-is there already. Both sides take turns; CPU seconds are those of this process, of all its threads. First against a
-server that does nothing, in a process of its own, which shows the clients; then against the service that
-`--set endpoint_url=… --set bucket=…` names, if any.
+Theirs: `put_object(Body=bytes)` and `get_object()["Body"].read()`, from as many threads as the tier has connections,
+with boto3's defaults. Ours: the adapter's `store` and `load`, header page and payload, into existing memory. Both sides
+take turns; CPU seconds are those of this process, with all its threads. First against a server that does nothing, in a
+separate process, which compares only the clients; then against the service of `--set endpoint_url=… --set bucket=…`, if
+given.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 @contextmanager
 def null_server() -> Iterator[str]:
-    """The endpoint of a server that does nothing, in a process of its own."""
+    """The endpoint of a server that does nothing, in a separate process."""
     server = subprocess.Popen(
         [sys.executable, "-m", "lmcache_s3.null_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -146,7 +146,7 @@ class _Theirs:
         ).client("s3", endpoint_url=settings.endpoint_url)
         self._bucket = settings.bucket
         self._threads = ThreadPoolExecutor(AT_ONCE)
-        self._bodies = [bytes(body) for body in bodies]  # made beforehand: to make them is not counted
+        self._bodies = [bytes(body) for body in bodies]  # made beforehand, not counted
         names = Names(settings.prefix)
         self._names = [names.of(os.urandom(32)) for _ in bodies]
 
@@ -176,7 +176,7 @@ class _Theirs:
 
 
 class _Bare:
-    """Sockets that ask for what ours has stored, and receive it into the same memory."""
+    """Sockets that request what ours has stored, and receive it into the same memory."""
 
     def __init__(self, settings: S3Settings, ours: _Ours, theirs: _Theirs) -> None:
         names = Names(settings.prefix)
@@ -231,7 +231,7 @@ def _record(bench: Bench, name: str, where: str, settings: S3Settings, *, aims_a
                     side.measure(getattr(each, what))
             if bare is not None:
                 floor_of_load.measure(bare.load)
-                ours.load()  # the memory holds objects again, not what stands in front of them
+                ours.load()  # the memory holds objects again, without their headers
         if not where and any(a != b for a, b in zip(ours.source, ours.target, strict=True)):
             raise TierError("the bytes that came back are not those that were stored: do not use this service")
         ours.delete()
@@ -269,7 +269,7 @@ def _check(outcomes: object) -> None:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Memory as a slot has it: page-aligned, and populated."""
+    """Memory like a slot: page-aligned, and populated."""
     region = memoryview(mmap.mmap(-1, nbytes))
     region[:] = bytes(nbytes)
     return region

@@ -1,4 +1,4 @@
-"""What `lmcache-core check` looks at for each S3 tier."""
+"""What `lmcache-core check` checks for each S3 tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PROBE_BYTES = 1 << 20
 _SECONDS_MAX = 8.0
-_SKEW_S_MAX = 60.0  # S3 refuses signatures from 900 s on; a clock that is a minute off is on its way there
+_SKEW_S_MAX = 60.0  # S3 refuses signatures from 900 s on; a clock that is a minute off will get there
 
 
 def check_tiers(settings: Settings) -> list[Finding]:
@@ -39,11 +39,11 @@ def check_tier(name: str, settings: S3Settings) -> list[Finding]:
     client = S3Client(settings, 1, name)
     try:
         _, answer = client.list(Names(settings.prefix).prefix, Place(), 1, deadline)
-        # A client of the payloads' transport, so that its way through proxies and TLS is tried too.
+        # A client with the payloads' transport, so that proxies and TLS are tried too.
         client.head("lmcache-check", deadline)
         transport = client.transport
     except LinkError as error:
-        cure = f"mend l2.{name}.endpoint_url, the credentials, or the network between"
+        cure = f"check l2.{name}.endpoint_url, the credentials, and the network"
         return [Finding(False, subject, str(error), cure)]
     finally:
         client.close()
@@ -66,7 +66,7 @@ def _clock(subject: str, skew: float | None) -> list[Finding]:
     if skew is None:
         return []
     well = abs(skew) <= _SKEW_S_MAX
-    cure = "" if well else "mend this machine's clock (chrony, systemd-timesyncd)"
+    cure = "" if well else "correct this machine's clock (chrony, systemd-timesyncd)"
     return [Finding(well, subject, f"the clocks differ by {skew:+.0f} s", cure)]
 
 
@@ -81,7 +81,7 @@ def _round_trip(adapter: S3Adapter, deadline: float) -> str:
     if loaded.result is not Result.DONE:
         return _error(loaded)
     if back != content:
-        return "an object came back with other bytes: do not use this service"
+        return "an object came back with different bytes: do not use this service"
     return "" if deleted.result is Result.DONE else _error(deleted)
 
 
@@ -90,6 +90,6 @@ def _error(outcome: Outcome) -> str:
 
 
 def _parted(words: str) -> tuple[str, str]:
-    """What happened, and the cure that stands after the last colon."""
+    """What happened, and the cure after the last colon."""
     message, _, cure = words.rpartition(": ")
     return (message, cure) if message else (cure, "look at the service's log")

@@ -17,7 +17,7 @@ from lmcache_s3.transport.payloads import Condition, Span, Transport
 from lmcache_s3.transport.plain import PlainTransport, called
 
 _log = logging.getLogger(__name__)
-CONFIRM_AGAIN_S = 30.0  # for so long "not there" is believed without another look at the bucket
+CONFIRM_AGAIN_S = 30.0  # for this long "not there" is trusted without checking the bucket again
 
 
 class Listed(NamedTuple):
@@ -27,7 +27,7 @@ class Listed(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a listing goes on: by the service's own token, or after a name; from the beginning with neither."""
+    """Where a listing continues: at the service's own token, or after a name; with neither, at the beginning."""
 
     token: str = ""
     after: str = ""
@@ -42,9 +42,8 @@ class Listing(NamedTuple):
 
 
 class S3Client:
-    """One bucket. Thread-safe. Raises `LinkError` when no answer came.
-
-    Nothing is sent before the first request, so a service that is down at start is used as soon as it is up.
+    """One bucket. Thread-safe. Raises `LinkError` if no answer came. Nothing is sent before the first request, so a
+    service that is down at start is used as soon as it is up.
     """
 
     def __init__(self, settings: S3Settings, connections: int, tier: str) -> None:
@@ -66,9 +65,9 @@ class S3Client:
         return self._ask(lambda: self._transport().get(name, buffers, span, deadline), deadline)
 
     def head(self, name: str, deadline: float) -> Answer:
-        """As GET would be answered, without the body. A refusal, which HEAD tells without words, is asked for again
-        by GET; and so is "not there" when nothing has shown for a while that the bucket is. A service that asks for a
-        pause, or is not well, has said enough."""
+        """The answer of GET, without the body. HEAD reports an error without a text, so an error is repeated with GET;
+        and so is "not there" if nothing has shown for a while that the bucket exists. Throttling and server errors are
+        not repeated."""
         answer = self._ask(lambda: self._transport().head(name, deadline), deadline)
         now = time.monotonic()
         if answer.status == 404 and now - self._confirmed_at < CONFIRM_AGAIN_S:
@@ -79,7 +78,7 @@ class S3Client:
 
     # --- control ------------------------------------------------------------------------------------------
     def delete(self, names: Sequence[str], deadline: float) -> dict[str, Answer]:
-        """What went wrong, by name; a name that is not in the result has been deleted, or never was there."""
+        """Errors, by name; a name that is not in the result was deleted, or never existed."""
         if self._batch_delete and len(names) > 1:
             objects = {"Objects": [{"Key": name} for name in names], "Quiet": True}
             result, answer = self._control("delete_objects", deadline, Delete=objects)
@@ -98,7 +97,7 @@ class S3Client:
             if result is None and not answer.absent:
                 failed[name] = answer
         if not failed and len(names) > 1 and self._batch_delete:
-            self._batch_delete = False  # one by one works, all at once does not: a store without batch deletes
+            self._batch_delete = False  # single deletes work, batches do not: a store without batch deletes
             _log.info("tier %r: the service knows no batch delete; objects are deleted one by one", self._tier)
         return failed
 
@@ -192,5 +191,5 @@ def _seconds(modified: Any) -> float:
 
 
 def _status(code: str) -> int:
-    """The status that S3 gives with a code, for codes that come inside an answer of status 200."""
+    """The status that belongs to a code, for codes inside an answer of status 200."""
     return {"AccessDenied": 403, "SlowDown": 503, "ServiceUnavailable": 503, "InternalError": 500}.get(code, 400)

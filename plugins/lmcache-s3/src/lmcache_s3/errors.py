@@ -1,4 +1,4 @@
-"""What a service answered, and what that means: outcomes, and words that a person can act on."""
+"""A service's answers, and what they mean: outcomes, and messages that a person can act on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MESSAGE = re.compile(rb"<Message>([^<]{1,300})</Message>")
 
 
 class LinkError(Exception):
-    """No answer came. The message says why."""
+    """There was no answer. The message says why."""
 
     def __init__(self, message: str, retryable: bool = True) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
     @property
     def absent(self) -> bool:
-        """The object is not there. (A bucket that is not there is another thing, which HEAD cannot tell.)"""
+        """The object does not exist. (HEAD cannot distinguish a missing bucket.)"""
         return self.status == 404 and self.code != "NoSuchBucket"
 
     @property
@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 
 def read_error(body: bytes) -> tuple[str, str]:
-    """Code and message of S3's XML. No parser: what comes from the network gets none of its powers."""
+    """Code and message of S3's XML. Without an XML parser, since the text comes from the network."""
     code, message = _CODE.search(body), _MESSAGE.search(body)
     return (code[1].decode(errors="replace") if code else "", message[1].decode(errors="replace") if message else "")
 
@@ -94,17 +94,15 @@ class Errors:
     def _cure(self, answer: Answer) -> str:
         setting = f"l2.{self._tier}"
         if answer.code == "NoSuchBucket":
-            return f"make the bucket, or mend {setting}.bucket"
+            return f"create the bucket, or correct {setting}.bucket"
         if answer.code in EXPIRED:
             return "the credentials have expired: renew them where they come from; they are read again"
         if answer.code in WRONG_KEY:
-            return (
-                f"the access key or its secret is wrong: mend {setting}.access_key_id, the profile or the environment"
-            )
+            return f"the access key or its secret is wrong: set {setting}.access_key_id, the profile or the environment"
         if answer.code in SKEWED:
             skew = skew_s(answer.headers)
             by = "" if skew is None else f" by {skew:+.0f} s"
-            return f"this machine's clock differs from the service's{by}: mend the clock (chrony, systemd-timesyncd)"
+            return f"this machine's clock differs from the service's{by}: correct the clock (chrony, systemd-timesyncd)"
         if answer.code in OTHER_REGION or answer.status in (301, 307, 308):
             region = answer.headers.get("x-amz-bucket-region")
             return f"the bucket is elsewhere: set {setting}.region" + (f' = "{region}"' if region else "")
@@ -113,12 +111,12 @@ class Errors:
         if answer.status in (401, 403):
             return "allow s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket and its prefix"
         if answer.throttled:
-            return "the service asks for a pause; fewer requests are sent until it has recovered"
+            return "the service is throttling; fewer requests are sent until it has recovered"
         return answer.message or "look at the service's log"
 
 
 def retryable(answer: Answer) -> bool:
-    """Whether the same request may be answered better later. A refused credential is read again, and tried again."""
+    """Whether the same request may succeed later. A refused credential is read again, and retried."""
     return (answer.status >= 500 and answer.status != 501) or answer.code in RETRYABLE or answer.code in EXPIRED
 
 

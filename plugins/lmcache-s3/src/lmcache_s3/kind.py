@@ -1,4 +1,4 @@
-"""What an object is, beside its payload: which one may stand for another under the same key."""
+"""What identifies an object beside its payload: which one may replace another under the same key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from lmcache_core.tiers.object.format import HEADER_BYTES, MAGIC, read_header
 
 
 def kind_of(buffers: Sequence[memoryview]) -> str:
-    """A digest of key, namespace, epoch, layout and codec chain; empty for bytes that are no object of the kernel's.
-
-    The payload's checksum is left out on purpose: two nodes that compute the same chunk may differ in the last bits,
-    and either result serves.
+    """A digest of key, namespace, epoch, layout and codec chain; empty for bytes that are not an object of
+    lmcache-core. The payload's checksum is left out on purpose: two nodes that compute the same chunk may differ in the
+    last bits, and either result is valid.
     """
     if not buffers or buffers[0].nbytes != HEADER_BYTES or bytes(buffers[0][: len(MAGIC)]) != MAGIC:
         return ""

@@ -6,7 +6,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class Names:
-    """Names under one prefix. Keys begin with a hash, so that a store which divides work by name spreads them."""
+    """Names under one prefix. Keys begin with a hash, so that a store that partitions by name spreads them."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = f"{prefix}/" if prefix else ""

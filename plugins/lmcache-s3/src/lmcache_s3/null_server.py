@@ -1,4 +1,4 @@
-"""An S3 that does nothing, for the bench: takes bodies and forgets them, sends as many bytes as were put.
+"""An S3 that does nothing, for the bench: discards bodies, and sends as many bytes as were put.
 
 python -m lmcache_s3.null_server        prints its port; ends when its standard input does
 """
@@ -51,7 +51,7 @@ class NullServer:
                 connection.sendall(_CONTINUE)
             length = _number(lower, b"content-length:")
             kept = _skip(connection, kept, length, room)
-            # botocore frames a body that it sums as it goes; the object's own length stands in another header.
+            # botocore sends a body with a checksum in chunks; the object's own length is in another header.
             self._sizes[path] = _number(lower, b"x-amz-decoded-content-length:") or length
             connection.sendall(_OK % 0)
         elif method == b"GET" and path in self._sizes:
@@ -68,7 +68,7 @@ class NullServer:
 
 
 def _skip(connection: socket.socket, kept: bytes, length: int, room: memoryview) -> bytes:
-    """Read a body and forget it; what came behind it."""
+    """Read and discard a body; returns what came behind it."""
     left = length - len(kept)
     if left <= 0:
         return kept[length:]

@@ -24,25 +24,25 @@ class S3Settings(BaseModel):
         min_length=3, examples=["lmcache"], description="The bucket. It must exist; several servers may share one."
     )
     prefix: str = Field(
-        default="lmcache", description="What the names of our objects begin with. Empty: the bucket is ours alone."
+        default="lmcache", description="Prefix of the objects' names. Empty: the bucket is used for nothing else."
     )
     endpoint_url: str | None = Field(
-        default=None, description="The service, as in https://s3.example.com. Left out: what boto3 finds, or AWS."
+        default=None, description="The service, as in https://s3.example.com. Default: what boto3 finds, or AWS."
     )
-    region: str | None = Field(default=None, description="The region. Left out: what boto3 finds.")
+    region: str | None = Field(default=None, description="The region. Default: what boto3 finds.")
     addressing_style: Literal["auto", "path", "virtual"] = Field(
         default="auto", description="Where the bucket's name goes: into the path, or in front of the host's name."
     )
     profile: str | None = Field(default=None, description="A profile of the AWS configuration files.")
     access_key_id: SecretStr | None = Field(
-        default=None, description="The access key. Left out: boto3's chain (environment, files, web identity, role)."
+        default=None, description="The access key. Default: boto3's chain (environment, files, web identity, role)."
     )
     secret_access_key: SecretStr | None = Field(default=None, description="The secret of the access key.")
     session_token: SecretStr | None = Field(default=None, description="The token of temporary credentials.")
     ca_bundle: Path | None = Field(default=None, description="A file of certificates to trust instead of the usual.")
     verify_tls: bool = Field(default=True, description="false: trust any certificate. For tests only.")
     proxy: SecretStr | None = Field(
-        default=None, description="An HTTP proxy. Left out: HTTPS_PROXY, HTTP_PROXY and NO_PROXY."
+        default=None, description="An HTTP proxy. Default: HTTPS_PROXY, HTTP_PROXY and NO_PROXY."
     )
     connect_timeout_s: float = Field(default=5.0, gt=0, le=60, description="How long a connection may take to open.")
     transport: Literal["auto", "direct", "plain"] = Field(
@@ -56,7 +56,7 @@ class S3Settings(BaseModel):
         "checksum of their own either way.",
     )
     skip_existing: bool = Field(
-        default=True, description="Do not upload an object that is there already under the same key and layout."
+        default=True, description="Do not upload an object that the bucket already has under the same key and layout."
     )
     ask_first_bytes: Size = Field(
         default=256 << 10,
@@ -69,11 +69,11 @@ class S3Settings(BaseModel):
         "connections would be idle otherwise. 0: never.",
     )
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = Field(
-        default=None, description="Encryption by the server. Left out: the bucket's default."
+        default=None, description="Encryption by the server. Default: the bucket's."
     )
-    kms_key_id: str | None = Field(default=None, description="The key for aws:kms. Left out: the account's default.")
+    kms_key_id: str | None = Field(default=None, description="The key for aws:kms. Default: the account's.")
     storage_class: str | None = Field(
-        default=None, description="STANDARD, INTELLIGENT_TIERING, … Left out: the service's default."
+        default=None, description="STANDARD, INTELLIGENT_TIERING, … Default: the service's."
     )
 
     @field_validator("prefix")
@@ -95,7 +95,7 @@ class S3Settings(BaseModel):
             return None
         parts = urlsplit(value)
         if "@" in value:
-            # No value in this message: it holds a secret.
+            # No value in this message: it contains a secret.
             raise ValueError("endpoint_url holds a password: use access_key_id and secret_access_key")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"endpoint_url must be http://HOST[:PORT] or https://HOST[:PORT], not {value!r}")
@@ -105,7 +105,7 @@ class S3Settings(BaseModel):
     @classmethod
     def _bare_name(cls, value: str) -> str:
         if "/" in value:
-            raise ValueError(f"bucket {value!r} must be the bare name: put what follows into `prefix`")
+            raise ValueError(f"bucket {value!r} must be the bare name: put the rest into `prefix`")
         return value
 
     @property

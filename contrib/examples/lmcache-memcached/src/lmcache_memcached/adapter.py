@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 _ITEM_BYTES = 1 << 20
 _OBJECT_BYTES_MAX = _ITEM_BYTES - 512
 _USAGE_S = 1.0
-_LATE = Outcome(Result.FAILED, error="not begun by its deadline", retryable=True)
+_LATE = Outcome(Result.FAILED, error="not started by its deadline", retryable=True)
 
 
 class MemcachedAdapter(L2Adapter):

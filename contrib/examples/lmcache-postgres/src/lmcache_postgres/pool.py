@@ -35,7 +35,7 @@ class Pool:
         deadline = min(deadline, time.monotonic() + _LONGEST_S)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise LateError("not begun by its deadline")
+            raise LateError("not started by its deadline")
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         connection = connection or self._made(deadline)

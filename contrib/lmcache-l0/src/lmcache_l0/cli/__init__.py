@@ -1,4 +1,4 @@
-"""`lmcache-core l0`: make a table, look into it and change it from outside. Imports nothing heavy."""
+"""`lmcache-core l0`: create a table, inspect it and change it from outside. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _positive(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    """A number with a unit: 10M is 10,000,000 and 1Mi is 1,048,576."""
+    """Parse a number with a unit: 10M is 10,000,000 and 1Mi is 1,048,576."""
     digits = text.rstrip("KMGkmgIi")
     try:
         number = float(digits) * _UNITS[text[len(digits) :].lower()]

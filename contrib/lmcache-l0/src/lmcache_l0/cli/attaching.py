@@ -1,4 +1,4 @@
-"""How the commands come to a table, and how they say that they did not."""
+"""How the commands attach to a table, and report errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SERVER = "server:"
 
 
 def says_what_failed(command: Callable[[Any], int]) -> Callable[[Any], int]:
-    """A command whose refusals are one line and exit code 1."""
+    """A command that prints errors in one line and exits with code 1."""
 
     @wraps(command)
     def run(options: Any) -> int:
@@ -32,11 +32,11 @@ def says_what_failed(command: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 def attach(path: str, *, read_only: bool = True) -> SharedCache:
-    """A table that is there; `server:NAME` is that of a server."""
+    """An existing table; `server:NAME` is that of a server."""
     server = server_of(path)
     if server is not None:
         with connect(server) as client:
-            client.noop()  # or it has not heard what there is
+            client.noop()  # or the client does not yet know its companions
             offer = (client.companions() or {}).get("l0")
         if offer is None:
             raise UsageError(f"the server {server!r} keeps no table: its settings have no [l0]")
@@ -45,12 +45,12 @@ def attach(path: str, *, read_only: bool = True) -> SharedCache:
 
 
 def server_of(path: str) -> str | None:
-    """The server whose table is meant; None: it is the path of one."""
+    """The name of the server; None: the argument is a path."""
     return path.removeprefix(_SERVER) if path.startswith(_SERVER) else None
 
 
 def connect(server: str) -> Client:
-    """A client of that server, which reads no pool."""
+    """A client of that server, without the pool."""
     from lmcache_core.client.client import Client
 
     logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())  # the command says it in one line
@@ -58,7 +58,7 @@ def connect(server: str) -> Client:
 
 
 def warn_if_off(cache: SharedCache) -> None:
-    """Say why nothing is found, or stored."""
+    """Warn why nothing is found, or stored."""
     if not cache.enabled:
         print(
             f"warning: {cache.path} is switched off, so reads miss and writes store nothing: "

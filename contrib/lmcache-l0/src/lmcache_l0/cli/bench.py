@@ -1,7 +1,7 @@
 """`lmcache-core bench l0`: the table's speed, and its peers, in one run.
 
-Every figure is the least of several repeats (noise only ever adds), and figures that are divided by each other are
-taken in turns. Ratios are what to read: the floor of each stands beside it.
+Every figure is the minimum of several repeats (noise only adds), and figures that are divided by each other are taken
+in turns. Read the ratios: each has its floor beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOTS_LARGE = 10_000_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where the table lies, and how large the large one may be."""
+    """Where the table is, and how large the large one may be."""
     parser.add_argument("--folder", help="where the tables are made; without it /dev/shm, else a temporary folder")
     parser.add_argument("--hugetlbfs", help="a folder on one, with pages reserved: the large table once more, there")
     parser.add_argument("--server", action="store_true", help="only the feature server: requests a second and p99")
@@ -91,10 +91,10 @@ def _loop_ns(body: str, names: dict[str, Any], number: int, repeats: int) -> flo
 
 
 def _in_turns(bodies: dict[str, str], names: dict[str, Any], number: int, repeats: int) -> dict[str, float]:
-    """As _loop_ns for each body, in turns, so that a slow second of the machine hits all of them."""
+    """`_loop_ns` for each body, in turns, so that a slow second of the machine affects all of them."""
     best = dict.fromkeys(bodies, float("inf"))
     timers = {label: timeit.Timer(body, globals=names) for label, body in bodies.items()}
-    number = max(1, number // SLICES)  # short slices: of these some run undisturbed, on a busy machine too
+    number = max(1, number // SLICES)  # short slices: some of them run undisturbed even on a busy machine
     for _ in range(repeats * SLICES):
         for label, timer in timers.items():
             best[label] = min(best[label], timer.timeit(number) / number * 1e9)
@@ -119,8 +119,8 @@ def _one_key(bench: Bench, cache: SharedCache, values: dict[str, bytes], folder:
 
 
 def _where_they_lie(cache: SharedCache, keys: list[str]) -> tuple[Any, Any]:
-    """The table's memory as rows of one cache line, and the row of each key's value: what is left of a batch when
-    there is nothing to find is `lines.take(rows, 0, out)`."""
+    """The table's memory as rows of one cache line, and the row of each key's value: a batch without the search is
+    `lines.take(rows, 0, out)`."""
     import ctypes
 
     import numpy as np
@@ -196,8 +196,8 @@ def _read(cache: SharedCache, keys: list[str], start: Any, results: Any, seconds
         for key in keys:
             get(key)
         reads += len(keys)
-    # By the time that this process had a core: what else runs on the machine takes cores away, but what the two
-    # readers do to each other (lines that bounce between caches) stays in the figure.
+    # By CPU time: other processes take cores away, but the effect of the two readers on each other (lines that bounce
+    # between caches) stays in the figure.
     results.put(reads / (process_time() - begun))
 
 
@@ -258,7 +258,7 @@ def _churn(bench: Bench, folder: Path) -> None:
 
 
 def _large(bench: Bench, folder: Path, slots: int, hugetlbfs: str | None) -> None:
-    """As many slots as asked for, or as the memory allows; filled to 70 %; read in random order, then again."""
+    """As many slots as requested, or as memory allows; filled to 70 %; read in random order, then again."""
     available_bytes, _ = room_at(folder / "large.l0")
     sizes: dict[str, Any] = {"max_value_size": VALUE_BYTES, "max_key_size": 16}
     plan = plan_table(hash_slots=slots, **sizes)
@@ -300,7 +300,7 @@ def _large(bench: Bench, folder: Path, slots: int, hugetlbfs: str | None) -> Non
 
 
 def _filled_ns(cache: SharedCache, keys: int) -> int:
-    """Store so many keys. What can be done only once is measured by core time: there is no best of several."""
+    """Store so many keys. This can be done only once, without a best of several, so CPU time is measured."""
     value = os.urandom(VALUE_BYTES)
     filled_ns = 0
     for start in range(0, keys, 100_000):
@@ -312,8 +312,8 @@ def _filled_ns(cache: SharedCache, keys: int) -> int:
 
 
 def _cold_ns(cache: SharedCache, keys: int, dice: random.Random) -> tuple[float, float]:
-    """A key of a batch of keys that nobody has asked for lately, as new bytes and into rows; core time, the best of
-    several turns. The first turn maps what a new handle has not touched yet."""
+    """The time of a key in a batch of cold keys, as new bytes and into rows; CPU time, the best of several turns. The
+    first turn maps what a new handle has not touched yet."""
     import numpy as np
 
     out: Any = np.empty((BATCH, VALUE_BYTES), np.uint8)
@@ -330,7 +330,7 @@ def _cold_ns(cache: SharedCache, keys: int, dice: random.Random) -> tuple[float,
 
 
 def _huge_bytes(path: Path) -> int:
-    """How much of the file this process has mapped by huge pages, once it has touched it."""
+    """How much of the file this process has mapped with huge pages, after touching it."""
     smaps = Path("/proc/self/smaps")
     if not smaps.exists():
         return 0

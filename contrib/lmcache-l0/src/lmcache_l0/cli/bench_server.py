@@ -1,8 +1,8 @@
 """`lmcache-core bench l0 --server`: requests a second and p99 of one feature server over five stores, in one run.
 
-FastAPI under uvicorn with two workers; every request reads the features of 100 items. All servers are up together and
-are asked in turns, so that a slow second of the machine hits all of them. Beside the two figures by the clock stands
-the processor time that the server took for a request, which a busy machine disturbs less (Linux).
+FastAPI under uvicorn with two workers; every request reads the features of 100 items. All servers run together and are
+asked in turns, so that a slow second of the machine affects all of them. Beside the two wall-clock figures there is the
+server's processor time for a request, which a busy machine disturbs less (Linux).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _ask(connection: socket.socket, seed: int) -> None:
 
 
 def _processor_s(pid: int) -> float:
-    """What a process and its children that live have taken so far; 0 where the system does not say."""
+    """Processor time of a process and its living children so far; 0 if the system does not say."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -117,8 +117,8 @@ def _processor_s(pid: int) -> float:
 
 
 def _load(address: str, seconds: float) -> tuple[float, float, int]:
-    """Requests a second, the p99 of their milliseconds, and how many they were, over a few connections that ask as fast
-    as they are answered."""
+    """Requests a second, their p99 in milliseconds, and their number, over a few connections that ask as fast as they
+    are answered."""
     took_ns: list[list[int]] = [[] for _ in range(CONNECTIONS)]
     until = time.perf_counter_ns() + int(seconds * 1e9)
 

@@ -1,4 +1,4 @@
-"""The commands that make a table or change one."""
+"""The commands that create or change a table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def set_command(options: argparse.Namespace) -> int:
 
 
 def _wanted(name: str, value: str | None) -> bool | None:
-    """What `enabled`, `disabled`, `enabled=false` and `enabled off` ask of the switch; None for a key."""
+    """What `enabled`, `disabled`, `enabled=false` and `enabled off` mean for the switch; None for a key."""
     word, _, written = name.partition("=")
     if word not in _SWITCH or (written and value is not None):
         return None
@@ -78,7 +78,7 @@ def rehash_command(options: argparse.Namespace) -> int:
 
 @says_what_failed
 def create_command(options: argparse.Namespace) -> int:
-    """Make a table where nothing is."""
+    """Create a table at a free path."""
     sizes = ("size_gb", "hash_slots", "max_value_size", "max_key_size", "versions", "spares")
     given = {name: getattr(options, name) for name in sizes}
     with SharedCache(options.path, reserve=not options.sparse, enabled=not options.disabled, **given) as cache:

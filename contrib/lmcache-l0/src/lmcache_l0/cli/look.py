@@ -1,4 +1,4 @@
-"""The commands that look. They attach read-only, so looking never disturbs."""
+"""The commands that only read. They attach read-only, so they never disturb others."""
 
 from __future__ import annotations
 

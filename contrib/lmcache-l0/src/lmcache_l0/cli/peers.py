@@ -1,4 +1,4 @@
-"""The peers in the bench's table. Each answers `get(key)` for the same keys; one that is missing says why."""
+"""The peers in the bench's table. Each answers `get(key)` for the same keys; a missing one says why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MissingPeerError(Exception):
 
 @contextmanager
 def lmdb_get(folder: Path, values: Mapping[str, bytes]) -> Iterator[Callable[[bytes], object]]:
-    """LMDB with one read transaction held open: its fastest way. Takes keys that are bytes already."""
+    """LMDB with one read transaction held open: its fastest mode. Takes keys as bytes."""
     try:
         import lmdb
     except ImportError:
@@ -47,7 +47,7 @@ def manager_get(values: Mapping[str, bytes]) -> Iterator[Get]:
 
 @contextmanager
 def redis_get(folder: Path, values: Mapping[str, bytes]) -> Iterator[Get]:
-    """A Redis of our own on a Unix socket, ended by its process handle."""
+    """Our own Redis on a Unix socket, ended by its process handle."""
     program = shutil.which("redis-server")
     if program is None:
         raise MissingPeerError("redis-server")

@@ -1,4 +1,4 @@
-"""`lmcache-core l0 plan`: what a table for so many keys takes, and what its load does to its probes."""
+"""`lmcache-core l0 plan`: the size of a table for so many keys, and how its load affects its probes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plan_command(options: argparse.Namespace) -> int:
 
 
 def probes_by_load() -> Iterator[tuple[float, float, int, float]]:
-    """Load, and the slots looked at: mean and 99 % for keys that are there, mean for keys that are not."""
+    """Load, and slots probed: mean and 99 % for existing keys, mean for missing ones."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="l0-plan-", dir=memory if memory.is_dir() else None) as folder:
         sample = SharedCache(

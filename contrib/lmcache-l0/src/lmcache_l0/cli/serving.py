@@ -1,6 +1,6 @@
 """The feature server of `bench l0 --server`: one FastAPI app over five stores, chosen by the environment.
 
-Every request asks for the features of 100 items and answers with their sum. What differs is where the rows come from.
+Every request asks for the features of 100 items and answers with their sum. Only the source of the rows differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rows() -> Any:
 
 
 def prepare(folder: Path) -> Callable[[], None]:
-    """Put the items into every store that lives outside the server (Redis is filled by its own). How to end that."""
+    """Put the items into every store outside the server (Redis is filled by its own). Returns how to end that."""
     import lmdb
 
     from lmcache_l0 import SharedCache
@@ -99,10 +99,10 @@ def _from_redis(folder: Path) -> Fill:
 
 
 def _from_shared_memory(folder: Path) -> Fill:
-    """As it is done by hand: a block, and an index of its rows that every worker has for itself. Nothing is ever added,
-    and a row that is written while it is read is read in pieces."""
+    """The manual way: a block, and an index of its rows in every worker. Nothing can be added, and a row that is
+    written during a read is torn."""
     block = shared_memory.SharedMemory(name=_block_name(folder))
-    resource_tracker.unregister(f"/{block.name}", "shared_memory")  # it would remove the block with this worker
+    resource_tracker.unregister(f"/{block.name}", "shared_memory")  # it would remove the block when this worker exits
     table = np.ndarray((ITEMS, FLOATS), np.float32, block.buf)
     index = {name: i for i, name in enumerate(names())}
 

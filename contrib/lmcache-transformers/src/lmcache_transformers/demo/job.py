@@ -1,4 +1,4 @@
-"""What a worker of the demo is told: made by the demo, read by the worker."""
+"""The job of a demo worker: made by the demo, read by the worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_transformers.demo.model import ModelShape, document_tokens, questio
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does, about which document, with which model, at which server."""
+    """What a worker does, with which document, model and server."""
 
     task: str
     model: str  # llama, or none

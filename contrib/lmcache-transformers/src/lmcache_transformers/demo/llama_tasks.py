@@ -14,7 +14,7 @@ from lmcache_transformers.prefix_cache import PrefixCache
 
 
 def uncached(job: Job) -> dict[str, Any]:
-    """Answer without any cache: what every other run is compared with."""
+    """Answer without any cache: the reference for every other run."""
     import torch
 
     model = build_model(job.shape)
@@ -25,8 +25,8 @@ def uncached(job: Job) -> dict[str, Any]:
 
 
 def generate(job: Job) -> dict[str, Any]:
-    """Answer with what is there of the prompt, and store the rest; then, if anything was reused, once more with zeros
-    in its place."""
+    """Answer with the cached prefix of the prompt, and store the rest; then, if anything was reused, once more with
+    zeros in its place."""
     model = build_model(job.shape)
     with job.connect() as client:
         generator = CachedGenerator(
@@ -50,7 +50,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 
 def _zeroed(model: Any, prefixes: PrefixCache, job: Job) -> list[int]:
-    """What would be answered if the KV that was loaded were zeros: that it is not the same shows that it is used."""
+    """The answer if the loaded KV were zeros: a different answer shows that the KV is used."""
     import torch
 
     cache = prefixes.load(job.prompt).cache
@@ -67,7 +67,7 @@ def _zeroed(model: Any, prefixes: PrefixCache, job: Job) -> list[int]:
 
 @contextmanager
 def hold(job: Job) -> Iterator[dict[str, Any]]:
-    """Take slots for a document of its own, write all of them, and hold them: not committed, not given back."""
+    """Take slots for a separate document, write all of them, and hold them without commit or abort."""
     model = build_model(job.shape)
     with job.connect() as client:
         prefixes = PrefixCache(client, model, model_name=job.shape.name, chunk_tokens=job.chunk_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import lmcache_core
 from lmcache_core.errors import UsageError
 
-VOCABULARY = 4096  # the text is bytes; the rest of the ids lets a wrong answer be wrong in more ways
+VOCABULARY = 4096  # the text is bytes; more ids make a wrong answer more likely to show
 HEAD_DIM = 64
 HEADS_PER_KV_HEAD = 2
 QUESTIONS = (
@@ -21,7 +21,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What makes two processes build the same model: its size, and the seed of its weights."""
+    """Everything that two processes need to build the same model: its size, and the seed of its weights."""
 
     layers: int
     kv_heads: int
@@ -33,7 +33,7 @@ class ModelShape:
 
     @property
     def name(self) -> str:
-        """Names the weights, for the namespace: they follow from it."""
+        """A name of the weights, for the namespace: they are derived from it."""
         return f"demo-llama-{self.layers}x{self.hidden}-seed{self.seed}"
 
     @property
@@ -95,7 +95,7 @@ def question_tokens(number: int) -> list[int]:
 
 
 class FirstToken:
-    """A streamer that `generate` gives its tokens to: when the first one was there, in seconds since this was made."""
+    """A streamer for `generate` that records the time of the first token, in seconds since it was made."""
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
@@ -110,9 +110,9 @@ class FirstToken:
             self.seconds = time.perf_counter() - self._started_s
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
 
 def greedily(tokens: int, streamer: FirstToken | None) -> dict[str, Any]:
-    """What `generate` is asked for: so many tokens, each the likeliest."""
+    """Options of `generate`: so many tokens, greedily."""
     return {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "streamer": streamer}

@@ -1,7 +1,6 @@
-"""A small decoder in numpy, for a demo where torch is not there: attention with rotary positions, random weights.
-
-It answers nothing of use. Its KV has the shape and the size of the Llama's, depends on every token before it, and costs
-time to compute, which is all that a cache of KV is about.
+"""A small decoder in numpy, for a demo without torch: attention with rotary positions, random weights. Its answers are
+useless. But its KV has the shape and the size of the Llama's, depends on every token before it, and costs time to
+compute, which is all that matters to a KV cache.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ ROPE_THETA = 10_000.0
 
 
 class NumpyDecoder:
-    """The weights follow from the shape and its seed, in every process alike. KV is float32
+    """The weights are derived from the shape and its seed, equal in every process. KV is float32
     `[layers, 2, kv_heads, room, head_dim]`, keys before values."""
 
     def __init__(self, shape: ModelShape) -> None:

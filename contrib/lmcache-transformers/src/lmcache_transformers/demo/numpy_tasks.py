@@ -22,13 +22,13 @@ from lmcache_transformers.demo.numpy_model import Floats, NumpyDecoder
 
 
 def uncached(job: Job) -> dict[str, Any]:
-    """Answer without any cache: what every other run is compared with."""
+    """Answer without any cache: the reference for every other run."""
     return _answered(NumpyDecoder(job.shape), job, None, 0, time.perf_counter())
 
 
 def generate(job: Job) -> dict[str, Any]:
-    """Answer with what is there of the prompt, and store the rest; then, if anything was reused, once more with zeros
-    in its place."""
+    """Answer with the cached prefix of the prompt, and store the rest; then, if anything was reused, once more with
+    zeros in its place."""
     model, namespace = NumpyDecoder(job.shape), _namespace(job)
     keys = chunk_keys(job.prompt, namespace, job.chunk_tokens)
     with job.connect() as client:
@@ -43,14 +43,14 @@ def generate(job: Job) -> dict[str, Any]:
         found["stored_bytes"] = _store(client, keys, namespace, kv, job, reused // job.chunk_tokens)
         found["store_s"] = time.perf_counter() - began_s
     found["answer_zeroed"] = None
-    if reused:  # what would be answered if the KV that was loaded were zeros: another answer shows that it is used
+    if reused:  # the answer if the loaded KV were zeros: a different answer shows that the KV is used
         found["answer_zeroed"] = _answered(model, job, np.zeros_like(kv), reused, began_s)["answer"]
     return found
 
 
 @contextmanager
 def hold(job: Job) -> Iterator[dict[str, Any]]:
-    """Take slots for a document of its own, write all of them, and hold them: not committed, not given back."""
+    """Take slots for a separate document, write all of them, and hold them without commit or abort."""
     namespace = _namespace(job)
     keys = chunk_keys(list(reversed(document_tokens(job.document))), namespace, job.chunk_tokens)
     with job.connect() as client:
@@ -98,9 +98,8 @@ def _store(client: Client, keys: list[bytes], namespace: Namespace, kv: Floats, 
 
 
 def _answered(model: NumpyDecoder, job: Job, kv: Floats | None, reused: int, began_s: float) -> dict[str, Any]:
-    """Compute the prompt from token `reused` on and answer, the likeliest token each time.
-
-    In steps that end where chunks end, with the cache and without: so both are the same to the last bit.
+    """Compute the prompt from token `reused` on and answer greedily. Steps end where chunks end, with the cache and
+    without it, so both give the same bits.
     """
     prompt = job.prompt
     kv = model.room(len(prompt) + job.answer_tokens) if kv is None else kv

@@ -34,12 +34,12 @@ def _failed(job: Job, status: int | None, folder: Path) -> DemoError:
 
 
 def run_worker(job: Job, folder: Path) -> dict[str, Any]:
-    """Run a worker to its end. Returns what it says it did. Raises `DemoError` where it failed."""
+    """Run a worker to its end. Returns its report. Raises `DemoError` if it failed."""
     with _start(job, folder) as process:
         try:
             said, _ = process.communicate(timeout=WORKER_TIMEOUT_S)
         except BaseException:
-            # Whatever ends us, a timeout or the user, ends the worker too.
+            # Whatever ends us, a time-out or the user, also ends the worker.
             process.kill()
             raise
         if process.returncode != 0:
@@ -49,7 +49,7 @@ def run_worker(job: Job, folder: Path) -> dict[str, Any]:
 
 
 class HangingWorker:
-    """A worker that holds what it was given until it is killed."""
+    """A worker that holds its slots until it is killed."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self._process = _start(job, folder)

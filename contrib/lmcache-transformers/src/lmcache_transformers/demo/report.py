@@ -10,7 +10,7 @@ from typing import Any
 
 from lmcache_core.cli.table import print_table
 
-STEPS = 11  # that a whole demo says it begins
+STEPS = 11  # that a complete demo announces
 MODELS = {
     "llama": "a Llama with random weights, by transformers",
     "none": "attention in numpy (`--model llama` is a real model)",
@@ -24,7 +24,7 @@ class Row:
 
     step: int
     run: str
-    source: str  # where the prefix came from: computed, pool, disk, or nowhere
+    source: str  # the origin of the prefix: computed, pool, disk, or nowhere
     tokens_prompt: int
     tokens_reused: int
     cold_s: float | None
@@ -49,7 +49,7 @@ class Check:
 
 
 class Report:
-    """Collects rows and checks, and says on standard error where the demo is. `model`: llama, or none."""
+    """Collects rows and checks, and shows the progress on standard error. `model`: llama, or none."""
 
     def __init__(self, *, as_json: bool, model: str = "llama") -> None:
         self._as_json = as_json
@@ -74,7 +74,7 @@ class Report:
         )
 
     def step(self, label: str) -> None:
-        """Say that another of the demo's `STEPS` begins."""
+        """Announce the next of the demo's `STEPS`."""
         self._steps += 1
         if not self._as_json:
             sys.stderr.write(f"demo [{self._steps:2} of {STEPS}, {time.monotonic() - self._began_s:3.0f} s] {label}\n")

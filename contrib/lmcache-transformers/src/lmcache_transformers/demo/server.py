@@ -1,4 +1,4 @@
-"""The demo's server: a process of its own, started, killed and started again."""
+"""The demo's server: a separate process, started, killed and started again."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ T = TypeVar("T")
 
 
 class DemoError(CacheError):
-    """A part of the demo did not do what it must, so nothing after it could be shown."""
+    """A step of the demo failed, so the following ones cannot be shown."""
 
     code = "DEMO"
 
 
 def clean_environment() -> dict[str, str]:
-    """Ours, without settings meant for another server, and without a way to any network."""
+    """Our environment, without settings for another server, and without network access."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_CORE_")}
-    # Threads that wait give their core away: several processes share this machine, and one that spins makes the
-    # others' first tokens ten times slower.
+    # Waiting threads must yield their core: several processes share this machine, and a spinning one makes the others'
+    # first tokens ten times slower.
     kept.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     kept.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads always spin
     return kept | {"HF_HUB_OFFLINE": "1"}
 
 
 def wait_for(what: str, look: Callable[[], T | None], timeout_s: float) -> T:
-    """Look until there is something. Raises `DemoError` naming what did not come."""
+    """Poll until the result is true. Raises `DemoError` that names what did not happen."""
     end_s = time.monotonic() + timeout_s
     while (found := look()) is None:
         if time.monotonic() > end_s:
@@ -52,7 +52,7 @@ class ServerProcess:
 
     def __init__(self, folder: Path, pool_bytes: int, backing: str, chunk_tokens: int) -> None:
         self.folder = folder
-        self.name = f"demo-{os.getpid()}"  # of its own: a pool in shared memory goes by it on the whole node
+        self.name = f"demo-{os.getpid()}"  # unique: it names a pool in shared memory on the whole node
         self.runtime_dir = folder / "run"
         self.tier_dir = folder / "disk"
         self._flags = {
@@ -85,7 +85,7 @@ class ServerProcess:
         return time.perf_counter() - started_s
 
     def observer(self) -> Client:
-        """A client that looks and asks, and maps nothing."""
+        """A client for queries, without a mapping of the pool."""
         return Client.connect(self.name, runtime_dir=self.runtime_dir, client_name="demo", maps_pool=False)
 
     def _ready(self, client: Client) -> bool | None:

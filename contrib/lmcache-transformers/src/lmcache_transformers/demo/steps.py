@@ -24,13 +24,13 @@ from lmcache_transformers.demo.processes import HangingWorker, run_worker
 from lmcache_transformers.demo.report import Report, Row
 from lmcache_transformers.demo.server import DemoError, ServerProcess, wait_for
 
-SETTLE_TIMEOUT_S = 60.0  # a safety net for what takes milliseconds: a death noticed, a queue emptied
+SETTLE_TIMEOUT_S = 60.0  # a safety net for things that take milliseconds: noticing a death, emptying a queue
 TIER_WAIT_S = 60.0  # how long a worker may wait for the disk; a slow one is slow, not wrong
 POOL_BYTES_MIN = 256 << 20
 
 
 class Demo:
-    """One run. Each step is a method; what it finds goes into the report."""
+    """One run. Each step is a method that adds to the report."""
 
     def __init__(self, arguments: Arguments, folder: Path, report: Report) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Demo:
         self.uncached: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """All steps. Raises `DemoError` where one could not be done at all."""
+        """All steps. Raises `DemoError` if one could not be done at all."""
         if not self.reused_expected:
             raise DemoError("the document is shorter than one chunk: give more --tokens, or fewer --chunk-tokens")
         report = self.report
@@ -201,7 +201,7 @@ class Demo:
             f"{held / 1e6:.0f} MB",
         )
         report.check("5: its keys are misses", set(found.statuses) == {Status.MISS}, f"{len(keys)} keys")
-        # The same question about what was committed: or all that was shown is that nothing is ever found.
+        # The same question about committed chunks: otherwise we would only show that nothing is ever found.
         document = [bytes.fromhex(key) for key in said["prompt_keys"]]
         there = client.lookup(document, namespace=namespace, wait_s=TIER_WAIT_S)
         report.check("5: the document is still there", there.hits == len(document), f"{there.hits} keys")
@@ -210,7 +210,7 @@ class Demo:
 def demonstrate(arguments: Arguments) -> int:
     """Run the demo and print what was found. Returns 0 only if all of it held."""
     if threading.current_thread() is threading.main_thread():
-        # As for Ctrl-C: unwind, so that no process of ours is left behind.
+        # As for Ctrl-C: unwind, so that no process is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = Report(as_json=arguments.json, model=arguments.model)
     with ExitStack() as stack:

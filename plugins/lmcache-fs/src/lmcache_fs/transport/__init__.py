@@ -1,1 +1,1 @@
-"""What stands around the files of a disk tier: their places, the way they are written, and who leads."""
+"""Around the files of a disk tier: where they are, how they are written, and which adapter leads."""

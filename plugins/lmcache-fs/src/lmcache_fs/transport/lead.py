@@ -1,4 +1,4 @@
-"""Which of the adapters on one directory keeps its headroom: the one that holds a lock, which dies with its process."""
+"""Which of the adapters on one directory keeps headroom: the one that holds a lock, which ends with its process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NAME = "leader"
 
 
 class Lead:
-    """A lock on a file in the directory. Thread-safe for its one user, the scan."""
+    """A lock on a file in the directory. Only the scan uses it."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._handle: int | None = None
 
     def take(self) -> bool:
-        """True: it is ours now, or still. Where no file can be locked nobody else can lead either: True."""
+        """True: we hold it. Also True if the medium has no locks, because then nobody else can lead either."""
         if self._handle is not None and self._is_there(self._handle):
             return True
         self.close()
@@ -45,7 +45,7 @@ class Lead:
             os.close(handle)
 
     def _is_there(self, handle: int) -> bool:
-        """Whether the file we locked is the one that others would lock: someone may have deleted the directory."""
+        """Whether the file that we locked still has its name: someone may have deleted the directory."""
         try:
             found = os.stat(f"{self._root}/{_NAME}")  # noqa: PTH116
         except OSError:

@@ -1,8 +1,8 @@
 """Buffered or direct writes: what `io_mode = auto` decides.
 
-Measured: a load of a file that is still in the page cache runs at 9 to 14 GB/s, one from the medium at 0.6 to 1.
-So files go through the page cache while the machine has memory to spare for it; when memory is short they go past
-it, since then they would only push out other pages and not stay themselves.
+Measured: a load of a file that is still in the page cache runs at 9 to 14 GB/s, one from the medium at 0.6 to 1. So
+files go through the page cache while the machine has memory to spare for it; when memory is short they bypass it, since
+then they would only evict other pages and not stay themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOOK_EVERY_S = 1.0
 
 
 def memory_spare_fraction() -> float:
-    """The part of the machine's memory that new pages could have. 1.0 where the system does not say."""
+    """The part of the machine's memory that is free for new pages. 1.0 if the system does not say."""
     found: dict[str, int] = {}
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
@@ -29,7 +29,7 @@ def memory_spare_fraction() -> float:
 
 
 class WriteMode:
-    """Chooses the way for each write. Threads may race here: the worst is one look too many."""
+    """Chooses the mode of each write. Threads may race here: at worst memory is checked once too often."""
 
     def __init__(self, spare_fraction: Callable[[], float] = memory_spare_fraction) -> None:
         self._spare_fraction = spare_fraction
@@ -38,7 +38,7 @@ class WriteMode:
         self._direct_works = True
 
     def direct(self) -> bool:
-        """True: write past the page cache."""
+        """True: bypass the page cache."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
@@ -46,5 +46,5 @@ class WriteMode:
         return self._short and self._direct_works
 
     def refused(self) -> None:
-        """The medium cannot do it: do not ask again."""
+        """The medium does not support it: never try again."""
         self._direct_works = False

@@ -1,4 +1,4 @@
-"""Where things stand in the directory of a disk tier.
+"""The layout of a disk tier's directory.
 
 PATH/objects/3fa/00ab…    one file for each object: shard of the key, then the key in hex
 PATH/tmp/TOKEN/lock, 1…   files being written by one adapter, which holds a lock on `lock` while it lives
@@ -26,7 +26,7 @@ class Paths:
         self.damaged = str(root / "damaged")
 
     def shard(self, key: bytes) -> str:
-        """The directory of a key. By checksum, so that keys that start alike spread too."""
+        """The directory of a key. By checksum, so that keys with a common prefix spread too."""
         return f"{self.objects}/{zlib.crc32(key) % SHARDS:03x}"
 
     def object(self, key: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Where an adapter writes files before it publishes them, and how those of dead adapters go away."""
+"""Where an adapter writes files before it publishes them, and how those of dead adapters are removed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOCK = "lock"
 class TemporaryFolder:
     """A folder of one adapter, under a lock that the operating system releases with the process.
 
-    Safe among servers on one directory: folders are made, and judged, under a lock of their parent, so that one
-    without a lock of its own is nobody's.
+    Safe with several servers on one directory: folders are created and checked under a lock of their parent, so a
+    folder whose own lock is free has no owner.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -30,7 +30,7 @@ class TemporaryFolder:
         self.path = ""
 
     def open(self) -> None:
-        """Make the folder (again, if someone has removed it). Raises `OSError`."""
+        """Create the folder (again, if someone has removed it). Raises `OSError`."""
         self.close()
         with _alone(self._parent):
             folder = self._parent / f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -51,8 +51,8 @@ class TemporaryFolder:
         return f"{self.path}/{next(self._numbers)}"
 
     def discard(self, path: str) -> None:
-        """Remove a file that was not published. One that cannot be removed now is tried again with each later store: it
-        takes room that no account knows of."""
+        """Remove a file that was not published. If that fails, each later store tries again: the file takes space that
+        nobody counts."""
         self._left.add(path)
         self._remove_left()
 
@@ -81,7 +81,7 @@ def sweep(parent: Path) -> int:
     with contextlib.suppress(OSError):
         with _alone(parent):
             dead = [folder for folder in parent.iterdir() if _is_dead(folder)]
-        for folder in dead:  # nobody takes one up again: there is time
+        for folder in dead:  # nobody uses it again: there is time
             shutil.rmtree(folder, ignore_errors=True)
             swept += not folder.exists()
     return swept
@@ -100,8 +100,8 @@ def _alone(parent: Path) -> Iterator[None]:
 
 
 def _is_dead(folder: Path) -> bool:
-    """Whether no adapter has the folder: nobody holds its lock, or it has none (its sweeper died, or its maker). Asked
-    under the parent's lock, when nobody is about to make one."""
+    """Whether no adapter owns the folder: its lock is free, or missing (its creator died, or a sweeper did). Called
+    under the parent's lock, when nobody can be creating one."""
     if not folder.is_dir() or folder.is_symlink():
         return False
     try:
@@ -109,7 +109,7 @@ def _is_dead(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     except OSError:
-        return False  # of another user: not ours to judge
+        return False  # of another user: leave it alone
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

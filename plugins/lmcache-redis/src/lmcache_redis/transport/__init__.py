@@ -1,1 +1,1 @@
-"""How bytes get to a Redis and back: connections, the protocol, and which server owns a key."""
+"""Transport to Redis and back: connections, the protocol, and which server owns a key."""

@@ -1,7 +1,6 @@
-"""A connection's socket for the time of one exchange: parts out, parts in, each wait bounded by the deadline.
-
-A plain socket blocks in the kernel, which also keeps the time: one call sends or receives many parts whole, without a
-look at readiness before each. TLS has no such calls; there one part goes at a time.
+"""A connection's socket during one exchange: send parts, receive parts, each wait bounded by the deadline. A plain
+socket blocks in the kernel, which also enforces the time-out: one call sends or receives many whole parts, without
+polling before each. TLS has no such calls; there one part is sent at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ SEND_BYTES_MAX = 2 << 20
 class Channel(ABC):
     """Raises `OSError` or `TimeoutError`: the stream is then in the middle of something."""
 
-    join_bytes_max = 0  # parts up to this size are better joined than sent by themselves
+    join_bytes_max = 0  # joining parts up to this size is faster than sending them separately
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock
@@ -36,12 +35,11 @@ class Channel(ABC):
 
     @abstractmethod
     def send(self, parts: list[memoryview]) -> int:
-        """Send what goes in one call; its length."""
+        """Send as much as fits into one call; returns its length."""
 
     @abstractmethod
     def receive(self, parts: list[memoryview], *, whole: bool = False) -> int:
-        """Receive what there is, at least one byte; with `whole` all of the parts, where the socket can. The
-        length."""
+        """Receive what is there, at least one byte; with `whole` all parts, if the socket can. Returns the length."""
 
     def send_all(self, parts: list[memoryview]) -> None:
         at = 0
@@ -84,7 +82,7 @@ def channel_on(sock: socket.socket, deadline: float) -> Channel:
 
 
 def _portion(parts: list[memoryview], at: int) -> list[memoryview]:
-    """What goes in one call: the first parts from `at`, the last of them cut."""
+    """The parts for one call: from `at` on, the last of them cut."""
     portion, room = [], SEND_BYTES_MAX
     for part in parts[at : at + BUFFERS_MAX]:
         portion.append(part[:room])

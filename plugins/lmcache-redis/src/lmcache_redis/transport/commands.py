@@ -1,4 +1,4 @@
-"""What is asked of a server, and what it answers."""
+"""Commands to a server, and its replies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Command:
 
 
 class Received(NamedTuple):
-    """An object came. `whole` False: it was larger than the room for it, and was thrown away."""
+    """An object arrived. `whole` False: it was larger than its buffers, and was discarded."""
 
     nbytes: int
     whole: bool
@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """There was no answer, and the connection is closed. `late`: because the deadline came."""
+    """There was no answer, and the connection is closed. `late`: because the deadline passed."""
 
     text: str
     late: bool = False

@@ -20,7 +20,7 @@ from redis.sentinel import Sentinel
 from lmcache_core.tiers import budget
 from lmcache_redis.settings import RedisSettings
 
-_CONNECT_MAX_S = 60.0  # where nobody has set a limit
+_CONNECT_MAX_S = 60.0  # if no limit is set
 _NAMES_COMMAND = inspect.signature(ConnectionPool.get_connection).parameters.get("command_name")
 _ASKS_FOR_NAME = _NAMES_COMMAND is not None and _NAMES_COMMAND.default is inspect.Parameter.empty
 
@@ -44,8 +44,8 @@ def address_of(text: str) -> Address:
 
 
 class _Budgeted:
-    """Open, authenticated and used within the budget of the thread: redis-py fixes its limits when a pool is made, and
-    they bound each wait by itself."""
+    """Opened, authenticated and used within the thread's budget: redis-py fixes its limits when a pool is made, and
+    they bound each wait separately."""
 
     connect_timeout_s = 2.0
 
@@ -58,7 +58,7 @@ class _Budgeted:
 
     def _connect(self) -> Any:
         sock = super()._connect()  # type: ignore[misc]
-        # redis-py makes sockets, and the contexts of TLS, where nobody can tell it of which class.
+        # redis-py creates sockets and TLS contexts without a way to choose their class.
         if isinstance(sock, ssl.SSLSocket):
             sock.__class__ = budget.BudgetTlsSocket
         elif isinstance(sock, socket.socket):
@@ -112,20 +112,19 @@ def make_pool(settings: RedisSettings, address: Address) -> ConnectionPool:
 
 
 def take(pool: ConnectionPool) -> Any:
-    """A connection that is open and at rest. Give it back with `pool.release`."""
+    """A connection that is open and idle. Return it with `pool.release`."""
     return pool.get_connection("_") if _ASKS_FOR_NAME else pool.get_connection()
 
 
 def direct_socket(connection: Any) -> socket.socket | None:
-    """The socket of a connection, if payloads may be moved past redis-py: it is a real one, and redis-py holds
-    nothing that it has read from it (the pool looks at that when it hands a connection out). None: its internals are
-    not those that we know."""
+    """The socket of a connection, if payloads may bypass redis-py: it is a real socket, and redis-py has buffered
+    nothing from it (the pool checks that when it hands out a connection). None: redis-py's internals are unknown."""
     sock = getattr(connection, "_sock", None)
     return sock if isinstance(sock, socket.socket) and sock.fileno() >= 0 else None
 
 
 def tls_options(settings: RedisSettings) -> dict[str, Any]:
-    """redis-py's words for our TLS settings."""
+    """redis-py's arguments for our TLS settings."""
     options: dict[str, Any] = {
         "ssl_cert_reqs": "none" if settings.tls_verify == "none" else "required",
         "ssl_check_hostname": settings.tls_verify == "full",
@@ -147,7 +146,7 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
         "socket_connect_timeout": timeout_s,
         **({"ssl": True, **tls_options(settings)} if settings.encrypted else {}),
     }
-    make: Any = Sentinel  # redis-py leaves it untyped
+    make: Any = Sentinel  # untyped in redis-py
     kind = type("_OfSentinel", (_Tls if settings.encrypted else _Tcp,), {"connect_timeout_s": timeout_s})
     sentinels = make([tuple(address_of(node)) for node in settings.nodes], sentinel_kwargs=options)
     for sentinel in sentinels.sentinels:
@@ -161,7 +160,7 @@ def find_primary(settings: RedisSettings, timeout_s: float) -> Address:
 
 
 def _no_notices() -> dict[str, Any]:
-    """Newer versions subscribe to maintenance notices, and then no longer check that a connection is at rest."""
+    """Newer versions subscribe to maintenance notices, and then no longer check that a connection is idle."""
     try:
         from redis.maint_notifications import MaintNotificationsConfig
     except ImportError:

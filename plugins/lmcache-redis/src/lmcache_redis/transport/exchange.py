@@ -1,7 +1,6 @@
-"""One exchange with one server: pipelined commands out, replies in. Direct, or by redis-py's own calls.
-
-Both give the same replies. After anything but a complete exchange the connection is closed: nobody knows where its
-stream stands, and a late reply must never be taken for another's, nor written into memory that was given away.
+"""One exchange with one server: send pipelined commands, receive replies. Direct, or through redis-py's own calls. Both
+give the same replies. After an incomplete exchange the connection is closed: the state of its stream is unknown, and a
+late reply must never be mistaken for another one, or written into memory that has been reused.
 """
 
 from __future__ import annotations
@@ -36,17 +35,16 @@ _CODES: tuple[tuple[type[Exception], str], ...] = (
 
 
 class Exchanger:
-    """Speaks to servers by the transport that the settings ask for. Shared by threads."""
+    """Talks to servers with the configured transport. Shared by threads."""
 
     def __init__(self, tier: str, transport: str) -> None:
         self._tier = tier
         self._transport = transport
-        self.fell_back = False  # auto has found internals that it does not know
+        self.fell_back = False  # auto has found unknown internals
         self._closed = False
 
     def close(self) -> None:
-        """From now on nothing is kept: whoever still uses a connection closes it when done. Pools are the caller's
-        to empty, after this."""
+        """From now on no connection is kept: its user closes it when done. After this the caller empties the pools."""
         self._closed = True
 
     def exchange(self, pool: ConnectionPool, commands: Sequence[Command], deadline: float) -> list[Reply]:
@@ -68,7 +66,7 @@ class Exchanger:
                 if not complete:
                     connection.disconnect()
                 pool.release(connection)
-            if self._closed:  # looked at after the release: one of us two finds the connection in the pool
+            if self._closed:  # checked after the release: this thread or `close` finds the connection in the pool
                 pool.disconnect(inuse_connections=False)
         return replies
 
@@ -98,7 +96,7 @@ def _plain(connection: Any, commands: Sequence[Command], deadline: float, replie
     packed = [(*command.words, *_value(command), *command.options) for command in commands]
     connection.send_packed_command(connection.pack_commands(packed), check_health=False)
     for command in commands:
-        # With a socket that we cannot reach its limit stays that of the connect; then this waits by the deadline.
+        # If we cannot reach the socket, it keeps the time-out of the connect; then this enforces the deadline.
         if not _limit(connection, deadline) and not connection.can_read(timeout=left_s(deadline)):
             raise TimeoutError("the deadline has come")
         try:
@@ -116,7 +114,7 @@ def _plain(connection: Any, commands: Sequence[Command], deadline: float, replie
         elif isinstance(value, bytes):
             replies.append(_placed(value, command))
         else:
-            raise WireError(f"an object was asked for, and {str(value)[:40]!r} came")
+            raise WireError(f"an object was requested, and {str(value)[:40]!r} came")
 
 
 def _value(command: Command) -> tuple[bytes, ...]:
@@ -135,7 +133,7 @@ def _placed(value: bytes, command: Command) -> Received:
 
 
 def _limit(connection: Any, deadline: float) -> bool:
-    """Let the connection's socket wait no longer than the deadline. False: it is out of reach."""
+    """Limit the socket's waits to the deadline. False: the socket cannot be reached."""
     sock = direct_socket(connection)
     if sock is not None:
         sock.settimeout(left_s(deadline))
@@ -152,7 +150,7 @@ def _refusal(error: exceptions.RedisError) -> Refusal:
 
 
 def broken_by(error: Exception) -> Broken:
-    """Why there was no answer, in words that hold no secret, with the cure where only a person can help."""
+    """Why there was no answer, without secrets, and with the cure if only a person can help."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -21,9 +21,9 @@ Ask = Callable[[Address, Sequence[Command], float], list[Reply]]
 
 
 class Topology(ABC):
-    """Shared by threads. `version` moves when a refresh has learnt something new."""
+    """Shared by threads. `version` changes when a refresh has found something new."""
 
-    fails_over = True  # another server may take over: waiting can help
+    fails_over = True  # another server may take over, so waiting can help
 
     def __init__(self) -> None:
         self.version = 0
@@ -31,14 +31,14 @@ class Topology(ABC):
 
     @abstractmethod
     def owner(self, key: bytes) -> Address | None:
-        """The server of a key; None: nobody is known to own it."""
+        """The server of a key; None: no owner is known."""
 
     @abstractmethod
     def primaries(self) -> list[Address]:
-        """All servers that own something, in a stable order."""
+        """All servers that own slots, in a stable order."""
 
     def refresh(self, deadline: float, seen: int, hint: Address | None = None) -> Broken | None:
-        """Find out anew, unless someone else has since `seen`. Gives back why it could not."""
+        """Refresh, unless another thread has since `seen`. Returns why it failed."""
         try:
             with budget.within(deadline), budget.locked(self._lock):
                 if self.version != seen:
@@ -56,7 +56,7 @@ class Topology(ABC):
 
 
 class OneServer(Topology):
-    """What the settings say."""
+    """The server in the settings."""
 
     fails_over = False
 
@@ -106,7 +106,7 @@ class BySentinel(Topology):
 
 
 class BySlots(Topology):
-    """A cluster's slots, as one of its nodes tells them."""
+    """A cluster's slots, as one of its nodes reports them."""
 
     def __init__(self, settings: RedisSettings, ask: Ask) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class BySlots(Topology):
         return self._primaries
 
     def _find(self, deadline: float, hint: Address | None) -> Broken | None:
-        """Ask one node after the other. One that a redirection has just named is surely alive: it comes first."""
+        """Ask one node after the other. A node that a redirection has just named is surely alive, so it comes first."""
         broken = Broken("no node of the cluster is known")
         for address in _distinct([*([hint] if hint is not None else []), *self._known, *self._seeds]):
             if time.monotonic() >= deadline:
@@ -135,14 +135,14 @@ class BySlots(Topology):
                 try:
                     self._take(reply, address)
                 except (TypeError, ValueError, IndexError, UnicodeDecodeError) as error:
-                    broken = Broken(f"{address} tells slots that make no sense: {error}")
+                    broken = Broken(f"{address} returned invalid slots: {error}")
                     continue
                 return None
             if isinstance(reply, Broken):
                 broken = reply
             else:
                 words = "it owns no slots" if reply == [] else str(getattr(reply, "text", reply))
-                broken = Broken(f"{address} does not tell the cluster's slots: {words}", retryable=reply == [])
+                broken = Broken(f"{address} did not return the cluster's slots: {words}", retryable=reply == [])
         return broken._replace(late=False)
 
     def _take(self, ranges: list[Any], asked: Address) -> None:
@@ -162,7 +162,7 @@ class BySlots(Topology):
 
 
 def _node(entry: Sequence[Any], asked: Address) -> Address:
-    """A node without a known host is the one that was asked. Raises `ValueError` for what is no node."""
+    """A node without a known host is the one that was asked. Raises `ValueError` for an invalid node."""
     host = entry[0].decode() if isinstance(entry[0], bytes) else (entry[0] or "")
     if not isinstance(host, str) or not isinstance(entry[1], int) or not 0 < entry[1] < 65536:
         raise ValueError(f"a node at {str(host)[:80]!r}, port {str(entry[1])[:20]}")

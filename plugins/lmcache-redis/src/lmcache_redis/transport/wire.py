@@ -1,7 +1,7 @@
 """RESP on a channel, with payloads that go from and into the caller's memory.
 
 Only what payload commands need: arrays of bulk strings out; status, error, integer, bulk and null replies in. Many
-objects leave in one call, and the end of one reply arrives together with the head of the next.
+objects are sent in one call, and the end of one reply is received together with the head of the next.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from lmcache_core.tiers.streams import advance
 from lmcache_redis.transport.channel import Channel
 from lmcache_redis.transport.commands import Command, Received, Refusal, Reply
 
-# A server copies an object into its reply when it reads the request, and sends it later: with a whole batch asked for
-# at once it copies into fresh memory, and out of none of its caches. Two objects at least, so that it always has one
+# A server copies an object into its reply when it reads the request, and sends it later: if a whole batch is requested
+# at once, it copies into fresh memory and sends from uncached memory. At least two objects, so that it always has one
 # to send.
 OWED_BYTES_MAX = 2 << 20
 OWED_MIN = 2
@@ -26,17 +26,17 @@ _END = b"\r\n"
 
 
 class WireError(Exception):
-    """The stream is not what it should be; the connection cannot be used any more."""
+    """The stream is invalid; the connection cannot be used any more."""
 
 
 def converse(channel: Channel, commands: Sequence[Command], replies: list[Reply]) -> None:
-    """Ask all commands and append their replies, as they come. Large replies are asked for a few at a time. Raises
+    """Send all commands and append their replies as they come. Large replies are requested a few at a time. Raises
     `OSError`, `TimeoutError` or `WireError`: the stream is then in the middle of something."""
     rooms = [command.room_bytes for command in commands]
     stream = Replies(channel)
     asked = owed = 0
     for position, command in enumerate(commands):
-        # Not before half has come: a send for each object would cost more than it brings.
+        # Not before half has arrived: a send for each object would cost more than it gains.
         if asked < len(commands) and (asked < position + OWED_MIN or owed <= OWED_BYTES_MAX // 2):
             first = asked
             while asked < len(commands) and (
@@ -54,7 +54,7 @@ def converse(channel: Channel, commands: Sequence[Command], replies: list[Reply]
 
 
 def _joined(commands: Sequence[Command], copy_bytes_max: int) -> Iterator[memoryview]:
-    """The stream in parts: framing joined across commands, payloads as they are unless they are small."""
+    """The stream in parts: framing is joined across commands, payloads stay separate unless they are small."""
     pending = bytearray()
     for command in commands:
         arguments = [*command.words]
@@ -82,12 +82,12 @@ def _joined(commands: Sequence[Command], copy_bytes_max: int) -> Iterator[memory
 
 
 class Replies:
-    """Reads the replies of one exchange; when all have been read, `finish` proves that nothing is left."""
+    """Reads the replies of one exchange; after the last, `finish` checks that nothing is left."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._ahead = bytearray(AHEAD_BYTES)
-        self._begin = self._end = 0  # what of it was received, and not yet read
+        self._begin = self._end = 0  # received, and not yet read
 
     def read(self, command: Command, room_bytes: int) -> Reply:
         """The next reply; an object of at most `room_bytes` goes where the command says. Raises `OSError`,
@@ -115,15 +115,15 @@ class Replies:
         raise WireError(f"a reply begins with {line[:40]!r}")
 
     def finish(self) -> None:
-        """All replies have been read: is the stream at rest?"""
+        """All replies have been read: check that the stream is idle."""
         if self._begin != self._end:
-            raise WireError("more came than was asked for")
+            raise WireError("more data came than was requested")
 
     def _bulk(self, nbytes: int, command: Command, room_bytes: int) -> Reply:
         if nbytes == -1:
             return None
         if command.into is None:
-            raise WireError("an object came that nobody asked for")
+            raise WireError("an object came that was not requested")
         if nbytes == room_bytes:
             self._fill([part.cast("B") for part in command.into])
         elif nbytes < room_bytes:
@@ -141,7 +141,7 @@ class Replies:
         return line
 
     def _more(self) -> None:
-        """Receive what there is, behind what was not yet read."""
+        """Receive more, behind the unread bytes."""
         if self._begin:
             held = self._ahead[self._begin : self._end]
             self._ahead[: len(held)] = held
@@ -160,7 +160,7 @@ class Replies:
         self._begin += len(_END)
 
     def _fill(self, parts: list[memoryview]) -> None:
-        """Fill all parts, from what was read ahead and then from the channel."""
+        """Fill all parts, first from the read-ahead and then from the channel."""
         at = 0
         while at < len(parts) and self._begin < self._end:
             part = parts[at]
@@ -172,7 +172,7 @@ class Replies:
             at = advance(parts, at, self._channel.receive(parts[at:], whole=True)) if parts[at].nbytes else at + 1
 
     def _skip(self, nbytes: int) -> None:
-        """Throw an object away, so that the replies behind it can be read."""
+        """Discard an object, so that the replies behind it can be read."""
         held = min(nbytes, self._end - self._begin)
         self._begin += held
         nbytes -= held

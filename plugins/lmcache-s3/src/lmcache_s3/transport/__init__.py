@@ -1,1 +1,1 @@
-"""How requests get to a bucket and back: connections, signatures, and the two ways for payloads."""
+"""Transport to a bucket and back: connections, signatures, and the two transports for payloads."""

@@ -21,14 +21,14 @@ from lmcache_s3.errors import LinkError
 from lmcache_s3.settings import S3Settings
 from lmcache_s3.transport.budgeted import keep_to_budget
 
-FORGET_AGAIN_S = 2.0  # wrong credentials are read again, but not for each of a thousand refused requests
+FORGET_AGAIN_S = 2.0  # wrong credentials are read again, but not for every refused request
 TIMEOUT_MAX_S = 64.0
 _TALKATIVE = ("boto3", "botocore", "s3transfer", "urllib3")
 T = TypeVar("T")
 
 
 class DirectError(Exception):
-    """Direct requests cannot serve here; the message says why. Plain ones may."""
+    """Direct requests are impossible here; the message says why. Plain ones may work."""
 
 
 class Proxy(NamedTuple):
@@ -43,22 +43,21 @@ class Endpoint(NamedTuple):
     tls: bool
     host: str
     port: int
-    path: str  # what stands before an object's name, quoted, with a slash at its end
+    path: str  # the path before an object's name, quoted, with a slash at its end
     region: str
     service: str
-    authority: str  # for the Host header: without a port that is the scheme's own
+    authority: str  # for the Host header: without the scheme's default port
 
     @property
     def bracketed(self) -> str:
-        """The host as it stands before a port."""
+        """The host in the form used before a port."""
         return _bracketed(self.host)
 
 
 class Account:
-    """One boto3 session and what follows from it. Made when first needed, and again after `forget`.
-
-    Thread-safe. A client's time-outs are fixed when it is made, so there is one for each power of two of seconds; a
-    call keeps to its own deadline by the budget of its thread (`budgeted`).
+    """One boto3 session and its clients. Made when first needed, and again after `forget`. Thread-safe. A client's
+    time-outs are fixed when it is made, so there is one for each power of two of seconds; the budget of the calling
+    thread enforces each call's own deadline (`budgeted`).
     """
 
     def __init__(self, settings: S3Settings, connections: int) -> None:
@@ -75,7 +74,7 @@ class Account:
         """A client whose time-outs fit the deadline. Raises `LinkError` if there are no credentials."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise LinkError("not begun by its deadline")
+            raise LinkError("not started by its deadline")
         step = math.ceil(math.log2(min(max(left_s, 0.5), TIMEOUT_MAX_S)))
         with budget.locked(self._lock):
             if step not in self._clients:
@@ -92,12 +91,12 @@ class Account:
         return in_words(found.get_frozen_credentials)
 
     def endpoint(self) -> Endpoint:
-        """Raises `DirectError` where the service wants something that only boto3 knows how to do."""
+        """Raises `DirectError` if the service needs something that only boto3 can do."""
         known = self._endpoint
         if known is not None:
             return known
         client = self.client(time.monotonic() + TIMEOUT_MAX_S)
-        # What boto3 would call, said by its public means: host, path and the scope of the signature.
+        # What boto3 would request, from its public API: host, path and the scope of the signature.
         arguments = {"Bucket": self._settings.bucket, "Key": "K"}
         url = in_words(lambda: client.generate_presigned_url("get_object", Params=arguments, ExpiresIn=60))
         self._endpoint = endpoint_of(url)
@@ -119,7 +118,9 @@ class Account:
         try:
             return ssl.create_default_context(cafile=str(bundle))
         except (OSError, ssl.SSLError) as error:
-            raise LinkError(f"the certificates in {bundle} cannot be read ({error}): mend ca_bundle", False) from error
+            raise LinkError(
+                f"the certificates in {bundle} cannot be read ({error}): correct ca_bundle", False
+            ) from error
 
     def proxy(self, endpoint: Endpoint) -> Proxy | None:
         scheme = "https" if endpoint.tls else "http"
@@ -128,7 +129,7 @@ class Account:
             return None
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http":
-            raise DirectError(f"a proxy of scheme {parts.scheme!r} is boto3's affair")
+            raise DirectError(f"a proxy of scheme {parts.scheme!r} is supported only by boto3's own calls")
         headers = {}
         if parts.username is not None:
             from urllib3.util import make_headers
@@ -139,13 +140,13 @@ class Account:
         return Proxy(parts.hostname or "", parts.port or 80, headers)
 
     def forget(self) -> bool:
-        """Read credentials anew for the next request: files may have changed. False: that was done just now."""
+        """Read credentials again for the next request: files may have changed. False: that was done just now."""
         with self._lock:
             now = time.monotonic()
             if now - self._forgotten_at < FORGET_AGAIN_S:
                 return False
             self._forgotten_at = now
-        self.close()  # a request that is under way keeps its connection until it ends
+        self.close()  # a request in progress keeps its connection until it ends
         return True
 
     def close(self) -> None:
@@ -209,24 +210,24 @@ NO_CREDENTIALS = (
 
 
 def in_words(call: Callable[[], T]) -> T:
-    """The call's result; what boto3 cannot do becomes a `LinkError`."""
+    """The call's result; boto3's exceptions become a `LinkError`."""
     try:
         return call()
     except BotoCoreError as error:
         raise link_error(error) from error
-    except ValueError as error:  # of an endpoint that is no URL, a profile that cannot be read
-        raise LinkError(f"boto3 refuses the settings: {error}", retryable=False) from error
+    except ValueError as error:  # for an endpoint that is not a URL, or an unreadable profile
+        raise LinkError(f"boto3 rejects the settings: {error}", retryable=False) from error
 
 
 def link_error(error: BotoCoreError) -> LinkError:
-    """boto3's exception in our words."""
+    """boto3's exception as ours."""
     from botocore import exceptions
 
     if isinstance(error, exceptions.NoCredentialsError):
         return LinkError(NO_CREDENTIALS, retryable=False)
     if isinstance(error, exceptions.SSLError):
         return LinkError(f"{error}: give the service's certificates as ca_bundle", retryable=False)
-    # Connections that fail, and credentials that an endpoint does not give now, may be well again later.
+    # Failed connections, and missing credentials from an endpoint, may work later.
     passing = (
         exceptions.ConnectionError,
         exceptions.HTTPClientError,
@@ -257,8 +258,8 @@ def endpoint_of(url: str) -> Endpoint:
 
 
 def keep_secrets_out_of_logs() -> None:
-    """Below WARNING these libraries write whole requests: session tokens, presigned URLs, the headers for a proxy. So
-    they stay there, whatever the log level of the rest."""
+    """Below WARNING these libraries log whole requests: session tokens, presigned URLs, the headers for a proxy. So
+    they stay at WARNING, whatever the log level of the rest."""
     for name in _TALKATIVE:
         logger = logging.getLogger(name)
         logger.setLevel(max(logger.level, logging.WARNING))

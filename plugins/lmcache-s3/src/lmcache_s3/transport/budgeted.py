@@ -1,7 +1,6 @@
-"""boto3's connections, kept to the budget of the call they serve, and to the one answer that each request has.
-
-boto3 bounds each wait, and its time-outs are fixed when a client is made: a service that sends one byte a second is
-never late for it. And its reader takes the first answer above 100 for the final one, also an interim one.
+"""boto3's connections, limited to the budget of their call, and to one answer for each request. boto3 bounds each wait,
+and its time-outs are fixed when a client is made: a service that sends one byte a second is never late. And its reader
+treats the first answer above 100 as final, even an interim one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lmcache_core.tiers import budget
 from lmcache_s3.transport.wire import HEAD_BYTES_MAX, INTERIM_MAX
 
 _log = logging.getLogger(__name__)
-_CONNECT_MAX_S = 60.0  # where boto3 has no limit of its own
+_CONNECT_MAX_S = 60.0  # if boto3 has no limit
 
 
 class _Response(http.client.HTTPResponse):
@@ -34,7 +33,7 @@ class _Response(http.client.HTTPResponse):
             while (line := self.fp.readline(HEAD_BYTES_MAX)) not in (b"\r\n", b"\n", b""):
                 nbytes += len(line)
                 if nbytes > HEAD_BYTES_MAX:
-                    raise http.client.HTTPException("the head of an interim answer does not end")
+                    raise http.client.HTTPException("the head of an interim answer is too long")
         raise http.client.HTTPException(f"{INTERIM_MAX} interim answers came, and no final one")
 
 
@@ -79,8 +78,8 @@ class _HttpsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
 
 
 def keep_to_budget(client: Any) -> bool:
-    """Let a client open connections of this module. False: its botocore has changed inside, and goes by its own
-    time-outs, each wait for itself."""
+    """Make a client use connections of this module. False: botocore's internals have changed, and it keeps its own
+    time-outs for each wait."""
     try:
         pools = client._endpoint.http_session._pool_classes_by_scheme
         pools.update(http=_HttpPool, https=_HttpsPool)

@@ -25,14 +25,14 @@ EMPTY_SHA256 = hashlib.sha256(b"").hexdigest()
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]  # botocore has no types
-    """botocore's signer, told the payload's hash instead of the payload."""
+    """botocore's signer, which gets the payload's hash instead of the payload."""
 
     def payload(self, request: Any) -> str:
         return str(request.context["payload_sha256"])
 
 
 class DirectTransport(Transport):
-    """Sends the caller's memory and receives into it. `DirectError` at construction: plain must do."""
+    """Sends the caller's memory and receives into it. `DirectError` at construction: use plain."""
 
     def __init__(self, settings: S3Settings, account: Account) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class DirectTransport(Transport):
         deadline: float,
     ) -> Answer:
         if time.monotonic() >= deadline:
-            raise LinkError("not begun by its deadline")
+            raise LinkError("not started by its deadline")
         link: Link = self._links.take(deadline, self._settings.connect_timeout_s)
         try:
             return link.exchange(method, target, headers, send, into, deadline)
@@ -122,7 +122,7 @@ class DirectTransport(Transport):
         return {"Host": self._endpoint.authority, **dict(request.headers.items())}
 
     def _try_the_signer(self) -> None:
-        """One signature now: if botocore has changed inside, plain takes over before the first object moves."""
+        """Sign once now: if botocore's internals have changed, plain takes over before the first object moves."""
         try:
             signed = self._sign("PUT", "K", {"If-None-Match": "*"}, UNSIGNED)
         except (AttributeError, KeyError, TypeError) as error:
@@ -142,5 +142,7 @@ class DirectTransport(Transport):
         if isinstance(error, ConnectionRefusedError):
             return LinkError(f"nobody listens at {where}: is the service up, and endpoint_url right?")
         if isinstance(error, socket.gaierror):
-            return LinkError(f"the name of {where} is not known ({error.strerror}): mend endpoint_url or the resolver")
+            return LinkError(
+                f"the name of {where} is not known ({error.strerror}): correct endpoint_url or the resolver"
+            )
         return LinkError(f"the connection to {where} broke ({type(error).__name__}: {error})")

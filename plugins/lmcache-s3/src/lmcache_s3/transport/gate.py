@@ -1,4 +1,4 @@
-"""How many requests may be under way at once: fewer when the service asks for it, more again as it recovers."""
+"""How many requests may be in progress at once: fewer when the service throttles, more again as it recovers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOWER_AGAIN_S = 0.25  # requests that were under way when the limit fell say nothing about the new limit
+LOWER_AGAIN_S = 0.25  # requests that began before the limit fell say nothing about the new limit
 
 
 class Gate:
     """A limit between 1 and `requests_max`. Halved by `throttled`, raised by one for each limit's worth of successes.
 
-    Thread-safe. What TCP does with its window: many servers on one bucket find a fair share without talking.
+    Thread-safe. As TCP does with its window: many servers on one bucket find a fair share without coordination.
     """
 
     def __init__(self, requests_max: int) -> None:
@@ -33,7 +33,7 @@ class Gate:
 
     @contextmanager
     def entered(self, deadline: float) -> Iterator[None]:
-        """Raises `TimeoutError` when no place is free by `deadline` (monotonic seconds)."""
+        """Raises `TimeoutError` if no place is free by `deadline` (monotonic seconds)."""
         with self._changed:
             free = self._changed.wait_for(
                 lambda: self._under_way < int(self._limit), max(0.0, deadline - time.monotonic())
@@ -56,7 +56,7 @@ class Gate:
 
     def succeeded(self) -> None:
         if self._limit >= self._requests_max:
-            return  # read without the lock: the usual case costs nothing, and a late raise is no harm
+            return  # read without the lock: the usual case costs nothing, and a late raise does no harm
         with self._changed:
             self._limit = min(float(self._requests_max), self._limit + 1.0 / self._limit)
             self._changed.notify()

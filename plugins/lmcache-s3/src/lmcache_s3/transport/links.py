@@ -1,7 +1,6 @@
-"""Persistent connections: bytes from memoryviews and into memoryviews, each call bounded by one deadline.
-
-A connection is kept only if every byte that came on it belongs to an answer that was read to its end, and every byte of
-the request was taken. Anything else would hand the next request another one's answer.
+"""Persistent connections: send from memoryviews and receive into them, each call bounded by one deadline. A connection
+is kept only if every byte received belongs to an answer that was read to its end, and every byte of the request was
+sent. Otherwise the next request could get another one's answer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ERROR_BYTES_MAX = 64 << 10  # of a body that is not an object
 
 
 class StaleError(Exception):
-    """A kept connection had been closed by the other side before it answered anything: try on a new one."""
+    """The other side had closed a kept connection before it answered: try on a new one."""
 
 
 class TunnelError(OSError):
@@ -56,7 +55,7 @@ class Link:
 
     @property
     def dropped(self) -> bool:
-        """An idle connection that can be read has been closed, or holds an answer that nobody asked for."""
+        """An idle connection that is readable has been closed, or has an answer that was not requested."""
         sock = self._stream.sock
         if isinstance(sock, ssl.SSLSocket) and sock.pending():
             return True
@@ -73,11 +72,11 @@ class Link:
         into: Sequence[memoryview],
         deadline: float,
     ) -> Answer:
-        """Send one request with the buffers of `send` as its body; an object that comes back goes to `into`."""
+        """Send one request with the buffers of `send` as its body; a returned object goes to `into`."""
         stream, self.reusable = self._stream, False
         began, self.used = self.used, True
         try:
-            # A service that refuses a request may say so, and close, before it has read the body.
+            # A service that refuses a request may answer, and close, before it has read the body.
             taken = stream.send(request_head(method, target, headers), send, deadline)
             _acknowledge(stream.sock)
             head = stream.read_head(method, deadline)
@@ -100,7 +99,7 @@ class Link:
 
 
 def _tunnel(sock: socket.socket, endpoint: Endpoint, proxy: Proxy, deadline: float) -> None:
-    """Ask the proxy for a way to the service; the socket then leads there."""
+    """Ask the proxy for a tunnel to the service; the socket then leads there."""
     stream, there = Stream(sock), f"{endpoint.bracketed}:{endpoint.port}"
     stream.send(request_head("CONNECT", there, {"Host": there, **proxy.headers}), (), deadline)
     head = stream.read_head("CONNECT", deadline)
@@ -111,13 +110,13 @@ def _tunnel(sock: socket.socket, endpoint: Endpoint, proxy: Proxy, deadline: flo
 
 
 def _acknowledge(sock: socket.socket) -> None:
-    """Do not hold acknowledgements back. A service that sends head and body of a short answer one by one waits for ours
-    of the head, and we would wait 40 ms for a chance to send it with something. The system forgets this soon."""
+    """Do not delay acknowledgements. A service that sends head and body of a short answer separately waits for our
+    acknowledgement of the head, which the system would delay by 40 ms. The option does not last, so it is set again."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
 
 class Links:
-    """Idle connections to one endpoint. Thread-safe; the newest is used first, so that the others may go."""
+    """Idle connections to one endpoint. Thread-safe; the newest is used first, so that the others can time out."""
 
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None, proxy: Proxy | None) -> None:
         self._way = (endpoint, tls, proxy)
@@ -137,7 +136,7 @@ class Links:
             link.close()
 
     def give(self, link: Link) -> None:
-        """Keep a connection whose exchange has ended well; close any other."""
+        """Keep a connection after a complete exchange; close any other."""
         with self._lock:
             if link.reusable and not self._closed:
                 self._idle.append(link)
@@ -145,7 +144,7 @@ class Links:
         link.close()
 
     def drop_idle(self) -> None:
-        """The other side has gone away: what is idle was opened to its former life."""
+        """The other side went away: idle connections belong to its previous process."""
         with self._lock:
             idle, self._idle = self._idle, []
         for link in idle:

@@ -1,4 +1,4 @@
-"""The two ways for payloads have one face, and give the same answers."""
+"""The common interface of the two transports for payloads; both give the same answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KIND_HEADER = "x-amz-meta-lmcache-kind"
 
 
 class Condition(NamedTuple):
-    """`kind`: what the object is, kept beside it (empty: not said). `if_absent`: store only where nothing is."""
+    """`kind`: what the object is, kept beside it (empty: not given). `if_absent`: store only if nothing is there."""
 
     kind: str = ""
     if_absent: bool = False
@@ -31,9 +31,8 @@ class Span(NamedTuple):
 
 
 class Transport(ABC):
-    """Moves payloads. Raises `LinkError` when no answer came; every answer that came is a value.
-
-    Thread-safe. Buffers are neither kept nor, on the way out, written to.
+    """Moves payloads. Raises `LinkError` if no answer came; every answer is a value. Thread-safe. Buffers are not kept,
+    and buffers that are sent are not written to.
     """
 
     @abstractmethod

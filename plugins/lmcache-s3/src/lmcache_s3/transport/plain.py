@@ -1,4 +1,4 @@
-"""The plain transport: boto3's own calls. Copies, and serves wherever boto3 does."""
+"""The plain transport: boto3's own calls. It copies, and works wherever boto3 does."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class PlainTransport(Transport):
         return called(lambda: self._account.client(deadline).head_object(**self._place(name)))[1]
 
     def close(self) -> None:
-        """The account's clients are the account's."""
+        """Nothing to close: the account owns the clients."""
 
     def _place(self, name: str) -> dict[str, str]:
         return {"Bucket": self._settings.bucket, "Key": name}
 
 
 def _read(body: Any, length: int | None, buffers: Sequence[memoryview], deadline: float) -> int:
-    """Bytes of the body, and one more if it is longer than the buffers."""
+    """The bytes of the body, and one more if it is longer than the buffers."""
     got = 0
     for view in buffers:
         at = 0
@@ -92,7 +92,7 @@ def called(call: Callable[[], Any]) -> tuple[Any, Answer]:
         headers = {name.lower(): value for name, value in about.get("HTTPHeaders", {}).items()}
         status, code = int(about.get("HTTPStatusCode", 0)), str(told.get("Code", ""))
         if code == str(status) or code.isdigit():
-            code = ""  # what botocore says for an answer without a body
+            code = ""  # botocore's text for an answer without a body
         return None, Answer(status, headers, 0, code, str(told.get("Message", "")))
     except BotoCoreError as error:
         raise link_error(error) from error

@@ -1,4 +1,4 @@
-"""Large objects in ranges, side by side: where to cut, and what the answers mean together."""
+"""Large objects in parallel ranges: where to cut, and what the answers mean together."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def views_of(buffers: Sequence[memoryview], span: Span) -> list[memoryview]:
 
 
 def join_ranges(spans: Sequence[Span], answers: Sequence[Answer]) -> Answer | None:
-    """One answer for all: the object's length, or the first answer that is not well. None: ask for the whole object,
-    because it was replaced between two answers, or is so short that it has no first range."""
+    """One answer for all: the object's length, or the first error. None: ask for the whole object, because it was
+    replaced between two answers, or is so short that it has no first range."""
     first = answers[0]
     if first.status == 416:
         return None

@@ -1,7 +1,6 @@
-"""HTTP/1.1 on a socket, as far as requests for objects need it, with every received byte accounted for.
-
-Bodies go from the caller's memory and into it. What an answer is made of is judged here and nowhere else: interim
-answers are skipped, and a message whose end is not certain leaves the stream unusable (`Stream.at_rest` is False).
+"""HTTP/1.1 on a socket, as far as requests for objects need it, with every received byte accounted for. Bodies are sent
+from the caller's memory and received into it. Only this module parses answers: interim answers are skipped, and a
+message whose end is uncertain leaves the stream unusable (`Stream.at_rest` is False).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lmcache_core.tiers.streams import BUFFERS_MAX, advance, left_s, receive_int
 AHEAD_BYTES = 4096  # read beyond a head; what of it is payload is copied
 HEAD_BYTES_MAX = 64 << 10
 INTERIM_MAX = 32  # answers that announce another one
-_ONE_RECEIVE_BYTES = 4 << 20  # a receive over TLS holds at most this between two looks at the deadline
+_ONE_RECEIVE_BYTES = 4 << 20  # a receive over TLS reads at most this between two checks of the deadline
 _CHUNK_LINE_MAX = 1024
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: .*)?", re.DOTALL)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -26,7 +25,7 @@ _UNTIL_CLOSED = -1
 
 
 class WireError(Exception):
-    """What came is no answer that can be told apart from what follows it; the connection must be closed."""
+    """The end of the answer cannot be determined; the connection must be closed."""
 
 
 class ClosedError(WireError, ConnectionError):
@@ -38,12 +37,12 @@ class ClosedError(WireError, ConnectionError):
 
 
 class Head(NamedTuple):
-    """Names are in lower case; values of a name that came twice are joined by commas."""
+    """Names are in lower case; values of a repeated name are joined by commas."""
 
     status: int
     headers: Mapping[str, str]
-    keeps: bool  # the service means to keep the connection
-    length: int  # of the body that follows; _UNTIL_CLOSED where only the end of the connection tells
+    keeps: bool  # the service keeps the connection
+    length: int  # of the body that follows; _UNTIL_CLOSED if only the end of the connection ends it
     chunked: bool
 
 
@@ -62,14 +61,14 @@ class Stream:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._ahead = bytearray(AHEAD_BYTES)
-        self._begin = self._end = 0  # what of it was received, and not yet read
-        self._body_left = 0  # of the answer; _UNTIL_CLOSED: nobody knows
+        self._begin = self._end = 0  # received, and not yet read
+        self._body_left = 0  # of the answer; _UNTIL_CLOSED: unknown
         self._chunked = False  # the rest of the body is in chunks; `_body_left` is the rest of one of them
-        self.at_rest = True  # every byte that came belongs to an answer that has been read to its end
+        self.at_rest = True  # every received byte belongs to an answer that has been read to its end
 
     # --- out ------------------------------------------------------------------------------------------------
     def send(self, head: bytes, body: Sequence[memoryview], deadline: float) -> bool:
-        """Send a request. False: the other side has closed before it took the whole body; it may have answered."""
+        """Send a request. False: the other side closed before it took the whole body; it may have answered."""
         self.at_rest = False
         self._send(head, deadline)
         try:
@@ -95,7 +94,7 @@ class Stream:
                 self._look_at_rest()
                 return head
             if head.status == 101:
-                raise WireError("the service switches to another protocol, which nobody asked for")
+                raise WireError("the service switches to another protocol, which was not requested")
         raise WireError(f"{INTERIM_MAX} interim answers came, and no final one")
 
     def _lines(self, deadline: float, begun: bool) -> list[bytes]:
@@ -116,17 +115,17 @@ class Stream:
         looked = self._begin
         while (at := self._ahead.find(b"\n", looked, self._end)) < 0:
             if self._end - self._begin > bytes_max:
-                raise WireError("a line of an answer does not end")
+                raise WireError("a line of an answer is too long")
             looked = self._end - self._begin
             self._more(deadline, begun or self._end > self._begin)
         line = bytes(self._ahead[self._begin : at])
         self._begin = at + 1
         if len(line) > bytes_max:
-            raise WireError("the head of an answer does not end")
+            raise WireError("the head of an answer is too long")
         return line.removesuffix(b"\r")
 
     def _more(self, deadline: float, begun: bool) -> None:
-        """Receive what there is, behind what was not yet read."""
+        """Receive more, behind the unread bytes."""
         held = self._end - self._begin
         if self._begin:
             self._ahead[:held] = self._ahead[self._begin : self._end]
@@ -137,8 +136,8 @@ class Stream:
 
     # --- in: the body ---------------------------------------------------------------------------------------
     def read_into(self, into: Sequence[memoryview], deadline: float) -> int:
-        """Fill the buffers with the body, as far as both go; bytes of the body, which are more than the buffers hold
-        if it is longer: then it was not read to its end."""
+        """Fill the buffers with the body, as far as both go. Returns the bytes of the body: more than the buffers hold
+        if it is longer, and then it was not read to its end."""
         room = sum(view.nbytes for view in into)
         if not self._chunked and self._body_left > room:
             return self._body_left
@@ -168,8 +167,8 @@ class Stream:
             at = advance(parts, at, self._body_some(parts, at, deadline))
 
     def _body_some(self, parts: list[memoryview], at: int, deadline: float) -> int:
-        """Move some of the body into the parts from `at` on: what was read ahead, then from the socket. 0 only where
-        the end of the connection ends the body."""
+        """Move some of the body into the parts from `at` on: first the read-ahead, then from the socket. 0 only if the
+        end of the connection ends the body."""
         left = self._body_left
         held = self._end - self._begin
         if held:
@@ -238,7 +237,7 @@ class Stream:
 
 
 def _head_of(lines: Sequence[bytes], method: str) -> Head:
-    """What the lines of a head say. Raises `WireError` where two readers could understand them differently."""
+    """Parse the lines of a head. Raises `WireError` if two readers could understand them differently."""
     status = _STATUS.fullmatch(lines[0])
     if status is None:
         raise WireError(f"an answer begins with {lines[0][:40]!r}")
