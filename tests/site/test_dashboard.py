@@ -228,13 +228,13 @@ def test_without_a_token_nothing_is_shown_and_with_one_that_reads_nothing_is_cha
     expect(page.locator("#may-not")).to_have_text("this token allows only reading")
     expect(page.locator("#forms")).to_be_hidden()
     expect(page.get_by_role("button", name="Drain")).to_be_hidden()
-    page.get_by_role("button", name="that may change").click()
+    page.get_by_role("button", name="that allows changes").click()
     sign_in(page, CHANGE)
     expect(page.locator("#forms")).to_be_visible()
     page.reload()
     expect(page.locator("#forms")).to_be_visible()
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
-    page.get_by_role("button", name="Forget the token").click()
+    page.get_by_role("button", name="Sign out").click()
     expect(page.locator("#sign-in")).to_be_visible()
     assert page.evaluate("sessionStorage.length") == 0
 

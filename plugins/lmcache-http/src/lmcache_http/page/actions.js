@@ -1,4 +1,4 @@
-// What can be changed from here. The server decides; its words are shown.
+// The changes that this page can make. The server decides; its answers are shown.
 
 import { ask } from "./ask.js";
 import { byId, keyed, make, setText } from "./dom.js";
@@ -14,16 +14,16 @@ export class Actions {
     this.#form("quota", (fields) => this.#setQuota(fields));
   }
 
-  // Those that can be chosen from.
+  // The stores to choose from.
   know(status) {
     const stores = ["l1", ...tiersOf(status).map((tier) => tier.name)];
     keyed(byId("quota").elements.store, stores, (name) => name, (name) => make("option", { value: name, textContent: name }), () => {});
   }
 
   async drain(tier, again) {
-    if (!again && !(await sure(`Store nothing more on ${tier}? What it has is still served.`))) return;
+    if (!again && !(await sure(`Store nothing more on ${tier}? It still serves its objects.`))) return;
     await this.#change("POST", `tiers/${encodeURIComponent(tier)}`, { action: again ? "reconfigure" : "drain" },
-      () => (again ? `${tier} is stored to again` : `${tier} drains`));
+      () => (again ? `${tier} takes stores again` : `${tier} is draining`));
   }
 
   editQuota(told) {
@@ -37,7 +37,7 @@ export class Actions {
   }
 
   async endQuota(tenant) {
-    if (!(await sure(`End all quotas of ${tenant}? What it has stays.`))) return;
+    if (!(await sure(`Remove all quotas of ${tenant}? Its objects stay.`))) return;
     await this.#change("DELETE", `quota/${encodeURIComponent(tenant)}`, undefined, () => `${tenant} has no quota any more`);
   }
 
@@ -80,12 +80,12 @@ export class Actions {
   }
 }
 
-// Do it, and say why not where it fails.
+// Make the change; if it fails, show why.
 export async function attempt(work) {
   try {
     await work();
   } catch (error) {
-    say(error instanceof TypeError ? "nobody answers: nothing is known to have changed" : error.message);
+    say(error instanceof TypeError ? "no answer: the change may not have been made" : error.message);
   }
 }
 

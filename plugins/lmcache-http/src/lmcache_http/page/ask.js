@@ -1,4 +1,4 @@
-// What is asked of the process that served this page, and of nobody else.
+// Requests to the process that served this page, and to nobody else.
 
 const KEPT_AS = "lmcache-core token";
 let token = remembered();
@@ -14,7 +14,7 @@ function remembered() {
   try {
     return sessionStorage.getItem(KEPT_AS) ?? "";
   } catch {
-    return ""; // storage is switched off in this browser: the token lives as long as the page
+    return ""; // storage is disabled in this browser: the token lives as long as the page
   }
 }
 
@@ -22,7 +22,7 @@ export function hasToken() {
   return token !== "";
 }
 
-// Kept in this tab alone, and only until it is closed. Empty: forget it.
+// Kept only in this tab, until it is closed. Empty: forget it.
 export function useToken(said) {
   token = said;
   try {
@@ -33,7 +33,7 @@ export function useToken(said) {
   }
 }
 
-// The reply, whatever it holds. Throws RefusedError with the words of the answer, and TypeError where nobody answers.
+// The reply, whatever its type. Throws RefusedError with the text of the answer, and TypeError if there is no answer.
 export async function reply(path, { method = "GET", body, signal } = {}) {
   const headers = {};
   if (token) headers.Authorization = `Bearer ${token}`;

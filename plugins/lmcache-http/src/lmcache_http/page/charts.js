@@ -1,10 +1,10 @@
-// The charts, by uPlot. They are made anew where their lines, or the colours, change.
+// The charts, by uPlot. A chart is recreated when its lines, or the colours, change.
 
 import { make } from "./dom.js";
 import { count, milliseconds, percent, size } from "./units.js";
 
 const WRITE = { share: percent, seconds: milliseconds, bytes: size, count };
-const LEAST = { seconds: 0.001, bytes: 1024, count: 1 }; // of an axis that has nothing to show
+const LEAST = { seconds: 0.001, bytes: 1024, count: 1 }; // the range of an axis without data
 const HEIGHT = 180;
 const COLOURS = 8;
 const dark = matchMedia("(prefers-color-scheme: dark)");

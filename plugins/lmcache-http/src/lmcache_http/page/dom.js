@@ -1,4 +1,4 @@
-// Elements. What is shown is set as text, never as markup: names and errors come from outside.
+// Elements. Contents are set as text, never as markup: names and errors come from outside.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -10,12 +10,12 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// Set a text only where it differs: what a reader has selected stays selected.
+// Set a text only if it differs, so that a selection stays.
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// One child of `parent` for each item, in order. A child stays the same element for as long as its key is there.
+// One child of `parent` for each item, in order. A child stays the same element as long as its key is there.
 export function keyed(parent, items, keyOf, create, update) {
   const there = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   items.forEach((item, at) => {
@@ -40,7 +40,7 @@ export function cells(row, texts, figures = new Set()) {
   });
 }
 
-// A bar with a text below it. `share`: 0 to 1, or null where there is no bound.
+// A bar with a text below it. `share`: 0 to 1, or null if there is no limit.
 export function setBar(cell, share, text) {
   if (!cell.firstChild) {
     cell.append(make("div", { className: "bar" }, make("div")), make("span"));
@@ -52,7 +52,7 @@ export function setBar(cell, share, text) {
   setText(said, text);
 }
 
-// Words with `code` in them.
+// Text with `code` in it.
 export function prose(text) {
   return text.split("`").map((part, at) => (at % 2 ? make("code", { textContent: part }) : part));
 }

@@ -1,11 +1,11 @@
-// The events of /events. By fetch, since an EventSource cannot send a token.
+// The events of /events, by fetch, since an EventSource cannot send a token.
 
 import { reply, RefusedError } from "./ask.js";
 
 const AGAIN_MS = 1000;
 const NO_STREAM_MS = 30000;
 
-// Calls `hear` with each event, and `state` with "" while connected, else with why not. Ends when `signal` says so.
+// Calls `hear` with each event, and `state` with "" while connected, else with why not. Ends on `signal`.
 export async function follow(hear, state, signal) {
   while (!signal.aborted) {
     let pause = AGAIN_MS;
@@ -13,10 +13,10 @@ export async function follow(hear, state, signal) {
       const answer = await reply("events", { signal });
       state("");
       await read(answer.body, hear);
-      state("the stream has ended; connecting again");
+      state("the stream has ended; reconnecting");
     } catch (error) {
       if (signal.aborted) return;
-      state(error instanceof RefusedError ? error.message : "nobody answers; connecting again");
+      state(error instanceof RefusedError ? error.message : "no answer; reconnecting");
       if (error instanceof RefusedError && error.status === 404) pause = NO_STREAM_MS;
     }
     await new Promise((done) => {

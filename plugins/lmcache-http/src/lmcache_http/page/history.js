@@ -1,4 +1,4 @@
-// What the charts show: points between two answers of /status. Counters are the server's; here they are only subtracted.
+// The data of the charts: differences between two answers of /status.
 
 const KEPT = 900; // points, of two seconds each
 const MINUTE_S = 60;
@@ -20,13 +20,13 @@ export class History {
     this.recent = []; // [seconds, status] of the last minute
   }
 
-  // A new answer, which came at `at_s`. The first one after a restart of the server begins anew.
+  // A new answer, received at `at_s`. The first one after a restart of the server starts over.
   add(status, at_s) {
     const last = this.recent.at(-1);
     const same = last && last[1].pool.boot_id === status.pool.boot_id && last[1].server.uptime_s <= status.server.uptime_s;
     const before = same ? last[1] : null;
     const elapsed_s = same ? status.server.uptime_s - before.server.uptime_s : 0;
-    if (same && elapsed_s === 0) return; // the same answer once more
+    if (same && elapsed_s === 0) return; // the same answer again
     if (!same) this.recent = [];
     this.recent.push([at_s, status]);
     while (this.recent.length > 2 && at_s - this.recent[1][0] >= MINUTE_S) this.recent.shift();
@@ -46,14 +46,14 @@ export class History {
     });
   }
 
-  // How much a figure grew in the last minute, in one second. null before there are two answers.
+  // The growth of a figure a second, over the last minute. null before there are two answers.
   rate(figure) {
     const [first, last] = [this.recent[0], this.recent.at(-1)];
     const elapsed_s = first ? last[1].server.uptime_s - first[1].server.uptime_s : 0;
     return elapsed_s > 0 ? (figure(last[1]) - figure(first[1])) / elapsed_s : null;
   }
 
-  // Hits of the keys that were looked up in the last minute; null where there were none.
+  // The hit rate of the last minute's lookups; null if there were none.
   hitRate() {
     const keys = this.rate((status) => status.traffic.lookups.keys);
     return keys ? this.rate((status) => status.traffic.lookups.hits) / keys : null;

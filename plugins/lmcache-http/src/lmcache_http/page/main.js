@@ -20,16 +20,16 @@ const guarded = {
   editQuota: (told) => actions.editQuota(told),
   endQuota: (tenant) => attempt(() => actions.endQuota(tenant)),
 };
-let following = null; // what ends the stream of events
+let following = null; // ends the stream of events
 let timer = 0;
 let askedAt = 0;
 let asking = false;
-let soon = false; // something has happened since the question that is out
+let soon = false; // something has happened since the pending request
 let reasonsKnown = false;
-let heard = []; // events that are not shown yet
-let signing = false; // the form for a token is shown, and nothing is asked
+let heard = []; // events not yet shown
+let signing = false; // the sign-in form is shown, and no requests are made
 
-// One look at the server, and the next one in two seconds, whatever comes of it.
+// Ask the server once, and again in two seconds, whatever the result.
 async function turn() {
   asking = true;
   soon = false;
@@ -37,7 +37,7 @@ async function turn() {
   try {
     await look();
   } catch (error) {
-    setText(byId("connection"), `The server does not answer: ${error instanceof RefusedError ? error.message : "nobody is there"}. Asking again.`);
+    setText(byId("connection"), `The server does not answer: ${error instanceof RefusedError ? error.message : "no answer"}. Trying again.`);
     byId("connection").hidden = false;
   }
   asking = false;
@@ -111,7 +111,7 @@ function showRights(rights) {
   byId("sign-out").hidden = !hasToken();
 }
 
-// `back`: what was shown before can be had again without a token.
+// `back`: the previous view is available without a token.
 function signIn(why, back) {
   signing = true;
   clearTimeout(timer);
@@ -142,9 +142,9 @@ byId("sign-in").addEventListener("submit", (event) => {
   signedIn();
 });
 byId("sign-in-back").addEventListener("click", signedIn);
-byId("sign-in-again").addEventListener("click", () => signIn("Give a token that may change something.", true));
+byId("sign-in-again").addEventListener("click", () => signIn("Give a token that allows changes.", true));
 byId("sign-out").addEventListener("click", () => {
   useToken("");
-  location.reload(); // what was shown goes with it
+  location.reload(); // clears what was shown
 });
 turn();

@@ -1,4 +1,4 @@
-// Figures as a person reads them, as `lmcache-core status` writes them.
+// Figures for people, as `lmcache-core status` writes them.
 
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -32,7 +32,7 @@ export function duration(seconds) {
   return `${Math.round(seconds)} s`;
 }
 
-// "10 GiB", "1.5tb" or a plain number; null for nothing. Throws where it is not a size.
+// "10 GiB", "1.5tb" or a plain number; null for nothing. Throws if it is not a size.
 export function parseSize(text) {
   if (!text.trim()) return null;
   const found = /^([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?$/i.exec(text.trim());

@@ -1,4 +1,4 @@
-// What an answer of /status says, in the tables and tiles of the page.
+// Shows an answer of /status in the tables and tiles of the page.
 
 import { byId, cells, keyed, make, prose, setBar, setText } from "./dom.js";
 import { tiersOf } from "./history.js";
@@ -81,7 +81,7 @@ function missed([name]) {
     make("summary", {},
       make("span", { textContent: name }), make("span", { className: "bar" }, make("div")), make("span", { className: "figure" })),
     make("p", { className: "means" }, `What happened: ${about.means}${explained}.`),
-    make("p", { className: "helps" }, "What helps: ", ...prose(about.helps || "nothing has to be done."),
+    make("p", { className: "helps" }, "What helps: ", ...prose(about.helps || "there is nothing to do."),
     ));
 }
 
@@ -126,7 +126,7 @@ function showStores(status, actions) {
 function stateOf(tier) {
   const stopped = ["reads", "writes"].filter((what) => tier[what].breaker !== "closed");
   const said = [tier.draining ? "draining" : "in use"];
-  if (stopped.length) said.push(`${stopped.join(" and ")} stopped for now`);
+  if (stopped.length) said.push(`${stopped.join(" and ")} paused by the breaker`);
   return said.join(", ");
 }
 
