@@ -1,7 +1,6 @@
-"""All benches, one after the other, several times; and what they found as one page that can be sent to somebody.
-
-Each bench runs in a process of its own. The rounds go over all of them before any runs again, so that a neighbour who
-is busy for some minutes is seen as spread, and not as a slow bench.
+"""Runs all benches several times, one after the other, and writes the results as one page to share. Each bench runs in
+a separate process. Each round runs all of them before any runs again, so that other work of some minutes shows as
+spread, and not as one slow bench.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
     names = options.benches or [name for name in BENCHES if name not in NOT_BY_DEFAULT]
     if options.peer:
-        lmcache_python(tell)  # if it cannot be had, that is said before hours have gone into the others
+        lmcache_python(tell)  # fail before hours have gone into the others
         names = [*names, *({"peer"} - {*names})]
     options.report.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
@@ -110,7 +109,7 @@ def run(options: Namespace, bench: Bench) -> None:
 
 
 def _run_one(name: str, *, quick: bool) -> dict[str, Any] | str:
-    """What it found, or, in words, why it found nothing."""
+    """Its results, or why there are none."""
     command = [sys.executable, "-m", "lmcache_core.cli.main", "bench", name, "--json", *(["--quick"] if quick else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

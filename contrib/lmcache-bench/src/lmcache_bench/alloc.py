@@ -1,13 +1,12 @@
-"""`lmcache-core bench alloc`: slots taken and given back, from a thousand to a million residents.
+"""`lmcache-core bench alloc`: slots allocated and freed, from a thousand to a million residents.
 
 First the allocator alone, then the whole kernel around it: leases, index, policy and marks are part of what a slot
 costs. No memory of a pool is touched, so a million residents need no pool of that size.
 
-All times are CPU time of the thread: the kernel never waits, and what other processes do to a shared machine (4 ms
-at a time) is not its stall.
-
-In a 95 % full area slots are given back oldest first, as eviction does. The rows that say "scattered" give back
-slots drawn by lot from the whole area instead: each of them is a walk through cold memory, so they have no target.
+All times are CPU time of the thread: the kernel never waits, and delays by other processes on a shared machine (4 ms at
+a time) are not its stalls. In a 95 % full area slots are freed oldest first, as eviction does. The rows that say
+"scattered" free random slots of the whole area instead: each of them is a walk through cold memory, so they have no
+target.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def _fill(kernel: Kernel, count: int) -> None:
 
 
 def _whole_kernel(bench: Bench, count: int, rounds: int) -> None:
-    """What a key costs beside `count` residents: stored where something must go first, and read."""
+    """The cost of a key with `count` residents: stored when something must be evicted first, and read."""
     kernel = _kernel(count)
     batch = min(BATCH_KEYS, count // 2)
     with _without_collector():

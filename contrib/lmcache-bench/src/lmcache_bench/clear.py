@@ -1,7 +1,6 @@
-"""`lmcache-core bench clear`: what a clear of everything costs who asks for it, and what everybody else notices.
-
-Objects are one page and no byte of them is touched: what counts is how many there are. The pool takes 4 GiB of memory,
-with --quick 400 MiB.
+"""`lmcache-core bench clear`: what a clear of everything costs its caller, and what other clients notice. Objects are
+one page and their bytes are not touched: only their number counts. The pool takes 4 GiB of memory, with --quick 400
+MiB.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`lmcache-core bench copy`: `store` and `retrieve` end to end, against the best plain copy of the same bytes.
 
 The floor is one thread that copies the same objects, one by one, between the same buffers and the same slots of the
-pool, with addresses known beforehand: by `memmove`, by numpy and by torch where they are there; the best counts. Ours
-pays for keys, checks, leases and calls on top, and a store computes its checksums. `alone` is what ours copies by, the
-one call into C, without everything else: plain, with checksums, and by two threads against one. `inplace` fills
-slots itself and commits them; what checksums add there stands beside what one more bare read of the bytes adds. Batches
-are larger than the caches, buffers are written before anything is timed, and the two sides take turns.
+pool, with known addresses: by `memmove`, by numpy and by torch if they are installed; the best counts. Ours also pays
+for keys, checks, leases and calls, and a store computes its checksums. `alone` is only our copy, the one call into C:
+plain, with checksums, and with two threads against one. `inplace` fills slots itself and commits them; the cost of
+checksums there is compared with that of one more bare read of the bytes. Batches are larger than the caches, buffers
+are written before anything is timed, and the two sides take turns.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ Copies = Callable[[Sequence[memoryview], Sequence[memoryview]], Callable[[], obj
 
 
 def _copies(layout: Layout) -> dict[str, Copies]:
-    """Every plain copy that this interpreter has: each prepares targets and sources, and gives what is timed."""
+    """Every plain copy that this interpreter has: each prepares targets and sources, and returns the function to
+    time."""
     found: dict[str, Copies] = {"memmove": lambda targets, sources: _memmoves(targets, sources, layout.nbytes)}
     if find_spec("numpy") is not None:
         found["numpy"] = _numpy_copies

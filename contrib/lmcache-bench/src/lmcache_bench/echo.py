@@ -1,4 +1,4 @@
-"""Bare echo servers: what a round trip over a socket costs when nothing is done at its far end."""
+"""Bare echo servers: the cost of a round trip over a socket without any work at the far end."""
 
 from __future__ import annotations
 

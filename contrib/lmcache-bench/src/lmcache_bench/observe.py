@@ -1,8 +1,7 @@
-"""`lmcache-core bench observe`: what it costs others that a server tells all that it does.
-
-Two servers take turns: one tells nobody anything, the other one has everything on: metrics scraped each second, events
-into a file of JSON lines, KV events, a recording, and spans of every request sent to a collector, which is a process of
-its own and throws them away. The floor of each figure is the first server's, in the same run.
+"""`lmcache-core bench observe`: what monitoring a server costs other clients. Two servers take turns: one has no
+monitoring, the other has everything on: metrics scraped each second, events into a file of JSON lines, KV events, a
+recording, and spans of every request, sent to a collector in a separate process that discards them. The floor of each
+figure is the first server's, in the same run.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def run(options: Namespace, bench: Bench) -> None:
                         times.setdefault((what, which), []).extend(found)
         told = clients["on"].status()
     if not told["tracing"]["exported"] or not told["recording"]["operations"] or not told["events"]["emitted"]:
-        raise PoolError(f"the server has told nothing of what it did, so nothing was measured: {told['tracing']}")
+        raise PoolError(f"the server has sent no events or spans, so nothing was measured: {told['tracing']}")
     for what, target in (("noop", None), ("store", STORE_P99_RATIO_MAX)):
         name = what if what == "noop" else f"store of {STORE_KEYS} keys"
         bench.record(

@@ -1,9 +1,8 @@
-"""Small differences on a noisy machine: two ways in ABBA order, and how far the median of their ratios may be off.
-
-Medians of two separate series differ by some per cent where nothing does. Measurements that follow each other share
-what the machine does meanwhile, so each pair gives one ratio; the order turns round from pair to pair, so that what
-grows with time falls on both. The interval is a bootstrap's: the pairs drawn again, with replacement, many times. What
-the machine adds by itself is measured the same way, by pairs of one way and itself.
+"""Small differences on a noisy machine: two variants in ABBA order, and how far the median of their ratios may be off.
+Medians of two separate series differ by some per cent even for equal variants. Consecutive measurements see the same
+state of the machine, so each pair gives one ratio; the order alternates from pair to pair, so that trends affect both.
+The interval is a bootstrap's: the pairs drawn again, with replacement, many times. What the machine adds by itself is
+measured the same way, by pairs of one way and itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the package adds to lmcache-core: the benches. Their summaries stand here, so that `--help` imports none."""
+"""What the package adds to lmcache-core: the benches. Their summaries are here, so that `--help` imports none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from lmcache_core import PluginInfo, hookimpl
 
 BENCHES: dict[str, str] = {
-    "all": "every bench several times, and a page of what they found",
+    "all": "every bench several times, and a page of the results",
     "rpc": "round trips and two-phase calls on each carrier, against a bare echo",
     "copy": "store and retrieve end to end, against the best plain copy",
     "pages": "an engine's pages stored and retrieved, against bare strided copies of the same pages",
@@ -23,7 +23,7 @@ BENCHES: dict[str, str] = {
     "restart": "a million objects adopted from a dead server's pool, to the first hit",
     "engine": "time to first token of vLLM or transformers, and what traffic without reuse loses",
     "peer": "store, lookup and retrieve beside LMCache's own server, in turns",
-    "observe": "what it costs others that a server tells all that it does, against one that tells nothing",
+    "observe": "what metrics, events, a recording and spans cost other clients, against a server without them",
     "hooks": "a hook call against a direct method",
 }
 

@@ -1,4 +1,4 @@
-"""`lmcache-core bench policy`: what an eviction policy costs an entry, whatever is resident."""
+"""`lmcache-core bench policy`: the cost of an eviction policy for each entry, by the number of residents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of all benches: one HTML file that asks nobody for anything, the same in Markdown, pictures, figures."""
+"""The page of all benches: one self-contained HTML file, the same in Markdown, pictures, figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often something is measured: a number of rounds, or as many of them as the time allows."""
+"""How often to measure: a number of rounds, or as many as time allows."""
 
 from __future__ import annotations
 

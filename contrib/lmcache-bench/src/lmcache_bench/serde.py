@@ -211,8 +211,8 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def _held_share(chain: CodecChain, objects: _Objects) -> float:
-    """The longest time that Python stood still in another thread during a call, by the length of that call; the
-    median of all calls. Near 1 where a serde holds the GIL throughout, near 0 where it does not."""
+    """The longest time that Python was blocked in another thread during a call, divided by the length of that call; the
+    median of all calls. Near 1 if a serde holds the GIL throughout, near 0 if it does not."""
     from lmcache_core.serde.scratch import Scratch
 
     stored, lengths = _encoded(chain, objects, Scratch())

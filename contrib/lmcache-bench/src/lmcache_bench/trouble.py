@@ -1,4 +1,4 @@
-"""`lmcache-core bench l2 --tier mock`: what a tier in trouble, or a busy one, costs everyone else.
+"""`lmcache-core bench l2 --tier mock`: what a tier in trouble, or a busy one, costs all other calls.
 
 Servers with and without the tier run side by side, and turns are taken: a ratio compares the same second on the same
 machine. The tier is the mock one, so that "a hundred times too slow" and "hung" are exact.

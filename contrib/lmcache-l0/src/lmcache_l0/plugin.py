@@ -28,7 +28,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             "l0",
             factory="lmcache_l0.engine:L0Engine",
             settings="lmcache_l0.settings:L0Settings",
-            summary="a shared table above L1, into which the server promotes what is hot",
+            summary="a shared table above L1, into which the server promotes hot keys",
         )
     ]
 

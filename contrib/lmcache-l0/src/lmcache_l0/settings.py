@@ -18,23 +18,27 @@ class L0Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
 
-    enabled: bool = Field(default=False, description="whether the table is used from the start; it can be switched")
+    enabled: bool = Field(
+        default=False, description="whether the table is used from the start; it can be switched later"
+    )
     size_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="size of the table's file in GiB; none: 1, or what hash_slots needs"
     )
     max_value_size: Size | None = Field(
-        default=None, gt=0, description="the largest value that goes up; none: 4096, or what fits"
+        default=None, gt=0, description="the largest value to promote; none: 4096, or what fits"
     )
     hash_slots: Annotated[int, Field(gt=0)] | None = Field(
         default=None, description="slots; none: as many as fit. Plan for the hot keys divided by 0.6"
     )
-    folder: Path = Field(default=FOLDER, description="where the file is, which is named after the server")
+    folder: Path = Field(default=FOLDER, description="the folder of the file, which is named after the server")
     promote_after: int = Field(default=3, ge=1, le=1000, description="uses within a minute or so that make a key hot")
     demote_at: Annotated[float, Field(gt=0, le=LOAD_MAX)] = Field(
-        default=0.65, description="fill at which the least read leave"
+        default=0.65, description="fill at which demotion starts"
     )
-    demote_to: Annotated[float, Field(gt=0, le=LOAD_MAX)] = Field(default=0.5, description="fill at which that ends")
-    huge_pages: bool = Field(default=False, description="gather the table's memory into huge pages, at the start")
+    demote_to: Annotated[float, Field(gt=0, le=LOAD_MAX)] = Field(
+        default=0.5, description="fill at which demotion ends"
+    )
+    huge_pages: bool = Field(default=False, description="collapse the table's memory into huge pages, at the start")
 
     @model_validator(mode="after")
     def _gap(self) -> Self:

@@ -15,7 +15,7 @@ class FsSettings(BaseModel):
 
     path: Path = Field(
         examples=["/var/cache/lmcache-core"],
-        description="The directory. Made when it is missing; several servers may share one.",
+        description="The directory. Created if it is missing; several servers may share one.",
     )
     fsync: bool = Field(
         default=False,

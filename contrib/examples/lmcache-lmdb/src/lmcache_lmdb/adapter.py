@@ -52,7 +52,7 @@ class LmdbAdapter(L2Adapter):
     def store(self, items: Sequence[StoreItem], deadline: float) -> Sequence[Outcome]:
         try:
             return self._written(items, deadline, self._put)
-        except lmdb.MapFullError:  # that transaction is lost: each by itself, as many as fit
+        except lmdb.MapFullError:  # that transaction is lost: store each object by itself, as many as fit
             self._let_pages_go(deadline)
             return [self._store_alone(item, deadline) for item in items]
 
@@ -81,7 +81,7 @@ class LmdbAdapter(L2Adapter):
             return [Outcome(Result.FAILED, error=self._words(error), retryable=True)] * len(keys)
 
     def usage(self) -> Usage:
-        """Of the pages in use: what deletes have freed is free, though the file stays as long as it was."""
+        """From the pages in use: pages freed by deletes count as free, although the file does not shrink."""
 
         def ask(environment: Environment) -> Usage:
             told = environment.lmdb.stat()
@@ -127,7 +127,7 @@ class LmdbAdapter(L2Adapter):
         return Outcome(Result.DONE, item.nbytes)
 
     def _let_pages_go(self, deadline: float) -> None:
-        """What a transaction frees can be used by the one after the next: have one in between."""
+        """Pages that a transaction frees can be used by the one after the next: make one in between."""
 
         def change_nothing(transaction: Any, key: bytes) -> Outcome:
             transaction.put(key, b"")

@@ -18,11 +18,11 @@ _PAUSE_S = 0.002  # between two looks at another process's lock
 
 
 class LateError(Exception):
-    """Somebody else is writing, and the deadline has come."""
+    """Somebody else is writing, and the deadline has passed."""
 
 
 class Environment:
-    """An open file. Readers never wait. Writers wait for each other here: inside LMDB there is no time-out."""
+    """An open file. Readers never wait. Writers wait for each other here, because LMDB itself has no time-out."""
 
     def __init__(self, path: Path, map_bytes: int, sync: bool) -> None:
         self.users = 0
@@ -39,7 +39,7 @@ class Environment:
 
     @contextmanager
     def read(self) -> Iterator[Any]:
-        """A transaction. What it gives are views of the map, good until it ends."""
+        """A transaction. It returns views of the map, which are valid until it ends."""
         with self.lmdb.begin(buffers=True) as transaction:
             yield transaction
 

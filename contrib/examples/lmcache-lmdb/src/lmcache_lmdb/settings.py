@@ -14,7 +14,7 @@ class LmdbSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    path: Path = Field(description="The database file. Made when it is missing; several servers may share one.")
+    path: Path = Field(description="The database file. Created if it is missing; several servers may share one.")
     map_bytes: Size = Field(
         default=64 << 30, ge=1 << 20, description="The most that the file may grow to; a store beyond it answers FULL."
     )

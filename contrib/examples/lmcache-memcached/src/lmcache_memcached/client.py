@@ -1,4 +1,4 @@
-"""memcached's text protocol, as far as a tier needs it. Each call keeps to its deadline, whatever the server does."""
+"""memcached's text protocol, as far as a tier needs it. Each call keeps its deadline, whatever the server does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MemcachedError(Exception):
 
 
 class RefusedError(Exception):
-    """It answers, and says no."""
+    """It refuses the command."""
 
 
 class Connection:

@@ -93,8 +93,8 @@ class PostgresAdapter(L2Adapter):
         return self._each(remove, len(keys), deadline)
 
     def usage(self) -> Usage:
-        """Counted row by row: the table's size on disk has what a vacuum has still to free. A row's length is known
-        without its content."""
+        """Counted row by row: the table's size on disk includes rows that a vacuum has yet to free. A row's length is
+        known without its content."""
 
         def ask(cursor: psycopg.Cursor) -> Usage:
             row = cursor.execute(f"SELECT coalesce(sum(octet_length(content)), 0)::bigint, count(*) FROM {self._table}")

@@ -1,4 +1,4 @@
-"""Connections of one adapter. Each use keeps to its deadline, also where the database has stopped in the middle."""
+"""Connections of one adapter. Each use keeps its deadline, even if the database stops in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Pool:
 
 @contextlib.contextmanager
 def _cut_off_at(deadline: float, connection: psycopg.Connection) -> Iterator[None]:
-    """The database cancels a statement that takes too long. One that does not answer at all is hung up on, which ends
-    the library's wait: it knows no time-out of its own."""
-    ours = os.dup(connection.fileno())  # it may be closed, and its number be another's, by the time that we hang up
+    """The database cancels a statement that takes too long. If it does not answer at all, we close the socket, which
+    ends the library's wait: the library has no time-out of its own."""
+    ours = os.dup(connection.fileno())  # by now it may be closed, and its number reused
 
     def hang_up() -> None:
         with contextlib.suppress(OSError):

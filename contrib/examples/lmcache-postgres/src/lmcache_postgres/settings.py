@@ -14,5 +14,5 @@ class PostgresSettings(BaseModel):
     table: str = Field(
         default="lmcache",
         pattern=r"[a-z_][a-z0-9_]{0,50}",
-        description="The table. Made when it is missing; several servers may share one.",
+        description="The table. Created if it is missing; several servers may share one.",
     )

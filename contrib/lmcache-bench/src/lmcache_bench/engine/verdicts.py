@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def doubt(same: Interval) -> str:
-    """Why a target cannot be judged beside pairs of the same with itself; empty where it can."""
+    """Why the machine is too noisy to judge a target; empty if it is not."""
     return "too noisy" if same.too_noisy else ""
 
 

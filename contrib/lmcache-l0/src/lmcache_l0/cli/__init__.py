@@ -13,7 +13,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 2
 
 def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add `l0 stats|top|keys|get|set|delete|rehash|create|plan`."""
-    summary = "make, look into and change a shared L0 table"
+    summary = "create, inspect and change a shared L0 table"
     commands = subparsers.add_parser("l0", help=summary, description=summary).add_subparsers(
         dest="l0_command", required=True, metavar="COMMAND"
     )
@@ -32,8 +32,8 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     top.add_argument("--count", type=_positive, default=20, metavar="N", help="keys to show (default: 20)")
     keys = command("keys", "the keys, in no order", "look", json=True)
     keys.add_argument("--prefix", default="", metavar="TEXT", help="only keys that begin with this")
-    keys.add_argument("--count", type=_positive, metavar="N", help="no more than so many")
-    get = command("get", "write the value of a key to standard output; exit code 1 where it is not there", "look")
+    keys.add_argument("--count", type=_positive, metavar="N", help="the most keys to print")
+    get = command("get", "write the value of a key to standard output; exit code 1 if it is not there", "look")
     get.add_argument("key")
 
     switch = command(
@@ -45,11 +45,11 @@ def add_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
     switch.add_argument("name", metavar="enabled|disabled|KEY")
     switch.add_argument("value", nargs="?", metavar="VALUE")
     switch.add_argument("--key", action="store_true", help="the name is a key's, even if it is `enabled` or `disabled`")
-    delete = command("delete", "delete keys; exit code 1 where none was there", "change")
+    delete = command("delete", "delete keys; exit code 1 if none was there", "change")
     delete.add_argument("keys", nargs="+", metavar="KEY")
 
     command("rehash", "move keys into nearer slots that became free; readers and writers go on meanwhile", "change")
-    create = command("create", "make a table", "change")
+    create = command("create", "create a table", "change")
     _add_sizes(create)
     create.add_argument("--size-gb", type=float, metavar="GIB", help="size of the file in GiB (default: 1)")
     create.add_argument("--hash-slots", type=_count, metavar="N", help="slots: the keys planned, divided by 0.7")
