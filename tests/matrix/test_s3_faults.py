@@ -36,8 +36,8 @@ def test_a_missing_bucket_is_said_with_the_cure_and_used_once_it_is_there(
         refused = store(adapter, b"key")
         assert refused.result is Result.FAILED
         assert "NoSuchBucket" in refused.error
-        assert "make the bucket" in refused.error
-        with pytest.raises(Exception, match="make the bucket"):
+        assert "create the bucket" in refused.error
+        with pytest.raises(Exception, match="create the bucket"):
             adapter.exists([b"key"], time.monotonic() + 30)
         service.boto().create_bucket(Bucket=bucket)
         assert store(adapter, b"key").result is Result.DONE
@@ -83,7 +83,7 @@ def test_credentials_that_are_mended_in_their_file_are_used_without_a_restart(
     ("status", "code", "cure"),
     [
         (400, "ExpiredToken", "renew them"),
-        (403, "RequestTimeTooSkewed", "mend the clock"),
+        (403, "RequestTimeTooSkewed", "correct the clock"),
         (403, "AccessDenied", "allow s3:GetObject"),
         (503, "SlowDown", "asks for a pause"),
         (301, "PermanentRedirect", "set l2."),
@@ -122,6 +122,6 @@ def test_a_clock_that_is_wrong_is_refused_by_the_gateway_and_said(
         refused = store(adapter, b"key")
         assert refused.result is Result.FAILED
         assert "RequestTimeTooSkewed" in refused.error
-        assert "mend the clock" in refused.error
+        assert "correct the clock" in refused.error
         monkeypatch.undo()
         assert store(adapter, b"key").result is Result.DONE

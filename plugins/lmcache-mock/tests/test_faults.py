@@ -190,7 +190,7 @@ def test_a_file_that_is_not_understood_changes_nothing(tmp_path: Path, caplog: p
 def test_the_command_shows_adds_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     control = tmp_path / "control"
     assert main(["mock", str(control)]) == 0
-    assert "nothing goes wrong" in capsys.readouterr().out
+    assert "no faults" in capsys.readouterr().out
     assert main(["mock", str(control), "store full rate=0.5 skip=3"]) == 0
     assert main(["mock", str(control), "any slow s=2", "--add"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["store full rate=0.5 skip=3", "any slow s=2"]

@@ -25,12 +25,12 @@ class ConnectorConfig:
     most, beside synchronous loads. `retry_s`: the longest pause after a call that the server did not answer in time; 50
     ms at first.
 
-    `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves the server may
-    owe an answer for; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep
-    busy on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or
-    "always". `copy_threads`: as `Client.connect` takes it. `report_token_ids`: where the server publishes KV
-    events, give it the tokens of each block beside its hash. They are content. `unproven_ok`: serve engines whose KV
-    lies on a GPU, which no test of this package has run with.
+    `save_generated`: store blocks of generated tokens, too. `saves_in_flight`: how many steps' saves may wait for the
+    server's answer; further ones are dropped, and counted. `store_cpu_share`: cores that a worker's saves may keep busy
+    on average; blocks beyond that are dropped, and counted. `verify`: checksums on loads, "never", "first" or "always".
+    `copy_threads`: as `Client.connect` takes it. `report_token_ids`: if the server publishes KV events, report the
+    tokens of each block beside its hash. Tokens are content. `unproven_ok`: serve engines whose KV lies on a GPU, which
+    no test of this package has run with.
     """
 
     server: str = "default"

@@ -19,8 +19,8 @@ class LayerRegions(NamedTuple):
 def layer_regions(
     names: Sequence[str], tensors: Mapping[str, Any], blocks: int, *, unproven_ok: bool = False
 ) -> list[LayerRegions]:
-    """The regions of a group's layers in order. Layers that share one tensor have it once. `unproven_ok`: they may lie
-    on a GPU.
+    """The regions of a group's layers in order. A tensor that several layers share is listed once. `unproven_ok`: they
+    may lie on a GPU.
 
     Raises `UsageError` for memory of other devices, and for tensors that are not made of whole blocks.
     """

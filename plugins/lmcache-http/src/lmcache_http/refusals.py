@@ -24,7 +24,7 @@ from lmcache_core.errors import (
 )
 from lmcache_http.guard import RefusedError
 
-BODY_BYTES_MAX = 256 << 10  # the longest body that makes sense, some hundred keys, is a tenth of it
+BODY_BYTES_MAX = 256 << 10  # ten times the longest sensible body, some hundred keys
 _THROWN_AWAY_MAX = 8 << 20  # of what is too long, …
 _THROWN_AWAY_S_MAX = 5.0  # … and for how long
 _SAID_MAX = 5  # things that are wrong with one body

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from lmcache_core.tiers.streams import BUFFERS_MAX, advance, left_s, limit, receive_into
 
-# A call that sends holds the socket, and acknowledgements wait for its end: 16 MiB at once went a fifth slower.
+# A send call holds the socket, and acknowledgements wait for its end: 16 MiB at once were a fifth slower.
 SEND_BYTES_MAX = 2 << 20
 
 
