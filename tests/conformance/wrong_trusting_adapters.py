@@ -1,6 +1,6 @@
 """Adapters that trust their callers, their keys or their luck too far: one realistic fault each.
 
-Each of these passed the kit once. Those of `wrong_shared_adapters.py` are their elder siblings.
+Each of these passed the kit once. `wrong_shared_adapters.py` has earlier ones.
 """
 
 from __future__ import annotations

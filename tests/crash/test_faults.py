@@ -1,4 +1,4 @@
-"""Faults that caches of this kind have had, each as a claim that it is none of ours, seen from outside."""
+"""Known faults of such caches, each as a test from outside that we do not have it."""
 
 from __future__ import annotations
 

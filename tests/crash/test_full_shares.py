@@ -1,4 +1,4 @@
-"""A user with all worker rows that it may have: who comes back, or follows one that died, gets a row all the same."""
+"""A user with all its worker rows: a worker that comes back, or replaces a dead one, still gets a row."""
 
 from __future__ import annotations
 

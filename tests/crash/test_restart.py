@@ -1,4 +1,4 @@
-"""A server that goes on with the pool of the one before: hits at once, and what others may touch is left alone."""
+"""A server that takes over an old pool: hits at once, and slots that others may touch are left alone."""
 
 from __future__ import annotations
 

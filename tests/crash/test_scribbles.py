@@ -1,4 +1,4 @@
-"""Bytes that nobody should have written: into the pool of a dead server, and under readers that check."""
+"""Stray writes: into the pool of a dead server, and under readers that verify."""
 
 from __future__ import annotations
 

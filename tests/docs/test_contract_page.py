@@ -1,4 +1,4 @@
-"""The page of the contract is what the docstrings say, and they say something of everything."""
+"""The contract's page equals the docstrings, and every public name has one."""
 
 from __future__ import annotations
 

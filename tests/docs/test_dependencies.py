@@ -1,4 +1,4 @@
-"""What a package asks for it imports, what it imports it asks for, and the page says why."""
+"""A package imports exactly what it depends on, and the page gives the reasons."""
 
 from __future__ import annotations
 

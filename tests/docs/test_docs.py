@@ -1,4 +1,4 @@
-"""What the docs say is so."""
+"""The docs agree with the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phrases that were mended once stay mended, wherever they stood. See docs/internals/prose.md."""
+"""Phrases that were corrected once do not come back, in any file. See docs/internals/prose.md."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ MENDED = {
     r"\bis no setting\b": "is not a setting",
     r"\bbehind everyone's back\b": "in the background",
     r"\bminute's half\b": "half a minute",
+    r"\bstranger's word\b|\bdeceitful\b": "untrusted; returns wrong bytes",
+    r"\blast use but one\b": "second-to-last use",
+    r"\bnothing of it is kept\b": "it is not stored",
     r"\b(?:for|of|to) who (?:has|may|must|can|cannot|is|was|takes|waits|asks|reads|comes|maps)\b": "for callers that …",
     r"\bthis very\b|\bthe very\b": "this, or the same",
     r"\bin order to\b": "to",

@@ -1,4 +1,4 @@
-"""The units, manifests and container files, as far as they can be tried without the systems they are for."""
+"""The units, manifests and container files, as far as they can be tested without systemd, Kubernetes or Docker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench runs and records what it promises; its figures are not judged here."""
+"""The bench runs and makes its records; the figures are not checked here."""
 
 from __future__ import annotations
 

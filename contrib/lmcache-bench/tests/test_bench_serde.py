@@ -1,4 +1,4 @@
-"""`bench serde` with a registry of its own: what it records, and what it says of serdes that are not there."""
+"""`bench serde` with a registry of its own: its records, and its messages about missing serdes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dict connector that ours is compared with: it is given vLLM's own objects as far as it looks at them."""
+"""The dict connector that ours is compared with, over vLLM's own objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer beside us: what is said where it cannot be had, and the programs that are told line by line what to do."""
+"""The peer bench: its errors if the peer cannot be installed, and the programs that take commands line by line."""
 
 from __future__ import annotations
 

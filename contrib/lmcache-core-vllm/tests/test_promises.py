@@ -1,5 +1,5 @@
-"""What was matched is there when it is loaded, however much is stored meanwhile: both sides over a real server with a
-tiny pool and a disk, without vLLM."""
+"""Matched blocks are still there when they are loaded, however much is stored meanwhile: both sides over a real server
+with a tiny pool and a disk, without vLLM."""
 
 from __future__ import annotations
 

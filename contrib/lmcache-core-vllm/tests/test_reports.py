@@ -1,4 +1,4 @@
-"""What routers hear of an engine's blocks, through a real server, without vLLM."""
+"""The reports of an engine's blocks that routers get, through a real server, without vLLM."""
 
 from __future__ import annotations
 

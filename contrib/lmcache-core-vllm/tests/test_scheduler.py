@@ -1,4 +1,4 @@
-"""The scheduler's side over a client whose server never answers, in a time of its own."""
+"""The scheduler's side over a client whose server never answers, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guide and the README show is run."""
+"""The code in the guide and the README runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an installation gets: the sdist builds, and the wheel from it has the compiled module."""
+"""Installation: the sdist builds, and the wheel from it has the compiled module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that are moved nearer to their homes: what it is for, and that nobody notices but by the probes."""
+"""Keys that are moved nearer to their homes: probes get shorter, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The switch in the header: off is off for every process at once, and on again nothing is wrong."""
+"""The switch in the header: off is off for every process at once, and nothing is stale when it is on again."""
 
 from __future__ import annotations
 

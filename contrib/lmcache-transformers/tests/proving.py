@@ -1,4 +1,4 @@
-"""What it means that a model is served exactly."""
+"""The definition of "served exactly"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are refused, and in which words; and positions that depend on how long a prompt is."""
+"""Models that are refused, and the errors; and positions that depend on the length of a prompt."""
 
 from __future__ import annotations
 

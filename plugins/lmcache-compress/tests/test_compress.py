@@ -1,4 +1,4 @@
-"""zstd and lz4: the bytes come back, or DamagedObjectError, and nothing is allocated on a stranger's word."""
+"""zstd and lz4: the bytes come back, or DamagedObjectError, and no memory is allocated for a length from outside."""
 
 from __future__ import annotations
 

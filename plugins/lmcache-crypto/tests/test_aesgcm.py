@@ -1,4 +1,4 @@
-"""AES-GCM: the bytes come back to their own key and layout, under a key that is known, and to nobody else."""
+"""AES-GCM: the bytes come back only for their own key and layout, and only under a known key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to a user: source archive, then wheel, with the C kernel, without it, or not at all."""
+"""Building: source archive, then wheel, with the C kernel, without it, or failing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One contract over every way to compute: the C kernel with AVX2, the C kernel without, and torch."""
+"""One contract over every implementation: the C kernel with AVX2, the C kernel without, and torch."""
 
 from __future__ import annotations
 

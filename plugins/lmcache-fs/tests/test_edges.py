@@ -1,4 +1,4 @@
-"""What is in the directory and is no object, and what must be on the medium when a store has been answered."""
+"""Foreign files in the directory, and what must be on the medium when a store has been answered."""
 
 from __future__ import annotations
 

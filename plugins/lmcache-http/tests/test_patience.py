@@ -1,4 +1,4 @@
-"""Connections that are opened and say nothing, or half of something: they are not kept for ever."""
+"""Connections that send nothing, or half a request: they are closed after a while."""
 
 from __future__ import annotations
 

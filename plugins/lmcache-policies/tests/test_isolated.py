@@ -1,4 +1,4 @@
-"""Tenants: who gives, and who is left alone."""
+"""Tenants: whose objects are evicted, and whose are not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Servers that misbehave, each as one was seen to: no reply is taken for what it is not, and a call ends by its
-deadline whatever they do."""
+"""Servers that misbehave as real ones did: no reply is mistaken for another, and every call ends by its deadline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Services that misbehave, each as one was seen to: what they answer is never taken for something else, and a call ends
-by its deadline whatever they do."""
+"""Services that misbehave as real ones did: no answer is mistaken for another, and every call ends by its deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that end, hang or are not there, loads that fail, requests that end early: answers stay what they were."""
+"""Servers that exit, hang or are missing, loads that fail, requests that end early: answers stay the same."""
 
 from __future__ import annotations
 
