@@ -37,7 +37,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
             "lruk",
             "lmcache_policies.lruk:LrukPolicy",
             settings=f"{_SETTINGS}:LrukSettings",
-            summary="LRU-2: the last use but one decides",
+            summary="LRU-2: the second-to-last use decides",
         ),
         ComponentSpec(
             eviction,
