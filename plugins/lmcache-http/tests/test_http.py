@@ -298,7 +298,7 @@ def test_a_server_s_own_table_is_switched_and_its_promotions_are_scraped(
         for path, body, said in (
             ("l0/switch", {}, "switch(enabled)"),
             ("l0/switch", {"companion": "l0", "self": 1}, "switch(enabled)"),
-            ("l0/switch", {"enabled": 1 << 70}, "cannot be told"),
+            ("l0/switch", {"enabled": 1 << 70}, "does not accept"),
             ("l1/switch", {"enabled": True}, "no companion 'l1'"),
         ):
             status, told = served.ask("POST", f"/companions/{path}", body, **right)

@@ -169,8 +169,8 @@ def build_tiering(
     tracer: TierTracer | None,
     on_tier: Callable[[Tier], None],
 ) -> Tiering:
-    """All tiers of the settings, in their order. Where one cannot be built, none stays open. See `Tiering` for who is
-    told of what."""
+    """All tiers of the settings, in their order. If one cannot be built, none stays open. See `Tiering` for its
+    observers."""
     store_policy = registry.build(Kind.STORE_POLICY, settings.store_policy.type, settings.store_policy.settings)
     prefetch_policy = registry.build(
         Kind.PREFETCH_POLICY, settings.prefetch_policy.type, settings.prefetch_policy.settings
