@@ -180,7 +180,7 @@ static int read_entry(PageBatch *self, PyObject *given, batch_entry *entry, Py_s
     if (!PyArg_ParseTuple(given, "nnOnn:PageBatch", &group, &keys, &words, &skip, &valid))
         return -1;
     if (group < 0 || (size_t)group >= self->tables->count) {
-        PyErr_Format(PyExc_ValueError, "entry %zd: there is no group %zd; %zu are registered", number, group,
+        PyErr_Format(PyExc_ValueError, "entry %zd: no group %zd; %zu are registered", number, group,
                      self->tables->count);
         return -1;
     }
@@ -287,8 +287,8 @@ static int check_places(const PageBatch *self) {
     bool meet = pages_spans_meet(spans, count);
     PyMem_RawFree(spans);
     if (meet)
-        PyErr_SetString(PyExc_ValueError, "two pages of this call lie over one another, as groups share their memory: "
-                                          "a page belongs to one group at a time");
+        PyErr_SetString(PyExc_ValueError, "two pages of this call overlap, because groups share memory: "
+                                          "use a page in one group at a time");
     return meet ? -1 : 0;
 }
 
@@ -651,7 +651,7 @@ static PyObject *job_wait(PageJob *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "d|n:wait", &seconds, &region))
         return NULL;
     if (region >= (Py_ssize_t)self->job.regions || region < -1)
-        return PyErr_Format(PyExc_IndexError, "there is no region %zd; %zu are registered", region, self->job.regions);
+        return PyErr_Format(PyExc_IndexError, "no region %zd; %zu are registered", region, self->job.regions);
     size_t which = region < 0 ? self->job.regions : (size_t)region;
     if (pages_done(&self->job, which))
         Py_RETURN_TRUE;

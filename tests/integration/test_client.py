@@ -275,7 +275,7 @@ def test_only_keys_that_are_listed_come_in_over_tcp(node: Node, tmp_path: Path) 
             with pytest.raises(DisconnectedError):
                 client.ping()
             assert client.lookup([bytes(32)], namespace=node.namespace).statuses == [Status.UNREACHABLE]
-    with pytest.raises(UsageError, match="needs keys"):
+    with pytest.raises(UsageError, match="needs CURVE keys"):
         Client.connect(address=address).ping()
     assert node.client().status()["sessions_connected"] >= 1
 

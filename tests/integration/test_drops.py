@@ -184,6 +184,6 @@ def test_a_number_that_no_incarnation_has_is_refused_in_words(client: Client, no
 def test_a_list_of_promises_is_refused_in_words(client: Client, node: Node) -> None:
     store(client, node, "a", 1)
     found = client.lookup([node.key("a")], namespace=node.namespace, hold=True)
-    with pytest.raises(UsageError, match="one promise a call"):
+    with pytest.raises(UsageError, match="one promise per call"):
         client.free_lookup_locks([found.promise])  # type: ignore[list-item]
     assert client.free_lookup_locks(found.promise) == 1

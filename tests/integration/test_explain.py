@@ -264,7 +264,7 @@ def gone_from_tier(at: World) -> None:
 @pytest.mark.parametrize(
     ("lose", "reason", "words", "settings"),
     [
-        (never_stored, "never_stored", "nobody has offered it", {}),
+        (never_stored, "never_stored", "it was never stored", {}),
         (evicted, "evicted", "evicted from the pool .* ago by lru to make room for session", {}),
         (cleared, "cleared", "cleared .* ago by session", {}),
         (cleared_while_written, "cleared", "cleared .* ago by session", {}),
@@ -272,7 +272,7 @@ def gone_from_tier(at: World) -> None:
         (being_written, "being_written", "being written now", {}),
         (aborted, "aborted", r"its writer \(session \d+.*gave up .* ago", {}),
         (writer_died, "writer_died", r"its writer \(session \d+\) died before the commit .* ago", {}),
-        (no_room, "no_room", "the pool was full of what could not be evicted",
+        (no_room, "no_room", "the pool was full and nothing could be evicted",
          {"holding": {"read_fraction_max": 1.0, "read_fraction_per_session_max": 1.0}}),
         (quota, "quota", "quota", {"lease": {"write_ttl_s": 0.2}, "quarantine": {"fraction_per_uid_max": 0.03}}),
         (other_layout, "other_layout", "another layout", {}),
@@ -504,7 +504,7 @@ def test_the_command_explains_keys_and_tokens_by_description_and_by_id(make: Cal
         (["--model", "m"], "one of them"),
         (["--model", "m", "--tokens", "1,2", "ab" * 32], "one of them"),
         (["--tokens", "1"], "--model"),
-        (["--namespace", "1", "--tokens", "1"], "nothing about tokens"),
+        (["--namespace", "1", "--tokens", "1"], "not enough to derive the keys of tokens"),
         (["--namespace", "x", "ab" * 32], "hexadecimal"),
         (["--model", "m", "abc"], "64 hexadecimal digits"),
         (["--model", "m", "--tokens", "1;2"], "whole numbers"),

@@ -329,7 +329,7 @@ def test_the_log_says_once_that_the_server_cannot_be_reached_and_once_that_it_ca
     server = node.serve()
     until(lambda: store(node, client, 1) in (Status.STORED, Status.EXISTS), "the server")
     assert len(lines(caplog)) == 2
-    assert "can be reached again" in lines(caplog)[1]
+    assert "is reachable again" in lines(caplog)[1]
     assert client.why_unreachable == ""
     with stopped(server):
         for number in range(5):

@@ -169,5 +169,5 @@ def test_a_pool_that_a_hung_lane_may_write_to_is_not_kept_and_the_log_says_so(
 
 
 def test_a_pool_without_a_name_cannot_be_kept() -> None:
-    with pytest.raises(SettingsError, match="keep_pool needs a pool with a name"):
+    with pytest.raises(SettingsError, match="keep_pool needs a named pool"):
         make_settings(load_plugins(), l1={"backing": "memfd", "keep_pool": True})

@@ -264,7 +264,7 @@ def test_the_server_may_be_named_in_the_environment(
     monkeypatch.setenv("LMCACHE_CORE_SERVER_UID", str(ALICE))
     assert ping(name, shared / "run") == "answered"
     monkeypatch.setenv("LMCACHE_CORE_SERVER_UID", "alice")
-    with pytest.raises(UsageError, match="write the number of a uid"):
+    with pytest.raises(UsageError, match="must be a numeric uid"):
         ping(name, shared / "run")
 
 
@@ -295,7 +295,7 @@ def test_a_process_of_another_user_behind_our_own_socket_is_told_nothing(users: 
 
     users.stay(MALLORY, listen)
     said = fails(lambda: ping(name, shared))
-    assert f"runs as uid {MALLORY}, not as ours" in said
+    assert f"runs as uid {MALLORY}, not as your uid" in said
     accepted, _ = ours.accept()
     accepted.settimeout(WAIT_S)
     assert accepted.recv(100) == b""  # not even a hello
@@ -307,10 +307,10 @@ def test_a_directory_that_everybody_may_write_is_not_walked_through(users: Users
     users.serve(0, shared / "run", name)
     assert ping(name, shared / "run") == "answered"
     (shared / "run").chmod(0o777)
-    assert "can be written by everybody" in fails(lambda: ping(name, shared / "run"))
+    assert "is writable by everybody" in fails(lambda: ping(name, shared / "run"))
     (shared / "run").chmod(0o775)
     os.chown(shared / "run", 0, GROUP)
-    assert f"can be written by all of group {GROUP}" in fails(lambda: ping(name, shared / "run"))
+    assert f"is writable by all of group {GROUP}" in fails(lambda: ping(name, shared / "run"))
     os.chown(shared / "run", 0, 0)
     assert ping(name, shared / "run") == "answered"
 
@@ -512,7 +512,7 @@ def test_who_is_turned_away_hears_why(users: Users, shared: Path, name: str) -> 
         path.chmod(0o755)
     (shared / "run" / name / "lifeline").chmod(0o666 & ~0o002 | 0o060)
     os.chown(shared / "run" / name / "lifeline", 0, GROUP)
-    assert f"does not let uid {BOB} in" in users.ask(BOB, say, (GROUP,))
+    assert f"refuses uid {BOB}:" in users.ask(BOB, say, (GROUP,))
     assert "every user that is not mapped into its user namespace" in users.ask(overflow_uid(), say, (GROUP,))
     with Client.connect(name, runtime_dir=shared / "run", maps_pool=False) as client:
         status = client.status()
@@ -590,7 +590,7 @@ def test_over_ipc_a_client_connects_to_no_socket_of_another_user(users: Users, s
     with Client.connect(address=f"ipc://{shared}/zmq", maps_pool=False) as client:
         assert f"{shared}/zmq belongs to uid {MALLORY}" in fails(client.ping)
     with Client.connect(address="ipc://@abstract", maps_pool=False) as client:
-        assert "no owner that could be checked" in fails(client.ping)
+        assert "no owner to check" in fails(client.ping)
 
 
 def test_over_ipc_a_worker_maps_the_pool_of_the_server_that_it_trusts(users: Users, shared: Path, name: str) -> None:

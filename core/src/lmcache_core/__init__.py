@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if "free-threading" in sys.version:  # what our C shares between threads is guarded by the interpreter's lock
+if "free-threading" in sys.version:  # our C code relies on the interpreter's lock to guard what threads share
     raise ImportError("lmcache-core needs a Python with its global lock: use python3.13, not python3.13t")
 
 __all__ = [

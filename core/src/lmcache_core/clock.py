@@ -1,4 +1,4 @@
-"""The clock of a loop: the time is read once a turn, and everything on that loop goes by it."""
+"""The clock of a loop: it reads the time once a turn, and everything on that loop uses that time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Monotonic seconds, `now` standing still during a turn. Who owns the loop gives the clock to all that lives on
-    its thread, and nobody keeps a time of their own.
+    """Monotonic seconds; `now` does not change during a turn. The loop's owner gives the clock to everything that lives
+    on its thread, and nothing there keeps a time of its own.
 
-    The loop calls `turn` once a turn, after it has waited: what was asked for at the end of a long wait was asked for
-    then, and not when the wait began.
+    The loop calls `turn` once a turn, after it has waited, so that requests at the end of a long wait do not get the
+    time at which the wait began.
     """
 
     __slots__ = ("now", "read")
 
     def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
-        self.read = read  # the time at this moment, for what has to be measured within a turn
+        self.read = read  # the current time, for measurements within a turn
         self.now = read()
 
     def turn(self) -> float:
-        """Begin a turn: the time is read, and is `now` until the next one."""
+        """Begin a turn: read the time, which is `now` until the next turn."""
         self.now = now = self.read()
         return now

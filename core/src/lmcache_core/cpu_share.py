@@ -1,19 +1,19 @@
-"""Work that gives way: how much processor time it may take on average, whatever it could use."""
+"""A limit on the average processor time of background work."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-SAVED_UP_S = 10.0  # of quiet time may be used at once: a burst after it goes at full speed
+SAVED_UP_S = 10.0  # of idle time that may be saved up for a burst at full speed
 
 
 class CpuShare:
-    """A bucket of processor seconds that fills by `share` a second. Work that has been done is charged afterwards, and
-    nothing more is begun until the debt is paid."""
+    """A bucket of processor seconds that fills at `share` seconds per second. Work is charged after it was done, and
+    new work waits until the debt is paid."""
 
     def __init__(self, share: float, now: Callable[[], float]) -> None:
-        """`share`: in cores, positive; infinity never binds. `now`: monotonic seconds."""
+        """`share`: in cores, positive; infinity means no limit. `now`: returns monotonic seconds."""
         self._now = now
         self._at_s = now()
         self._share = share
@@ -32,20 +32,20 @@ class CpuShare:
         self._left_s = min(self._left_s, share * SAVED_UP_S)
 
     def charge(self, cpu_s: float) -> None:
-        """So much has been used."""
+        """Charge processor time that was used."""
         self._fill()
         self.used_s += cpu_s
         self._left_s -= cpu_s
 
     @property
     def rests_until(self) -> float:
-        """When work may begin again, in the time of `now`; minus infinity where it may now."""
+        """When work may begin again, on the clock of `now`; minus infinity if it may begin now."""
         self._fill()
         return -math.inf if self._left_s >= 0 else self._at_s - self._left_s / self._share
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is to be begun now."""
+        """Whether work must wait."""
         return self._now() < self.rests_until
 
     def _fill(self) -> None:

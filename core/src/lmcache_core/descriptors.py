@@ -1,4 +1,4 @@
-"""Open descriptors, and who closes them."""
+"""Open file descriptors, and who closes them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Self
 
 
 class Descriptor:
-    """What owns a descriptor: it closes with its last reference, and once.
+    """Owns a descriptor: closes it once, with the last reference at the latest.
 
-    A number that only a local variable knows is lost with an interrupt. So what opens a descriptor and notes it here
-    is one call into C, and so is what takes it out and closes it: an interrupt comes before or after.
+    A number held only by a local variable is lost on an interrupt. So opening a descriptor and storing it here is one
+    call into C, and so is taking it out and closing it: an interrupt comes before or after.
     """
 
     fds: deque[int] = deque()  # noqa: RUF012 - of one that an interrupt kept from being made; never filled
 
     def __init__(self, opens: Callable[..., int] | None = None, *arguments: object) -> None:
-        """Owns what `opens(*arguments)`, which is written in C, returns; nothing without it."""
-        self.fds = deque()  # none, or one
+        """Owns the descriptor that `opens(*arguments)` returns, or nothing without `opens`, which must be written in
+        C."""
+        self.fds = deque()  # at most one
         if opens is not None:
             self.fds.extend(map(opens, *[(each,) for each in arguments]))
 
@@ -32,19 +33,19 @@ class Descriptor:
 
     @property
     def closed(self) -> bool:
-        """Whether there is none, or none any more."""
+        """Whether there is no open descriptor."""
         return not self.fds
 
     def fileno(self) -> int:
-        """The descriptor, -1 once closed."""
+        """The descriptor; -1 once closed."""
         return self.fds[0] if self.fds else -1
 
     def detach(self) -> int:
-        """The descriptor, which is the caller's now."""
+        """Return the descriptor and give its ownership to the caller."""
         return self.fds.pop()
 
     def close(self) -> None:
-        """Close it. Again: nothing happens."""
+        """Close the descriptor. Does nothing if it is closed."""
         if self.fds:
             _exhaust(map(os.close, map(deque.pop, (self.fds,))))
 

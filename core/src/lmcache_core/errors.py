@@ -1,7 +1,7 @@
 """The exceptions of lmcache-core.
 
-An ordinary result (a miss, a full pool, a throttled tier) is a value and never stands here. What stands
-here is a broken promise, and every message says what happened, to which thing, and what to do next.
+An ordinary result (a miss, a full pool, a throttled tier) is a value and not an exception. An exception means a broken
+promise; its message says what happened, to which thing, and what to do next.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Retry(StrEnum):
     """Whether the same call may succeed later."""
 
     NEVER = "never"  # the call itself is wrong
-    LATER = "later"  # the world was wrong for a moment: try again after a pause
-    RECONNECT = "reconnect"  # the session is gone: a new one may try
+    LATER = "later"  # a temporary condition: try again after a pause
+    RECONNECT = "reconnect"  # the session is gone: a new one may succeed
 
 
 class CacheError(Exception):
-    """Base of everything this library raises. `code` is stable and travels on the wire. `cure`: the end of the message
-    that says what to do, where it was given by itself."""
+    """Base of everything that this library raises. `code` is stable and travels on the wire. `cure`: the last part of
+    the message, which says what to do, if it was given separately."""
 
     code: ClassVar[str] = "ERROR"
     retry: ClassVar[Retry] = Retry.NEVER
@@ -66,7 +66,7 @@ class UsageError(CacheError, ValueError):
 
 
 class UnknownNamespaceError(UsageError):
-    """The session has not registered the namespace, or so long ago that it is forgotten."""
+    """The session has not registered the namespace, or registered it so long ago that it was forgotten."""
 
     code = "NAMESPACE"
 
@@ -78,7 +78,7 @@ class StaleRegionError(UsageError):
 
 
 class SettingsError(CacheError, ValueError):
-    """The settings do not say a thing that can be built."""
+    """The settings are invalid, or do not describe a server that can be built."""
 
     code = "SETTINGS"
 
@@ -102,13 +102,13 @@ class PoolBusyError(PoolError):
 
 
 class PoolMismatchError(PoolError):
-    """What was found in the segment differs from what was expected; the message names both."""
+    """The segment's content is not what was expected; the message names both."""
 
     code = "POOL_MISMATCH"
 
 
 class NotEnoughMemoryError(PoolError):
-    """The memory asked for is not there; the message has the figures and the cure."""
+    """There is not enough memory; the message has the figures and the cure."""
 
     code = "NOT_ENOUGH_MEMORY"
 
@@ -120,19 +120,19 @@ class LeaseExpiredError(CacheError):
 
 
 class ClearedError(CacheError):
-    """A `clear` ended the lease before it was committed; nothing of it became visible."""
+    """A `clear` ended the lease before it was committed; none of its objects became visible."""
 
     code = "CLEARED"
 
 
 class NotAttachedError(CacheError):
-    """The session has not shown that it maps the pool, so it is given no slots."""
+    """The session has not proved that it maps the pool, so it gets no slots."""
 
     code = "NOT_ATTACHED"
 
 
 class ProtocolError(CacheError):
-    """The peer sent what the protocol does not allow."""
+    """The peer sent something that the protocol does not allow."""
 
     code = "PROTOCOL"
 
@@ -150,36 +150,35 @@ class LimitError(CacheError):
 
 
 class DisconnectedError(CacheError):
-    """The server is not there, or went away during the call. The client reconnects by itself."""
+    """The server is not reachable, or went away during the call. The client reconnects by itself."""
 
     code = "DISCONNECTED"
     retry = Retry.RECONNECT
 
 
 class ForgottenError(DisconnectedError):
-    """The server answers, and does not know our session any more: it ended it to make room, or after a long silence. It
-    has done nothing of what was asked, which may be asked again in a new session. Made by the client: on the wire it is
-    `DISCONNECTED`."""
+    """The server answers but has ended our session, to make room or after a long silence. It has not carried out the
+    request, which may be sent again in a new session. The client raises this; on the wire it is `DISCONNECTED`."""
 
     code = "FORGOTTEN"
 
 
 class RowTakenError(PoolError, DisconnectedError):
-    """The worker row that a server gave us is another worker's: a new server has given it away since. The next
-    connection gets another."""
+    """The worker row that a server gave us belongs to another worker by now: a new server has assigned it again. The
+    next connection gets another row."""
 
     code = "ROW_TAKEN"
 
 
 class UntrustedError(DisconnectedError):
-    """What is at the other end, or on the way there, belongs to somebody whom we do not trust; nothing was taken from
-    it, and nothing said to it. The message names the owner and the cure."""
+    """The other end, or a step on the path to it, belongs to a user that we do not trust; nothing was read from it or
+    sent to it. The message names the owner and the cure."""
 
     code = "UNTRUSTED"
 
 
 class TierError(CacheError):
-    """A tier failed as a whole (not one of its objects). `retryable` tells the lane whether to try again."""
+    """A tier as a whole failed, not one of its objects. `retryable` tells the lane whether to try again."""
 
     code = "TIER"
     retry = Retry.LATER
@@ -190,14 +189,14 @@ class TierError(CacheError):
 
 
 class DamagedObjectError(CacheError):
-    """Bytes that came back from a tier are not the object that was stored."""
+    """The bytes that a tier returned are not the object that was stored."""
 
     code = "DAMAGED"
 
 
 class MismatchedObjectError(DamagedObjectError):
-    """An intact object that this server cannot use: another layout, codec chain or key. Left where it is: whoever
-    stored it can read it, and so can this server under other settings."""
+    """An intact object that this server cannot use: another layout, codec chain or key. It stays on the tier, because
+    the server that stored it can read it, and so can this server with other settings."""
 
     code = "MISMATCHED"
 
@@ -210,10 +209,10 @@ def _tree(root: type[CacheError]) -> dict[str, type[CacheError]]:
 
 
 def by_code(code: str) -> type[CacheError]:
-    """The class for a code that came over the wire; CacheError for one this version does not know."""
+    """The class for a code from the wire; CacheError for a code that this version does not know."""
     return _tree(CacheError).get(code, CacheError)
 
 
 class InvariantError(RuntimeError):
-    """Something that the safety of memory rests on does not hold: a bug of ours, and no answer to anybody. The step
-    that found it has changed nothing."""
+    """An invariant that memory safety depends on is violated: a bug in lmcache-core. The step that found it has changed
+    nothing."""

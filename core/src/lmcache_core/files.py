@@ -1,4 +1,4 @@
-"""Files that outlive the server: written whole, or not at all."""
+"""Files that outlive the server: each is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put `content` in the place of what is there, so that a crash or a power cut leaves the one or the other. Raises
-    `OSError`. Makes the directory."""
+    """Replace the file at `path` by one with `content`. A crash or power cut leaves either the old or the new one.
+    Makes the directory. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
@@ -26,7 +26,7 @@ def replace_file(path: Path, content: bytes) -> None:
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(folder)  # the name too must survive a power cut
+        os.fsync(folder)  # the name must survive a power cut, too
     finally:
         os.close(folder)
 

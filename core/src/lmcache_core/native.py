@@ -1,4 +1,4 @@
-"""The C extension, where there is one: `native` is the module or None, and `why_not` says what is missing.
+"""The C extension, if it is built: `native` is the module or None, and `why_not` says why it is missing.
 
 Everything that it does has a way without it, with the same results. LMCACHE_CORE_NATIVE decides, at run time as at
 build time: `auto` (the default) takes it where it was built, `off` does without, `require` refuses to start without.

@@ -311,7 +311,7 @@ def test_check_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         release.set()
     assert not finding.ok
-    assert "did not end" in finding.message
+    assert "did not finish" in finding.message
 
 
 @pytest.mark.parametrize(

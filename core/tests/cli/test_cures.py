@@ -18,16 +18,16 @@ WRONG: list[tuple[list[str], str, str]] = [
     (["--l1.sise_bytes", "1GiB"], "--l1.sise_bytes is not a setting", "did you mean '--l1.size_bytes'?"),
     (["--l1.size_bytes", "999TiB"], "the L1 pool needs", "make the pool smaller"),
     (["--l1.size_bytes", "0"], "pool 'check' of 0 bytes is smaller than one slab", "give it at least 1,048,576"),
-    (["--l1.eviction.type", "lru", "--chunk_tokens", "0"], "chunk_tokens", "mend it where it is set"),
+    (["--l1.eviction.type", "lru", "--chunk_tokens", "0"], "chunk_tokens", "correct it where it is set"),
     (["--l1.eviction.type", "lrrru"], "there is no eviction_policy 'lrrru'", "did you mean 'lru'?"),
     (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that brings it"),
     (["--l2.cold.connections", "3"], "the tier 'cold' has no type", "set l2.cold.type to the name of an adapter"),
     (["--l2.COLD.type", "fs"], "'COLD' is not a tier name", "use lower-case words"),
     (["--l2", "cold"], "--l2 is a table", "set one of its settings"),
-    (["--l2_order", '["cold"]'], "l2_order names the tier 'cold'", "take it out, or set l2.cold.type"),
-    (["--name", "A B"], "use lower-case letters, digits, - and _", "mend it where it is set"),
+    (["--l2_order", '["cold"]'], "l2_order names the tier 'cold'", "remove it, or set l2.cold.type"),
+    (["--name", "A B"], "use lower-case letters, digits, - and _", "correct it where it is set"),
     (["--name", "a", "--name", "b"], "--name is given twice", "give it once"),
-    (["--l1.sise_bytes", "1", "--l1.backin", "shm"], "; --l1.backin is not a setting", "mend it where it is set"),
+    (["--l1.sise_bytes", "1", "--l1.backin", "shm"], "; --l1.backin is not a setting", "correct it where it is set"),
 ]
 
 
@@ -54,7 +54,7 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
     pytest.importorskip("lmcache_mock", reason="needs a tier: a server without one keeps nothing there")
     found = findings("--l2.cold.type", "mock", "--state_dir", "/proc/nowhere", cwd=tmp_path)
     (wrong,) = [each for each in found if not each["ok"]]
-    assert (wrong["subject"], "/proc takes no file" in wrong["message"]) == ("state_dir", True)
+    assert (wrong["subject"], "cannot create a file in /proc" in wrong["message"]) == ("state_dir", True)
     assert wrong["cure"].startswith("make /proc/nowhere a directory that user")
 
 
@@ -75,5 +75,5 @@ def test_a_finding_that_is_none_is_to_be_reported() -> None:
     registry = Registry()
     record = registry.register(Plugin(), "odd", distribution="lmcache-odd", version="1.0")
     assert [*asked(registry, record, make_settings())] == [
-        Finding(False, "plugin odd", "its check gave a str", f"report it to {record}")
+        Finding(False, "plugin odd", "its check yielded a str, not a Finding", f"report it to {record}")
     ]

@@ -51,28 +51,28 @@ def test_a_package_of_each_kind_is_whole(kind: str, tmp_path: Path, capsys: pyte
     ("words", "said"),
     [
         (["acme"], "plugins new NAME --kind l2_adapter|eviction|serde|store|prefetch|subscriber|operation"),
-        (["--kind", "serde"], "say what to write"),
-        (["Acme", "--kind", "serde"], "'Acme' cannot be the name of a component"),
+        (["--kind", "serde"], "no name or kind given"),
+        (["Acme", "--kind", "serde"], "'Acme' is not a valid component name"),
         (["Acme", "--kind", "serde"], "single _ between words: 'acme', for example"),
-        (["a--b", "--kind", "serde"], "'a--b' cannot be the name of a component"),
+        (["a--b", "--kind", "serde"], "'a--b' is not a valid component name"),
         (["a--b", "--kind", "serde"], "'a_b', for example"),
-        (["a" * 41, "--kind", "serde"], "cannot be the name of a component: use up to 40"),
-        (["a" * 200, "--kind", "serde"], f"'{'a' * 40}'… cannot be the name of a component"),
-        (["", "--kind", "serde"], "'' cannot be the name of a component"),
-        (["1a", "--kind", "serde"], "'1a' cannot be the name of a component"),
-        (["\u00e9t\u00e9", "--kind", "serde"], "'\u00e9t\u00e9' cannot be the name of a component"),
-        (["../acme", "--kind", "serde"], "'../acme' cannot be the name of a component"),
+        (["a" * 41, "--kind", "serde"], "is not a valid component name: use up to 40"),
+        (["a" * 200, "--kind", "serde"], f"'{'a' * 40}'… is not a valid component name"),
+        (["", "--kind", "serde"], "'' is not a valid component name"),
+        (["1a", "--kind", "serde"], "'1a' is not a valid component name"),
+        (["\u00e9t\u00e9", "--kind", "serde"], "'\u00e9t\u00e9' is not a valid component name"),
+        (["../acme", "--kind", "serde"], "'../acme' is not a valid component name"),
         (["-x", "--kind", "serde"], "unrecognized arguments: -x"),
-        (["--kind", "serde", "--", "-x"], "'-x' cannot be the name of a component"),
-        (["tests", "--kind", "serde"], "'tests' would make classes that pytest takes for tests"),
-        (["l2", "--kind", "l2_adapter"], "'l2' would make a class L2Adapter, and lmcache-core has one of that name"),
-        (["eviction", "--kind", "eviction"], "'eviction' would make a class EvictionPolicy"),
-        (["store", "--kind", "store"], "'store' would make a class StorePolicy"),
-        (["prefetch", "--kind", "prefetch"], "'prefetch' would make a class PrefetchPolicy"),
-        (["event", "--kind", "subscriber"], "'event' would make a class EventSubscriber"),
-        (["server", "--kind", "operation"], "'server' would make a class ServerOperation"),
-        (["lru", "--kind", "eviction"], "eviction_policy 'lru' is builtin (lmcache-core"),
-        (["core", "--kind", "serde"], "a package lmcache_core is installed here"),
+        (["--kind", "serde", "--", "-x"], "'-x' is not a valid component name"),
+        (["tests", "--kind", "serde"], "pytest would take classes named after 'tests' for tests"),
+        (["l2", "--kind", "l2_adapter"], "'l2' would name a class L2Adapter, which lmcache-core already has"),
+        (["eviction", "--kind", "eviction"], "'eviction' would name a class EvictionPolicy"),
+        (["store", "--kind", "store"], "'store' would name a class StorePolicy"),
+        (["prefetch", "--kind", "prefetch"], "'prefetch' would name a class PrefetchPolicy"),
+        (["event", "--kind", "subscriber"], "'event' would name a class EventSubscriber"),
+        (["server", "--kind", "operation"], "'server' would name a class ServerOperation"),
+        (["lru", "--kind", "eviction"], "eviction_policy 'lru' exists in builtin (lmcache-core"),
+        (["core", "--kind", "serde"], "a package lmcache_core is already installed"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_words(
@@ -106,7 +106,7 @@ def test_a_folder_that_may_not_be_written_to_is_said_to_another_user() -> None:
         os.chown(nobodys, NOBODY, NOBODY)
         status, said = as_nobody(folder / "said", "acme", "--kind", "serde", "--directory", str(roots))
         assert status == 2
-        assert f"{roots}/lmcache-acme cannot be written: Permission denied: name a folder where you may write" in said
+        assert f"{roots}/lmcache-acme cannot be written: Permission denied: choose a writable folder" in said
         assert list(roots.iterdir()) == []
         status, said = as_nobody(folder / "said", "acme", "--kind", "serde", "--directory", str(nobodys))
         assert status == 0, said
@@ -171,7 +171,7 @@ def test_what_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "lmcache-acme").mkdir()
     (tmp_path / "lmcache-acme/mine").write_text("mine")
     assert new("acme", "--kind", "serde", "--directory", str(tmp_path)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "lmcache-acme").iterdir()] == ["mine"]
     assert new("acme", "--kind", "serde", "--directory", str(tmp_path / "lmcache-acme/mine")) == 2
     assert "cannot be written" in capsys.readouterr().err
@@ -217,5 +217,5 @@ def test_the_name_of_an_installed_plugin_is_refused_for_every_kind(
 def test_a_link_that_leads_nowhere_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lmcache-acme").symlink_to(tmp_path / "elsewhere")
     assert new("acme", "--kind", "serde", "--directory", str(tmp_path)) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "lmcache-acme").is_symlink()

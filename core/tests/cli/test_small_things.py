@@ -91,12 +91,12 @@ def test_check_writes_to_the_state_directory_and_warns_of_tiers_without_a_bound(
     status, found = check("--state_dir", str(tmp_path / "state"))
     assert status == 0
     assert any("set l2.d.capacity_bytes" in each["cure"] for each in found.values())
-    assert any("state can be written to" in said for said in found)
+    assert any("state is writable" in said for said in found)
     assert not (tmp_path / "state").exists(), "nothing stays behind"
     status, found = check("--state_dir", str(tmp_path / "state"), "--l2.d.capacity_bytes", "1MiB")
     assert status == 0
     assert not any("grows until" in said for said in found)
-    assert any("its capacity_bytes of 1MiB fit" in said for said in found)
+    assert any("its capacity_bytes (1MiB) fit" in said for said in found)
     status, found = check("--state_dir", "/proc/self/lmcache")  # what root, too, cannot write to
     assert status == 1
     assert any(said.startswith("state_dir") and not each["ok"] and each["cure"] for said, each in found.items())

@@ -168,7 +168,7 @@ def test_top_follows_the_server_through_a_restart_and_leaves_the_terminal_as_it_
     shown.until(r"admitted: .*6 keys, 384\.0 KiB")
     assert all(len(line) <= 80 for line in shown.screen.splitlines())
     server.stop()
-    shown.until("asking again")
+    shown.until("retrying")
     start()
     shown.until(r"l1 +\[\.{20}\] +0\.0%")
     shown.until("session_opened: ")

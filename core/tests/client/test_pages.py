@@ -428,7 +428,7 @@ GOOD = {"offset": 0, "page_bytes": 512, "page_stride": 1024, "pages": 4}
         ({"page_bytes": 0}, "page_bytes is 0"),
         ({"page_bytes": 2**62, "page_stride": 2**62}, "the buffer has 4,096 bytes"),
         ({"pages": 1.5}, "pages is 1.5"),
-        ({"buffer": object()}, "the buffer is a object: give a torch tensor"),
+        ({"buffer": object()}, "the buffer is a object: pass a torch tensor"),
         ({"buffer": np.zeros((8, 1024), np.uint8)[:, ::2]}, "not contiguous"),
         ({"device": "gpu"}, "device is 'gpu': give one of 'cpu', 'pinned', 'cuda'"),
         ({"device": "cuda"}, 'device is "cuda", and the buffer is a bytearray'),
@@ -446,13 +446,13 @@ def test_groups_that_cannot_be_are_refused_in_words(ways: Ways) -> None:
     memory = bytearray(4096)
     region = Region(memory, **GOOD)  # type: ignore[arg-type]
     for regions, nbytes, per_object, words in (
-        ([region], 513, 1, "an object has 512 bytes (1 pages of each region) and its namespace's layout"),
+        ([region], 513, 1, "an object has 512 bytes (1 pages of each region), but its namespace's layout"),
         ([region], 512, 0, "pages_per_object is 0"),
         ([], 512, 1, "has no regions"),
         ([region, Region(memory, 500, 512, 1024, 3)], 1024, 1, "region 1 has 3 pages and region 0 has 4"),
-        ([region, Region(memory, 500, 512, 1024, 4)], 1024, 1, "regions 0 and 1 lie over one another"),
+        ([region, Region(memory, 500, 512, 1024, 4)], 1024, 1, "regions 0 and 1 overlap"),
         ([region, Region(memory, 512, 100, 1030, 4)], 612, 1, ""),  # not for any page that there is
-        ([region, Region(memory, 512, 500, 1010, 4)], 1012, 1, "regions 0 and 1 lie over one another"),
+        ([region, Region(memory, 512, 500, 1010, 4)], 1012, 1, "regions 0 and 1 overlap"),
         ([region, Region(memory, 512, 512, 1024, 4)], 1024, 1, ""),
     ):
         with contextlib.nullcontext() if not words else pytest.raises(UsageError) as raised:
@@ -486,7 +486,7 @@ def test_entries_that_cannot_be_are_refused_before_anything_is_touched(ways: Way
             ({"valid_pages": 5}, "valid_pages 5 do not fit 2 keys of 2 pages each"),
             ({"skip_pages": 3}, "skip_pages 3"),
             ({"skip_pages": -1}, "skip_pages -1"),
-            ({"group": 1}, "there is no group 1; 1 are registered"),
+            ({"group": 1}, "no group 1; 1 are registered"),
             ({"keys": b"x" * 64}, "keys is one bytes object"),
         ):
             with pytest.raises(UsageError) as raised:

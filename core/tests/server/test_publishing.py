@@ -70,7 +70,7 @@ def test_check_says_for_which_objects_entries_will_run_out_and_the_figure_to_set
     assert few.cure == "set l1.index_entries = 16384, or 0 for the same"
     usual = _index(settings_for(tmp_path, l1={"size_bytes": 64 * MIB}))
     assert "16,384 entries" in usual.message
-    assert "needs l1.index_entries = 32768" in usual.message
+    assert "set l1.index_entries = 32768" in usual.message
     assert usual.cure == ""
     ample = _index(settings_for(tmp_path, l1={"size_bytes": 64 * MIB, "index_entries": 32768}))
     assert ample.message.endswith("from 2,560 bytes up")

@@ -226,7 +226,7 @@ def test_a_tier_name_that_the_environment_could_not_spell_is_refused(registry: R
 def test_a_tier_name_has_a_length_limit(registry: Registry) -> None:
     longest = "a" * limits.TIER_NAME_CHARS_MAX
     assert make_settings(registry, l2={longest: {"type": "plain"}}).l2[longest].type == "plain"
-    with pytest.raises(SettingsError, match="not a tier name: it has 65 of 64 characters"):
+    with pytest.raises(SettingsError, match="not a tier name: it has 65 of at most 64 characters"):
         make_settings(registry, l2={longest + "a": {"type": "plain"}})
 
 
@@ -247,7 +247,7 @@ def test_a_tier_may_have_any_name_that_matches(registry: Registry, name: str) ->
         (["--l1.size_bytes", "8 gigs"], r"l1\.size_bytes .*'8 gigs' is not a size"),
         (["--l1.backing", "disk"], r"l1\.backing .*'shm', 'memfd' or 'hugetlb'"),
         (["--name", "No Good"], r"name .*lower-case letters"),
-        (["--zmq.tcp", "0.0.0.0:5555"], "only with CURVE"),
+        (["--zmq.tcp", "0.0.0.0:5555"], "requires CURVE"),
         (["--zmq.tcp", "5555"], "not an address"),
         (["--l1.access", "group"], "set gids"),
         (["--l1.gids", "5"], 'set access = "group"'),

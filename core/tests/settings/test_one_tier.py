@@ -74,5 +74,5 @@ def test_what_is_wrong_is_refused_without_showing_a_secret(
 def test_a_tiers_own_settings_have_the_name_that_those_of_a_policy_have(registry: Registry) -> None:
     tier = make_settings(registry, l2={"cold": {"type": "acme", "bucket": "b"}}).l2["cold"]
     assert tier.settings.bucket == "b"
-    with pytest.warns(DeprecationWarning, match=r"`\.settings`.*`\.adapter` goes in 0\.2"):
+    with pytest.warns(DeprecationWarning, match=r"`\.settings`.*`\.adapter` will be removed in 0\.2"):
         assert tier.adapter is tier.settings

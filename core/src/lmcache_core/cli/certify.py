@@ -1,4 +1,4 @@
-"""`lmcache-core plugins certify`: the conformance kit over a tier of the settings, and its score card."""
+"""`lmcache-core plugins certify`: run the conformance kit on a configured tier, and print its score card."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lmcache_core.testing.certified import Described
 
 DEFAULT_CONFIG = "lmcache.toml"
-EMPTY_S = 90.0  # a scan has 60 s for each page; an adapter that keeps no deadline is asked no longer
+EMPTY_S = 90.0  # a scan has 60 s for each page; wait no longer for an adapter that ignores its deadline
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,20 +33,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING=VALUE",
-        help="a setting of the tier, without l2.TIER; repeatable. {fresh} in it is another name in each test",
+        help="a setting of the tier, without l2.TIER; repeatable. {fresh} becomes a new name in each test",
     )
     group.add_argument(
-        "--through", metavar="SETTING", help="put a proxy that stalls before this port, address or URL of the tier"
+        "--through", metavar="SETTING", help="put a stalling proxy in front of this port, address or URL of the tier"
     )
-    group.add_argument("--tests", metavar="PATH", help="run this test file instead: a package's own, with its fixtures")
+    group.add_argument("--tests", metavar="PATH", help="run this test file instead, with the package's own fixtures")
     group.add_argument("--kit", choices=["quick", "full", "soak", "chaos"], default="full", help="default: full")
-    group.add_argument("--kit-seconds", type=float, default=60.0, help="of soak and chaos (default: 60)")
-    group.add_argument("--card", type=Path, metavar="FILE", help="write badge and claims as JSON")
-    group.add_argument("--tracebacks", action="store_true", help="show where what fails fails")
+    group.add_argument("--kit-seconds", type=float, default=60.0, help="duration of soak and chaos (default: 60)")
+    group.add_argument("--card", type=Path, metavar="FILE", help="write the badge and the claims as JSON")
+    group.add_argument("--tracebacks", action="store_true", help="show the traceback of each failure")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the card; 0 where every claim that was judged holds, 1 otherwise. Raises PluginError, SettingsError and
+    """Print the card. Returns 0 if every claim that was judged holds, 1 otherwise. Raises PluginError, SettingsError or
     UsageError for what cannot be certified."""
     try:
         import hypothesis
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _certified(arguments: argparse.Namespace, folder: Path) -> tuple[Card, int]:
-    """What the kit has shown, and pytest's exit status."""
+    """The kit's results, and pytest's exit status."""
     from lmcache_core.testing.card import Card
     from lmcache_core.testing.kit_process import run_kit
 
@@ -98,7 +98,7 @@ def _traceback_style(arguments: argparse.Namespace) -> str:
 
 
 def _tier_options(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    """For the kit's own test class, with no configuration of who calls this."""
+    """Options for the kit's own test class. The caller's pytest configuration is not used."""
     from lmcache_core.testing import certified
 
     about = folder / "tier.json"
@@ -120,22 +120,22 @@ def _described(arguments: argparse.Namespace) -> Described:
         watched(lambda: described.expect_empty(adapter_context("certify", 1)), EMPTY_S)
     except NotBackError as error:
         raise UsageError(
-            f"nobody can say whether tier {arguments.name!r} is empty: of its adapter's scan, {error}"
+            f"cannot tell whether tier {arguments.name!r} is empty: its adapter's scan failed: {error}"
         ) from None
     return described
 
 
 def _expect_writable(path: Path) -> None:
-    """Before minutes of tests, and not after them."""
+    """Check before minutes of tests rather than after them."""
     if path.is_dir():
-        raise UsageError(f"--card {path}: that is a folder: name a file")
+        raise UsageError(f"--card {path}: this is a folder: name a file")
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not os.access(there, os.W_OK) or not (there == path or there.is_dir()):
-        raise UsageError(f"--card {path}: {there} cannot be written to: name a file where you may write")
+        raise UsageError(f"--card {path}: {there} is not writable: name a file in a writable folder")
 
 
 def _table(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """[l2.NAME] of the settings file."""
+    """The table [l2.NAME] of the settings file."""
     from lmcache_core.settings.sources import read_file, tree_of
 
     path = arguments.config or (Path(DEFAULT_CONFIG) if Path(DEFAULT_CONFIG).exists() else None)

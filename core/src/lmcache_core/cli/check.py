@@ -1,4 +1,5 @@
-"""`lmcache-core check`: would a server start here, and would it work? Findings with cures; the status tells."""
+"""`lmcache-core check`: would a server start here, and would it work? Prints findings with cures; exits with 1 if one
+is bad."""
 
 from __future__ import annotations
 
@@ -23,21 +24,21 @@ if TYPE_CHECKING:
     from lmcache_core.settings.model import Settings, TierSettings
     from lmcache_core.tiers.contract import Usage
 
-CHECK_S = 10.0  # what the hook promises
+CHECK_S = 10.0  # as the hook promises
 ENGINE_CHECK_S = 60.0  # engines take long to import
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     add_settings_options(parser)
     parser.add_argument(
-        "--engine", metavar="NAME", help="check instead whether this engine can use the running server: vllm"
+        "--engine", metavar="NAME", help="check whether this engine can use the running server instead: vllm"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: ok, findings")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 where all is well, 1 otherwise."""
+    """Returns 0 if all is well, 1 otherwise."""
     if arguments.help:
         print_settings_help(arguments)
         return 0
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _mark(finding: Finding) -> str:
-    """Something that is well and has a cure all the same is worth a look."""
+    """A finding that is fine but has a cure is worth a look."""
     if not finding.ok:
         return "NOT OK"
     return "look" if finding.cure else "ok"
@@ -63,16 +64,16 @@ def _mark(finding: Finding) -> str:
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     registry: Registry = arguments.registry
     for refusal in registry.refused:
-        # Not an error of this configuration: if the settings named it, composing them fails below.
+        # Not an error in this configuration: if the settings named it, composing them fails below.
         said = f"not in use: {refusal.distribution} {refusal.version}: {refusal.why}"
-        cure = f"mend that, or pip uninstall {refusal.distribution}, if nothing is to use it"
+        cure = f"fix that, or pip uninstall {refusal.distribution} if nothing uses it"
         yield Finding(True, f"plugin {refusal.name}", said, cure)
     yield native_finding()
     try:
         settings = composed(arguments).settings
     except CacheError as error:
         yield Finding.of_error(
-            "settings", error, "mend it where it is set: lmcache-core check --help lists all settings"
+            "settings", error, "correct it where it is set: lmcache-core check --help lists all settings"
         )
         return
     yield Finding(True, "settings", f"valid: server {settings.name!r}, tiers: {', '.join(settings.l2) or 'none'}")
@@ -84,21 +85,21 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     in_use = {registry.owner(kind, name).name: registry.owner(kind, name) for kind, name in settings.components()}
     for record in in_use.values():
         yield from asked(registry, record, settings)
-    yield from _capacities(registry, settings)  # behind what may make a directory
+    yield from _capacities(registry, settings)  # after the checks that may make a directory
 
 
 def _engine(registry: Registry, name: str, settings: Settings) -> Iterator[Finding]:
-    """What the plugin of an engine's connector says. The server runs already, so nothing of its start is checked."""
+    """The findings of an engine's connector plugin. The server is already running, so its start is not checked."""
     record = next((each for each in registry.plugins if each.name == name), None)
     if record is None:
-        cure = f"pip install lmcache-core-{name} in the environment of the engine, and run this command there"
+        cure = f"pip install lmcache-core-{name} in the engine's environment, and run this command there"
         yield Finding(False, f"engine {name}", "no plugin of this name is in use", cure)
     else:
         yield from asked(registry, record, settings, ENGINE_CHECK_S)
 
 
 def native_finding() -> Finding:
-    """Whether the C extension is in use. Without it everything works, so its absence is no failure."""
+    """Whether the C extension is in use. Everything works without it, so its absence is not a failure."""
     from lmcache_core import native as extension
 
     if not extension.why_not:
@@ -107,14 +108,12 @@ def native_finding() -> Finding:
 
 
 def _components(registry: Registry, settings: Settings) -> Iterator[Finding]:
-    """Everything that a server would import is imported."""
+    """Import every component that a server would import."""
     for kind, name in dict.fromkeys(settings.components()):
         try:
             registry.factory(kind, name)
         except CacheError as error:
-            yield Finding.of_error(
-                f"{kind} {name}", error, "install its package again, or leave it out of the settings"
-            )
+            yield Finding.of_error(f"{kind} {name}", error, "reinstall its package, or remove it from the settings")
         else:
             yield Finding(True, f"{kind} {name}", f"from {registry.owner(kind, name)}")
 
@@ -130,7 +129,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
     except CacheError as error:
         yield Finding.of_error("l1", error, "change l1.size_bytes")
     else:
-        yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory can be had")
+        yield Finding(True, "l1", f"{size_text(settings.l1.size_bytes)} of {settings.l1.backing} memory is available")
         yield index
     if settings.l2:
         yield _state(settings)
@@ -138,7 +137,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
 
 
 def _index(settings: Settings) -> Finding:
-    """The smallest objects of which the index has room for a whole pool, and what it would take for smaller ones."""
+    """The smallest objects for which the index can hold a whole pool, and what smaller objects would need."""
     from lmcache_core.limits import INDEX_LOAD_MAX, INDEX_OBJECT_BYTES, PAGE_BYTES
     from lmcache_core.pool.backing import Backing
     from lmcache_core.pool.header import index_entries_for, plan
@@ -147,10 +146,10 @@ def _index(settings: Settings) -> Finding:
     header = plan("check", l1.size_bytes, Backing(l1.backing), boot_id=1, index_entries=l1.index_entries or None)
     least = int(header.data_bytes / (INDEX_LOAD_MAX * header.index_entries))
     size = f"{header.index_entries:,} entries, {header.index_bytes >> 20:,} MiB"
-    said = f"{size}: enough for objects from {least:,} bytes up"
+    said = f"{size}: enough for objects of {least:,} bytes or more"
     if least > PAGE_BYTES:
         pages = index_entries_for(header.data_bytes, PAGE_BYTES)
-        said += f"; a pool of smaller ones needs l1.index_entries = {pages}, or runs out of entries before it is full"
+        said += f"; with smaller objects the index fills up before the pool does: set l1.index_entries = {pages}"
     cure = ""
     if least > INDEX_OBJECT_BYTES:
         cure = f"set l1.index_entries = {index_entries_for(header.data_bytes, INDEX_OBJECT_BYTES)}, or 0 for the same"
@@ -158,7 +157,7 @@ def _index(settings: Settings) -> Finding:
 
 
 def _state(settings: Settings) -> Finding:
-    """Could the epochs of the namespaces be kept? Nothing stays behind: the server makes what is missing."""
+    """Whether the epochs of the namespaces can be kept. Leaves nothing behind: the server makes what is missing."""
     from lmcache_core.limits import PAGE_BYTES
 
     folder = settings.state_dir
@@ -166,26 +165,26 @@ def _state(settings: Settings) -> Finding:
     kept = folder / f"{settings.name}.epochs"
     cure = f"make {folder} a directory that user {os.geteuid()} may read and write, or move state_dir"
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return Finding(False, "state_dir", f"{there} cannot be written to, and no clear of a tier could be kept", cure)
+        return Finding(False, "state_dir", f"{there} is not writable, so clears of tiers could not be kept", cure)
     if kept.exists() and not os.access(kept, os.R_OK | os.W_OK):
-        return Finding(False, "state_dir", f"{kept} cannot be read and written", cure)
+        return Finding(False, "state_dir", f"{kept} is not readable and writable", cure)
     try:
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(bytes(PAGE_BYTES))
-    except OSError as error:  # what no mode says: a full or read-only file system, a quota
-        return Finding(False, "state_dir", f"{there} takes no file: {error.strerror}", cure)
-    return Finding(True, "state_dir", f"{folder} can be written to")
+    except OSError as error:  # what no mode shows: a full or read-only file system, a quota
+        return Finding(False, "state_dir", f"cannot create a file in {there}: {error.strerror}", cure)
+    return Finding(True, "state_dir", f"{folder} is writable")
 
 
 def _unbounded(name: str) -> Finding:
-    """Not wrong: a medium may bound itself, or have nobody else on it."""
-    said = "it has no capacity_bytes, and grows until its medium is full"
+    """Not an error: the medium may have its own bound, or serve only this tier."""
+    said = "it has no capacity_bytes and grows until its medium is full"
     return Finding(True, f"tier {name!r}", said, f"set l2.{name}.capacity_bytes, unless the medium bounds it")
 
 
 def _capacities(registry: Registry, settings: Settings) -> Iterator[Finding]:
-    """Does what a tier may hold fit on its medium? Asked of each by its own contract, as a server does; what is wrong
-    with a medium beside that its plugin says."""
+    """Whether the medium of each tier can hold its capacity. The adapter is asked through its contract, as a server
+    does. Other faults of the medium are reported by its plugin's check."""
     for name, tier in settings.l2.items():
         if tier.capacity_bytes is None:
             continue
@@ -200,7 +199,7 @@ def _capacities(registry: Registry, settings: Settings) -> Iterator[Finding]:
 def _ask_usage(registry: Registry, name: str, tier: TierSettings, usage: list[Usage]) -> None:
     from lmcache_core.tiers.tier.parallel import adapter_context
 
-    with contextlib.suppress(Exception):  # of a medium that is not there the plugin's own check says how to mend it
+    with contextlib.suppress(Exception):  # if the medium is missing, the plugin's own check says how to fix it
         context = adapter_context(name, tier.connections)
         with registry.build(Kind.L2_ADAPTER, tier.type, tier.settings, context) as adapter:
             usage.append(adapter.usage())
@@ -213,20 +212,20 @@ def _capacity(name: str, capacity_bytes: int, usage: Usage) -> Iterator[Finding]
         return
     subject, may, free = f"tier {name!r}", size_text(capacity_bytes), f"{usage.bytes_free / 2**30:.2f} GiB"
     if capacity_bytes <= usage.bytes_free + (usage.bytes_used or 0):
-        yield Finding(True, subject, f"its capacity_bytes of {may} fit: its medium has {free} free")
+        yield Finding(True, subject, f"its capacity_bytes ({may}) fit: the medium has {free} free")
         return
     cure = f"set l2.{name}.capacity_bytes to what the medium can hold, or give it more room"
-    if usage.bytes_used is None:  # what it has there may be ours
-        cure += "; leave it, where the tier's own objects take the rest"
-        yield Finding(True, subject, f"its capacity_bytes are {may}, and its medium has {free} free", cure)
+    if usage.bytes_used is None:  # the used bytes may be ours
+        cure += "; ignore this if the tier's own objects take up the rest"
+        yield Finding(True, subject, f"its capacity_bytes are {may}, but the medium has {free} free", cure)
     else:
         taken = f"{usage.bytes_used / 2**30:.2f} GiB"
-        said = f"its capacity_bytes are {may}, and its medium has {free} free beside the {taken} that are in use"
+        said = f"its capacity_bytes are {may}, but the medium has {free} free and {taken} in use"
         yield Finding(False, subject, said, cure)
 
 
 def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s: float = 0.0) -> Iterator[Finding]:
-    """What the plugin's own check says, if it says it in time."""
+    """The findings of the plugin's own check, if it answers in time."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -234,12 +233,12 @@ def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s:
 
     limit_s = limit_s or CHECK_S
     faults_before = len(registry.faults)
-    thread = threading.Thread(target=ask, daemon=True)  # one that hangs must not hold up the command
+    thread = threading.Thread(target=ask, daemon=True)  # a check that hangs must not hold up the command
     thread.start()
     thread.join(limit_s)
     subject = f"plugin {record.name}"
     if thread.is_alive():
-        yield Finding(False, subject, f"its check did not end within {limit_s:.0f} s", f"report it to {record}")
+        yield Finding(False, subject, f"its check did not finish within {limit_s:.0f} s", f"report it to {record}")
         return
     for fault in registry.faults[faults_before:]:
         yield Finding(False, subject, str(fault), "report it to the plugin's authors")
@@ -249,5 +248,10 @@ def asked(registry: Registry, record: PluginRecord, settings: Settings, limit_s:
             yield (
                 finding
                 if sound
-                else Finding(False, subject, f"its check gave a {type(finding).__name__}", f"report it to {record}")
+                else Finding(
+                    False,
+                    subject,
+                    f"its check yielded a {type(finding).__name__}, not a Finding",
+                    f"report it to {record}",
+                )
             )

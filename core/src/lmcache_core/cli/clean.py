@@ -1,4 +1,4 @@
-"""`lmcache-core clean`: remove what dead servers left behind. For service managers and container entrypoints."""
+"""`lmcache-core clean`: remove what dead servers left behind. Meant for service managers and container entrypoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lmcache_core.cli.table import print_table
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only pools of these names (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only pools with these names (default: all)")
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     parser.add_argument("--json", action="store_true", help="print a JSON list: path, state, nbytes, reason")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 where something of a dead server could not be removed."""
+    """Returns 0, or 1 if something of a dead server could not be removed."""
     from lmcache_core.pool.clean import CleanState, clean
     from lmcache_core.protocol.address import runtime_root
     from lmcache_core.settings.sizes import size_text

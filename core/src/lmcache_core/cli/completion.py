@@ -1,4 +1,4 @@
-"""`lmcache-core completion`: the script by which a shell completes command lines, settings as flags among them."""
+"""`lmcache-core completion`: the script with which a shell completes command lines, including settings as flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0. Raises `UsageError` without shtab, which writes the script."""
+    """Print the script; returns 0. Raises `UsageError` without shtab, which writes it."""
     try:
         import shtab
     except ImportError as error:
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def whole_parser(registry: Registry) -> argparse.ArgumentParser:
-    """The command line with all that is loaded late otherwise."""
+    """The command line, including everything that is otherwise loaded late."""
     from lmcache_core.cli.main import build_parser
 
     parser = build_parser(registry)
@@ -44,12 +44,12 @@ def _load(parser: argparse.ArgumentParser, settings: dict[str, str]) -> None:
             parser.add_argument(flag, help=description)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for pseudo in action._choices_actions:  # those that stand in the help
+            for pseudo in action._choices_actions:  # those that the help lists
                 _load(action.choices[pseudo.dest], settings)
 
 
 def _flags(registry: Registry) -> dict[str, str]:
-    """What any server may be told, without tiers: those have names of the user's choice."""
+    """The settings of any server, without tiers: users choose the names of those."""
     from lmcache_core.settings.compose import prepare
     from lmcache_core.settings.sources import dotted
 

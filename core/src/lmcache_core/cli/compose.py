@@ -1,4 +1,4 @@
-"""What the commands that read settings share: their options, and the settings themselves."""
+"""Shared by commands that read settings: their options, and the composed settings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def add_settings_options(parser: ArgumentParser) -> None:
-    """`--config` and a `--help` that knows the tiers which are configured."""
+    """`--config`, and a `--help` that knows the configured tiers."""
     parser.add_argument("--config", metavar="FILE", help="settings file (default: lmcache.toml here, if there)")
-    parser.add_argument("-h", "--help", action="store_true", help="show this and every setting, and exit")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and every setting, and exit")
     parser.usage = f"{parser.prog} [--config FILE] [--SETTING VALUE ...]"
     parser.set_defaults(format_help=parser.format_help)
 
@@ -27,7 +27,7 @@ def _print_warning(warning: str) -> None:
 
 
 def composed(arguments: Namespace, warn: Callable[[str], None] = _print_warning) -> Composed:
-    """The settings that a command line asks for. `warn`: told of what is odd in them."""
+    """The settings of a command line. `warn` is called with each warning."""
     from lmcache_core.settings.compose import compose_sources
 
     found = compose_sources(arguments.registry, _sources(arguments))
@@ -37,7 +37,7 @@ def composed(arguments: Namespace, warn: Callable[[str], None] = _print_warning)
 
 
 def print_settings_help(arguments: Namespace) -> None:
-    """The command's help, then every setting of what is configured, with its type and default."""
+    """The command's help, then every setting of the configuration, with its type and default."""
     from lmcache_core.settings.compose import prepare
     from lmcache_core.settings.names import take_unknown_variables
 
@@ -45,7 +45,7 @@ def print_settings_help(arguments: Namespace) -> None:
     take_unknown_variables(sources, arguments.registry.tables)
     schema, _, choices = prepare(arguments.registry, sources)
     print(arguments.format_help())
-    print("settings (flags; in the file as tables, in the environment as LMCACHE_CORE_L1__SIZE_BYTES):")
+    print("settings (as flags; in the file: tables; in the environment: LMCACHE_CORE_L1__SIZE_BYTES):")
     print(settings_lines(schema))
     if not choices.tiers:
         print("\nno tier is configured: --l2.NAME.type ADAPTER adds one; `lmcache-core plugins` lists the adapters")

@@ -1,4 +1,4 @@
-"""`lmcache-core config`: the settings as composed, with where each came from. Secrets stay hidden."""
+"""`lmcache-core config`: the composed settings, and where each came from. Secrets stay hidden."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     add_settings_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: name → value, origin, where")
 

@@ -1,4 +1,4 @@
-"""Commands that ask a running server: how it is found, over which carrier, with which keys."""
+"""Shared by commands that ask a running server: how to find it, over which carrier, with which keys."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where the server is. What is not given is what `serve` would take: from LMCACHE_CORE_NAME and
-    LMCACHE_CORE_RUNTIME_DIR, from the settings file, or by default."""
+    """Where the server is. Defaults are those of `serve`: LMCACHE_CORE_NAME and LMCACHE_CORE_RUNTIME_DIR, the settings
+    file, or the built-in default."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a settings file (default: lmcache.toml here, if any)"
     )
-    parser.add_argument("--name", help="the server's name (default: as serve takes it)")
+    parser.add_argument("--name", help="the server's name (default: as for serve)")
     parser.add_argument("--runtime-dir", type=Path, metavar="DIR", help="where the servers keep their sockets")
     add_server_uid_option(parser)
-    parser.add_argument("--address", help="its ZMQ address instead, as ipc:///path or tcp://host:port")
+    parser.add_argument("--address", help="the server's ZMQ address instead, ipc:///path or tcp://host:port")
     parser.add_argument("--server-public-key", type=Path, metavar="FILE", help="CURVE key of the server, for tcp")
     parser.add_argument("--client-secret-key", type=Path, metavar="FILE", help="our CURVE keys, for tcp")
 
 
 def add_server_uid_option(parser: argparse.ArgumentParser) -> None:
-    """Whom we may be connected to, besides ourselves and root."""
+    """As whom the server may run, besides us and root."""
     parser.add_argument(
-        "--server-uid", type=int, metavar="UID", help="who the server runs as, where that is neither we nor root"
+        "--server-uid", type=int, metavar="UID", help="the uid the server runs as, if it is neither yours nor root"
     )
 
 
 def connect(arguments: argparse.Namespace, command: str, *, maps_pool: bool = False) -> Client:
-    """A client, of a command that moves no bytes unless it `maps_pool`. Raises `UsageError` for half a pair of keys."""
+    """A client for a command. `maps_pool`: the command moves bytes. Raises `UsageError` if only one CURVE key is
+    given."""
     from lmcache_core.client.client import Client
 
-    # Commands end with one line that says the same.
+    # The command ends with one line that says the same.
     logging.getLogger("lmcache_core.client").addHandler(logging.NullHandler())
     sources = [read_environment(os.environ), read_file(find_file(arguments.config))]
     name = arguments.name or _setting(sources, "name") or "default"
@@ -58,7 +59,7 @@ def connect(arguments: argparse.Namespace, command: str, *, maps_pool: bool = Fa
 
 
 def _setting(sources: Sequence[Source], name: str) -> str | None:
-    """A setting that every server has, from the first source that says it."""
+    """A setting that every server has, from the first source that sets it."""
     for source in sources:
         leaf = source.leaves.get((name,))
         if leaf is not None:

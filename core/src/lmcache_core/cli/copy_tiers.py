@@ -1,4 +1,4 @@
-"""`lmcache-core copy`: the objects of one tier to another, each checked on its way."""
+"""`lmcache-core copy`: copy the objects of one tier to another, and check each on the way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ASKED_AT_ONCE = 64
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     parser.add_argument("--from", required=True, metavar="NAME", dest="source", help="the tier to read")
     parser.add_argument("--to", required=True, metavar="NAME", dest="target", help="the tier to store to")
     add_cursor_option(parser)
@@ -33,8 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 where objects could not be copied. What the target has already is passed over, so that a second run
-    goes on where the first ended. Where the tiers have different codec chains, objects are decoded and encoded anew."""
+    """Returns 0, or 1 if some objects could not be copied. Objects that the target already has are skipped, so a second
+    run continues where the first ended. If the codec chains of the tiers differ, objects are decoded and encoded
+    again."""
     from lmcache_core.tiers.contract import Result
 
     if arguments.source == arguments.target:
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                     outcome = target.store(found, source)
                     if outcome.result is not Result.DONE:
                         words = outcome.error or f"a store answered {outcome.result}"
-                        raise TierError(f"tier {arguments.target!r}: {words}; run it again to go on")
+                        raise TierError(f"tier {arguments.target!r}: {words}; run the command again to continue")
                     counts["copied"] += 1
                     counts["bytes"] += outcome.nbytes
             if interrupted.is_set():

@@ -20,53 +20,57 @@ if TYPE_CHECKING:
     from lmcache_core.pool.layout import Layout
     from lmcache_core.tokens.namespace import Namespace
 
-_KEY_DIGITS_SHOWN = 16  # of a key in the table: enough to tell keys apart; --json has all of it
+_KEY_DIGITS_SHOWN = 16  # digits of a key in the table, enough to tell keys apart; --json has all of them
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What to explain, and in which namespace."""
+    """Which keys to explain, and in which namespace."""
     parser.epilog = (
-        "Only what this command can name is explained: the namespace by all that went into it (--model and the "
-        "others), or by its id (--namespace) and layout. Tokens need the former: their keys are derived here."
+        "Name the namespace either by everything that went into it (--model and the other options), or by its id "
+        "(--namespace) and layout. Tokens need the former, because their keys are derived here."
     )
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="keys, as 64 hexadecimal digits each")
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="keys of 64 hexadecimal digits each")
     parser.add_argument("--tokens", metavar="IDS", help="token ids instead, separated by commas or spaces")
     parser.add_argument("--tokens-file", metavar="FILE", help="the same from a file, or from standard input with -")
     space = parser.add_argument_group("the namespace")
-    space.add_argument("--model", help="the model's name, as the engine gives it")
-    space.add_argument("--weights-version", default="", help="the version of its weights, if the engine gives one")
+    space.add_argument("--model", help="the model's name, as the engine passes it")
+    space.add_argument("--weights-version", default="", help="the version of its weights, if the engine passes one")
     space.add_argument("--kv-shard", default="0/1", metavar="I/N", help="which part of the KV (default: %(default)s)")
     space.add_argument("--tenant-salt-file", type=Path, metavar="FILE", help="a file with the tenant's salt")
-    space.add_argument("--format", default="", help="what the bytes of an opaque layout mean, as the engine names it")
-    space.add_argument("--namespace", metavar="ID", help="its id instead, as 16 hexadecimal digits")
-    space.add_argument("--dtype", required=True, help="of its objects, as float16 or uint8")
-    space.add_argument("--shape", required=True, metavar="N,N,…", help="of one object, in elements")
-    space.add_argument("--memory-format", default="", metavar="AXES", help="one letter for each axis, if there are any")
+    space.add_argument("--format", default="", help="the engine's name for the format of an opaque layout")
+    space.add_argument("--namespace", metavar="ID", help="the namespace's id instead, 16 hexadecimal digits")
+    space.add_argument("--dtype", required=True, help="dtype of its objects, for example float16 or uint8")
+    space.add_argument("--shape", required=True, metavar="N,N,…", help="shape of one object, in elements")
+    space.add_argument(
+        "--memory-format", default="", metavar="AXES", help="one letter for each axis, if the layout names them"
+    )
     connecting.add_options(parser)
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one object a key")
+    parser.add_argument("--json", action="store_true", help="print a JSON list with one object for each key")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and print; 0 whatever was found. Raises DisconnectedError where nobody answers."""
+    """Ask the server and print; returns 0 whatever was found. Raises DisconnectedError if no server answers."""
     layout = _layout(arguments)
     tokens = _tokens(arguments)
     keys = [_key(text) for text in arguments.keys]
     if bool(keys) == (tokens is not None):
-        raise UsageError("give keys, or token ids with --tokens or --tokens-file: one of them")
+        raise UsageError("give either keys, or token ids with --tokens or --tokens-file")
     with connecting.connect(arguments, "explain") as client:
         if arguments.namespace is not None:
             if tokens is not None or arguments.model is not None:
-                raise UsageError("an id alone says nothing about tokens: give --model and the others instead")
+                raise UsageError(
+                    "a namespace id is not enough to derive the keys of tokens: give --model and the other options"
+                )
             told = client.explain_by_id(_id(arguments.namespace), layout, keys)
         else:
             namespace = _namespace(arguments, layout)
-            client.status()  # raises where nobody answers; the next call would not
+            client.status()  # raises if no server answers; the next call would not
             client.register_layout(namespace)
             told = client.explain(keys if tokens is None else None, tokens=tokens, namespace=namespace)
     if arguments.json:
         print(json.dumps([_plain(each) for each in told], indent=2))
     elif not told:
-        print("these tokens are not one whole chunk: nothing of them is cached")
+        print("these tokens are less than one chunk, so none of them are cached")
     else:
         print_table(("key", "hit", "where or why not"), [_row(each) for each in told])
     return 0
@@ -87,7 +91,7 @@ def _layout(arguments: argparse.Namespace) -> Layout:
     try:
         shape = tuple(int(part) for part in arguments.shape.split(","))
     except ValueError:
-        raise UsageError(f"--shape {arguments.shape!r}: give whole numbers, separated by commas") from None
+        raise UsageError(f"--shape {arguments.shape!r}: give whole numbers separated by commas") from None
     return Layout(arguments.dtype, shape, arguments.memory_format)
 
 
@@ -95,10 +99,10 @@ def _namespace(arguments: argparse.Namespace, layout: Layout) -> Namespace:
     from lmcache_core.tokens.namespace import Namespace
 
     if arguments.model is None:
-        raise UsageError("which namespace? Give --model (and the others that went into it), or --namespace with its id")
+        raise UsageError("no namespace given: use --model (and what else went into it), or --namespace with its id")
     part = re.fullmatch(r"(\d+)/(\d+)", arguments.kv_shard)
     if part is None:
-        raise UsageError(f"--kv-shard {arguments.kv_shard!r}: write I/N, as 0/1")
+        raise UsageError(f"--kv-shard {arguments.kv_shard!r}: write I/N, for example 0/1")
     salt = ""
     if arguments.tenant_salt_file is not None:
         try:
@@ -139,4 +143,4 @@ def _tokens(arguments: argparse.Namespace) -> Sequence[int] | None:
     try:
         return [int(part) for part in re.split(r"[\s,\[\]]+", text) if part]
     except ValueError:
-        raise UsageError("the token ids are not whole numbers, separated by commas or spaces") from None
+        raise UsageError("token ids must be whole numbers separated by commas or spaces") from None

@@ -1,4 +1,4 @@
-"""`lmcache-core init`: a settings file to begin with, with every setting in it and what it is for."""
+"""`lmcache-core init`: write a settings file to start from, with every setting and its description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmcache_core.plugins.registry import Registry
     from lmcache_core.settings.schema import Schema, SettingField
 
-ADAPTERS = {"disk": "fs"}  # what people call a tier, where that is not the adapter's name
+ADAPTERS = {"disk": "fs"}  # common names of tiers that differ from the adapter's name
 WIDTH = 100
 
 
@@ -26,16 +26,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tiers",
         default="",
         metavar="NAME,…",
-        help="tiers to begin with, fastest first: disk, redis, s3, or any adapter that `lmcache-core plugins` lists",
+        help="tiers to start with, fastest first: disk, redis, s3, or any adapter that `lmcache-core plugins` lists",
     )
     parser.add_argument(
-        "--output", default="lmcache.toml", metavar="FILE", help="where to (default: %(default)s); - prints it"
+        "--output", default="lmcache.toml", metavar="FILE", help="the file to write (default: %(default)s); - prints it"
     )
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write; 0. Raises UsageError for a file that is there, SettingsError and PluginError for unknown tiers."""
+    """Write the file; returns 0. Raises UsageError if the file exists, SettingsError and PluginError for unknown
+    tiers."""
     names = [name.strip() for name in arguments.tiers.split(",") if name.strip()]
     text = settings_file(arguments.registry, names)
     if arguments.output == "-":
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _write(path, text, replace=arguments.force)
     except FileExistsError:
-        raise UsageError(f"{path} is there already: name another --output, or replace it by --force") from None
+        raise UsageError(f"{path} already exists: choose another --output, or replace it with --force") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     print(f"{path} written; next: lmcache-core check --config {path}")
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str, *, replace: bool) -> None:
-    """All of it or nothing: a full disk leaves what was there."""
+    """Write all of the file or nothing: a full disk leaves the old one intact."""
     target = path.resolve()
     fresh = target.with_name(f".{target.name}.{os.getpid()}") if replace else path
     with fresh.open("x", encoding="utf-8") as file:
@@ -68,21 +69,21 @@ def _write(path: Path, text: str, *, replace: bool) -> None:
 
 
 def settings_file(registry: Registry, tiers: Sequence[str]) -> str:
-    """The text of the file: what must be said is there with an example, all else behind `#` with its default."""
+    """The text of the file. Required settings have an example; all others are commented out with their default."""
     from lmcache_core.settings.compose import prepare
     from lmcache_core.settings.sources import read_flags
 
     if len(set(tiers)) < len(tiers):
-        raise SettingsError(f"--tiers names one twice: {', '.join(tiers)}")
+        raise SettingsError(f"--tiers names a tier twice: {', '.join(tiers)}")
     flags = [word for name in tiers for word in (f"--l2.{name}.type", ADAPTERS.get(name, name))]
     schema, _, _ = prepare(registry, [read_flags(flags)])
     said: dict[tuple[str, ...], Any] = {("l2", name, "type"): ADAPTERS.get(name, name) for name in tiers}
-    head = "# The settings of one lmcache-core server. What stands behind # is the default."
+    head = "# The settings of one lmcache-core server. Commented lines show the defaults."
     return "\n".join([head, *_tables(schema, said)]) + "\n"
 
 
 def _tables(schema: Schema, said: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
-    """Tables in the order of the models; settings that belong to none of them first, as TOML wants it."""
+    """Tables in the order of the models. TOML needs settings outside any table to come first."""
     tables: dict[tuple[str, ...], list[SettingField]] = {(): []}
     for setting in schema.values():
         tables.setdefault(setting.path[:-1], []).append(setting)
@@ -111,7 +112,7 @@ def _lines(setting: SettingField, said: Mapping[tuple[str, ...], Any]) -> Iterat
 
 
 def _plain(setting: SettingField) -> Any:
-    """The default as a file has it, sizes with their unit; None where a file has no word for it."""
+    """The default as a file has it, sizes with their unit; None if TOML cannot express it."""
     from lmcache_core.settings.present import plain
     from lmcache_core.settings.sizes import size_text
 
@@ -121,7 +122,7 @@ def _plain(setting: SettingField) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """JSON's words are TOML's for everything that a default can be, but for tables."""
+    """JSON is valid TOML for every default except tables."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} = {_toml(each)}" for name, each in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A subcommand whose module is imported when it was chosen, so that `--help` stays light."""
+"""A subcommand whose module is imported when it is chosen, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from lmcache_core.errors import UsageError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises for a wrong command line, where argparse would end the process: `main` says it, as JSON where that was
-    asked for."""
+    """Raises an exception for a wrong command line instead of ending the process. `main` prints it, as JSON if asked
+    to."""
 
     def error(self, message: str) -> NoReturn:
-        """Usage on standard error, and `UsageError`."""
+        """Print the usage to standard error and raise `UsageError`."""
         self.print_usage(sys.stderr)
         raise UsageError(message, cure=f"see {self.prog} --help")
 
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """`command_parser`: of the innermost command, which knows best what it takes."""
+        """Sets `command_parser` to the innermost command, whose usage is the most helpful."""
         found, rest = super().parse_known_args(args, namespace)
         if not hasattr(found, "command_parser"):
             found.command_parser = self
@@ -31,25 +31,25 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class LazyParser(CommandParser):
-    """Asks `module` for its options (`add_options(parser)`) only when there is something for it to parse."""
+    """Asks `module` for its options (`add_options(parser)`) only when there is a command line to parse."""
 
     def __init__(self, *args: Any, module: str = "", **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)  # an abbreviation would swallow a setting's name
+        kwargs.setdefault("allow_abbrev", False)  # an abbreviation could swallow a setting's name
         super().__init__(*args, **kwargs)
         self._module = module
-        self.mixes_words = False  # True: a word that may be left out may also stand behind options
+        self.mixes_words = False  # True: an optional word may also follow options
 
     def parse_known_args(  # type: ignore[override]  # the stub's overloads say the same thing three times
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         self.load()
         if self.mixes_words:
-            self.mixes_words = False  # argparse comes back here, for the options and for the words
+            self.mixes_words = False  # argparse calls this method again, for the options and for the words
             return self.parse_known_intermixed_args(args, namespace)
         return super().parse_known_args(args, namespace)
 
     def load(self) -> None:
-        """Have its options."""
+        """Import the module and add its options."""
         if self._module:
             module, self._module = self._module, ""
             import_module(module).add_options(self)

@@ -1,4 +1,4 @@
-"""`lmcache-core`: the command line. One module for each command, imported when it was chosen."""
+"""`lmcache-core`: the command line. Each command is one module, imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _HERE = "lmcache_core.cli"
 # name → module, summary, whether settings may follow as flags
 COMMANDS: dict[str, tuple[str, str, bool]] = {
     "serve": (f"{_HERE}.serve", "run a server", True),
-    "status": (f"{_HERE}.status", "ask a running server how it is", False),
+    "status": (f"{_HERE}.status", "show the state of a running server", False),
     "top": (f"{_HERE}.top", "watch a running server on a terminal", False),
     "metrics": (f"{_HERE}.metrics", "print a running server's figures in Prometheus' text format", False),
-    "explain": (f"{_HERE}.explain", "say where keys are, or why they missed", False),
+    "explain": (f"{_HERE}.explain", "show where keys are, or why they missed", False),
     "plugins": (f"{_HERE}.plugins", "list what is installed, what was refused, and why", False),
-    "init": (f"{_HERE}.init", "write a settings file to begin with", False),
-    "size": (f"{_HERE}.size", "say how large a pool and a tier have to be for a model and its traffic", False),
-    "config": (f"{_HERE}.config", "print the settings with their origin", True),
-    "check": (f"{_HERE}.check", "validate settings and surroundings before a server starts", True),
+    "init": (f"{_HERE}.init", "write a settings file to start from", False),
+    "size": (f"{_HERE}.size", "estimate how large a pool and a tier must be for a model and its traffic", False),
+    "config": (f"{_HERE}.config", "print the settings and where each came from", True),
+    "check": (f"{_HERE}.check", "check settings and environment before starting a server", True),
     "tiers": (f"{_HERE}.tiers", "list, add, drain, remove and reconfigure the tiers of a running server", False),
-    "quota": (f"{_HERE}.quota", "what tenants have of a running server, and changes to it", False),
+    "quota": (f"{_HERE}.quota", "show and change the quotas of a running server's tenants", False),
     "warm": (f"{_HERE}.warm", "load objects of a tier into the pool, ahead of requests", True),
     "verify": (f"{_HERE}.verify", "read every object of a tier and check it", True),
     "copy": (f"{_HERE}.copy_tiers", "copy the objects of one tier to another", True),
     "clean": (f"{_HERE}.clean", "remove what dead servers left behind", False),
-    "trace": (f"{_HERE}.trace", "record what a server is asked for, and replay it", False),
+    "trace": (f"{_HERE}.trace", "record the requests to a server, and replay them", False),
     "simulate": (f"{_HERE}.simulate", "replay request traces through eviction policies", False),
-    "completion": (f"{_HERE}.completion", "print what a shell completes command lines with", False),
+    "completion": (f"{_HERE}.completion", "print the script for shell completion", False),
 }
-# Commands and benches that other packages bring: without the package, they answer with what to install.
+# Commands and benches from other packages. Without the package, they say what to install.
 ELSEWHERE = {"demo": "lmcache-transformers[demo]"}
 BENCHES_ELSEWHERE = dict.fromkeys(
     [
@@ -49,17 +49,17 @@ BENCHES_ELSEWHERE = dict.fromkeys(
     "lmcache-bench",
 )
 
-EXIT_REFUSED = 2  # as argparse's own for a wrong command line
+EXIT_REFUSED = 2  # argparse's own status for a wrong command line
 EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status. What is wrong is one line on standard error, and with --json an object on
-    standard output, too: whoever reads that as JSON gets JSON."""
+    """Run a command line; returns the exit status. An error is one line on standard error. With --json it is also an
+    object on standard output, so that scripts always read JSON."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(arguments)
-        sys.stdout.flush()  # here, where a closed pipe is caught
+        sys.stdout.flush()  # flush here, where a closed pipe is caught
     except CacheError as error:
         said = " ".join(str(error).split())
         print(f"lmcache-core: {said}", file=sys.stderr)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `lmcache-core config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
         return EXIT_REFUSED
     return status
 
@@ -89,7 +89,7 @@ def _run(argv: list[str]) -> int:
 
 
 def build_parser(registry: Registry) -> argparse.ArgumentParser:
-    """The whole command line, with what the plugins add to it."""
+    """The whole command line, including what the plugins add."""
     from lmcache_core import __version__
 
     parser = CommandParser(
@@ -124,7 +124,7 @@ def _no_bench(arguments: argparse.Namespace) -> int:
 def _say_where(
     parsers: argparse._SubParsersAction[LazyParser], what: str, name: str, requirement: str, registry: Registry
 ) -> None:
-    """A name that answers with what to install. It stands in no list: it is not there."""
+    """A command that only says what to install. It is left out of the help."""
     package = requirement.partition("[")[0]
 
     def run(arguments: argparse.Namespace) -> int:
@@ -133,10 +133,10 @@ def _say_where(
 
         for refusal in registry.refused:
             if canonical(refusal.distribution) == package:
-                raise PluginError(f"the {what} {name!r} is not usable: plugin {refusal}")
+                raise PluginError(f"the {what} {name!r} cannot be used: plugin {refusal}")
         for fault in registry.faults:
             if canonical(fault.plugin.distribution) == package:
-                raise PluginError(f"the {what} {name!r} is not usable: {fault}")
+                raise PluginError(f"the {what} {name!r} cannot be used: {fault}")
         raise PluginError(f"the {what} {name!r} comes with {package}: pip install '{requirement}'")
 
     parser = parsers.add_parser(name, add_help=False)

@@ -10,11 +10,11 @@ from lmcache_core.cli import connecting
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
     connecting.add_options(parser)
-    parser.add_argument("--table", action="store_true", help="print what there is, in Markdown, and ask nobody")
+    parser.add_argument("--table", action="store_true", help="print all metrics in Markdown, without asking a server")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and print; 0. Raises DisconnectedError where nobody answers, UsageError without prometheus-client."""
+    """Ask and print; returns 0. Raises DisconnectedError if no server answers, UsageError without prometheus-client."""
     if arguments.table:
         from lmcache_core.observe.metrics import table
 

@@ -1,4 +1,4 @@
-"""`lmcache-core plugins`: what is installed, what it can do, what was refused and why; and new packages."""
+"""`lmcache-core plugins`: what is installed, what it can do, what was refused and why. Also writes new packages."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "action", nargs="?", choices=["list", "show", "new", "certify"], default="list", help="default: list"
     )
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="show: a plugin or a component; new: what its component is to be called"
+        "name", nargs="?", metavar="NAME", help="show: a plugin or a component; new: the name of the component"
     )
-    parser.add_argument("--kind", choices=list(TEMPLATES), help="new: what the component is")
+    parser.add_argument("--kind", choices=list(TEMPLATES), help="new: the kind of component")
     parser.add_argument(
         "--directory",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="new: where the package's folder goes (default: here)",
+        help="new: where to make the package's folder (default: here)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     certify.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0. Raises PluginError for a name that nobody has."""
+    """Print; returns 0. Raises PluginError for an unknown name."""
     if arguments.action == "show":
         if arguments.name is None:
-            raise PluginError("say what to show: lmcache-core plugins show NAME")
+            raise PluginError("no name given: lmcache-core plugins show NAME")
         return _show(arguments.registry, arguments.name, arguments.json)
     if arguments.action == "new":
         return _new(arguments)
@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _new(arguments: argparse.Namespace) -> int:
     if arguments.name is None or arguments.kind is None:
-        raise PluginError(f"say what to write: lmcache-core plugins new NAME --kind {'|'.join(TEMPLATES)}")
+        raise PluginError(f"no name or kind given: lmcache-core plugins new NAME --kind {'|'.join(TEMPLATES)}")
     folder = write_package(arguments.registry, arguments.name, arguments.kind, arguments.directory)
     go_there = f"cd {shlex.quote(str(folder))}"
-    print(f"{folder}: its README says how to go on; first: {go_there} && pip install -e '.[testing]' && pytest")
+    print(f"wrote {folder}; its README has the next steps; first: {go_there} && pip install -e '.[testing]' && pytest")
     return 0
 
 
@@ -119,7 +119,7 @@ def _record(registry: Registry, record: PluginRecord) -> dict[str, Any]:
 
 
 def _capabilities(registry: Registry, spec: ComponentSpec) -> dict[str, Any]:
-    """What an adapter declares, or why it cannot be asked; nothing for other kinds."""
+    """An adapter's declared capabilities, or why they cannot be read; empty for other kinds."""
     if spec.kind is not Kind.L2_ADAPTER:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""`lmcache-core quota`: what tenants have of a running server, and changes to it."""
+"""`lmcache-core quota`: show and change what each tenant may use of a running server."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options, and one subcommand for each thing to do."""
+    """The options, and one subcommand for each action."""
     shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
+        title="actions", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
-    summary = "the tenants, what they have reserved, may have, and use"
+    summary = "show the tenants, with what they have reserved, may use and do use"
     got = actions.add_parser("get", parents=[shared], help=summary, description=f"get: {summary}")
-    got.add_argument("tenant", metavar="TENANT", nargs="?", help="this one only")
+    got.add_argument("tenant", metavar="TENANT", nargs="?", help="only this tenant")
     got.add_argument("--json", action="store_true", help="print a JSON list")
-    summary = "set or change a tenant's quota; it holds at once, and outlives the server"
+    summary = "set or change a tenant's quota; it applies at once and survives restarts"
     one = actions.add_parser("set", parents=[shared], help=summary, description=f"set: {summary}")
     one.add_argument("tenant", metavar="TENANT", help="a name of your choice")
     one.add_argument(
         "--namespace",
         action="append",
         metavar="ID",
-        help="one of its namespaces, as hexadecimal text; repeatable. Those of a new tenant, or all it is to have now",
+        help="one of its namespaces, as hexadecimal text; repeatable. A new tenant needs one; an old list is replaced",
     )
-    one.add_argument("--store", default="l1", help="l1, the pool, or the name of a tier (default: l1)")
-    one.add_argument("--reserved", metavar="SIZE", help="bytes that no other tenant can take, as in 10GiB; or none")
-    one.add_argument("--limit", metavar="SIZE", help="bytes that it may have at most, as in 20GiB; or none")
-    summary = "end a tenant's quotas; what it has stays"
+    one.add_argument("--store", default="l1", help="l1 for the pool, or the name of a tier (default: l1)")
+    one.add_argument(
+        "--reserved", metavar="SIZE", help="bytes that no other tenant can take, for example 10GiB, or none"
+    )
+    one.add_argument(
+        "--limit", metavar="SIZE", help="bytes that the tenant may use at most, for example 20GiB, or none"
+    )
+    summary = "remove a tenant's quotas; its objects stay"
     gone = actions.add_parser("delete", parents=[shared], help=summary, description=f"delete: {summary}")
     gone.add_argument("tenant", metavar="TENANT")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the server; 0. Raises what it answers as an error, and DisconnectedError where nobody answers."""
+    """Ask the server; returns 0. Raises the error that it answers, and DisconnectedError if no server answers."""
     with connecting.connect(arguments, "quota") as client:
         if arguments.action == "get":
             _print(client.quotas(), arguments.tenant, as_json=arguments.json)
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _figures_now(tenants: list[dict[str, Any]], tenant: str, store: str) -> dict[str, int | None]:
-    """What is not said stays as it is."""
+    """A figure that is not given stays as it is."""
     for row in tenants:
         if row["tenant"] == tenant and store in row["stores"]:
             return {name: row["stores"][store][name] for name in ("reserved_bytes", "limit_bytes")}
@@ -94,12 +98,12 @@ def _print(tenants: list[dict[str, Any]], tenant: str | None, *, as_json: bool) 
     if tenant is not None:
         tenants = [row for row in tenants if row["tenant"] == tenant]
         if not tenants:
-            raise UsageError(f"there is no tenant {tenant!r}")
+            raise UsageError(f"no tenant is named {tenant!r}")
     if as_json:
         print(json.dumps(tenants, indent=2))
         return
     if not tenants:
-        print("no tenant has a quota: `lmcache-core quota set` gives one")
+        print("no tenant has a quota: set one with `lmcache-core quota set`")
         return
     figures = ("used_bytes", "reserved_bytes", "limit_bytes")
     rows = [

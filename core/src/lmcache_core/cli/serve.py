@@ -12,20 +12,21 @@ log = logging.getLogger(__name__)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     add_settings_options(parser)
     parser.add_argument(
         "--keep-pool",
         action="store_const",
         const=("--l1.keep_pool", "true"),
         default=(),
-        help="leave the pool to the next server at an orderly end (l1.keep_pool)",
+        help="keep the pool for the next server at a clean shutdown (l1.keep_pool)",
     )
+    parser.add_argument("--record", metavar="DIR", help="record requests into this directory (record.dir), for `trace`")
     parser.add_argument(
-        "--record", metavar="DIR", help="record what is asked for into this directory (record.dir), for `trace`"
-    )
-    parser.add_argument(
-        "--log-format", default="text", choices=["text", "json"], help="json: one object a line (default: %(default)s)"
+        "--log-format",
+        default="text",
+        choices=["text", "json"],
+        help="json: one object for each line (default: %(default)s)",
     )
     parser.add_argument(
         "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="default: %(default)s"
@@ -33,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _begin_log(arguments: argparse.Namespace) -> None:
-    """On standard error."""
+    """Log to standard error."""
     logging.basicConfig(level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.log_format == "json":
         from lmcache_core.observe.lines import JsonLines
@@ -47,7 +48,7 @@ def _record(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve; the exit status. Says one line once clients can connect."""
+    """Serve until the end; returns the exit status. Prints one line once clients can connect."""
     if arguments.help:
         print_settings_help(arguments)
         return 0
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lmcache_core.server.end_signals import EndSignals
     from lmcache_core.server.server import Server
 
-    # A session takes two descriptors or three, and the usual soft limit of 1,024 is there for select(), not for us.
+    # A session takes two or three descriptors. The usual soft limit of 1,024 exists for select(), which we do not use.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with EndSignals() as signals:

@@ -1,4 +1,4 @@
-"""`lmcache-core simulate`: what hit rate each eviction policy would have had on a request trace."""
+"""`lmcache-core simulate`: the hit rate that each eviction policy would have had on a request trace."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def add_options(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SPEC",
-        help="make up a trace: sessions=400,turns=8,turn_blocks=6,prefixes=16,prefix_blocks=24,skew=1.0,active=40,"
-        "seed=0, in part or `default`",
+        help="generate a trace: `default`, or any of sessions=400,turns=8,turn_blocks=6,prefixes=16,prefix_blocks=24,"
+        "skew=1.0,active=40,seed=0",
     )
     parser.add_argument(
         "--policy",
@@ -42,7 +42,7 @@ def add_options(parser: ArgumentParser) -> None:
         required=True,
         metavar="NAME",
         dest="policies",
-        help="eviction policies, also with settings: s3fifo:small_fraction=0.2,promote_uses=1",
+        help="eviction policies, with or without settings: s3fifo:small_fraction=0.2,promote_uses=1",
     )
     parser.add_argument(
         "--capacity",
@@ -52,15 +52,15 @@ def add_options(parser: ArgumentParser) -> None:
         type=_blocks,
         metavar="N",
         dest="capacities",
-        help="in blocks",
+        help="capacities of the cache, in blocks",
     )
     parser.add_argument(
         "--order",
         choices=["forward", "suffix-first"],
         default="forward",
-        help="how the blocks of a request are walked (the server does suffix-first); default %(default)s",
+        help="order of the blocks within a request (the server uses suffix-first); default %(default)s",
     )
-    parser.add_argument("--json", action="store_true", help="records of trace, policy, capacity, hit_rate")
+    parser.add_argument("--json", action="store_true", help="print records of trace, policy, capacity, hit_rate")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the curves (needs lmcache-core[plot])")
 
 
@@ -72,11 +72,11 @@ def _blocks(text: str) -> int:
 
 
 def run(options: Namespace) -> int:
-    """Replay, then print; 0. UsageError where a trace, a policy or a capacity cannot be used."""
+    """Replay, then print; returns 0. Raises UsageError for a trace, a policy or a capacity that cannot be used."""
     from lmcache_core.plugins.loader import load_plugins
 
     if options.plot is not None:
-        _matplotlib()  # refuse now, not after the work
+        _matplotlib()  # fail now rather than after the work
     traces = _traces(options)
     registry = getattr(options, "registry", None) or load_plugins()
     choices = [_parse_choice(text) for text in options.policies]
@@ -98,7 +98,7 @@ def run(options: Namespace) -> int:
 
 
 class _Choice(NamedTuple):
-    """One `--policy`: the text as given is what results are labelled with."""
+    """One `--policy`. Results are labelled with the text as given."""
 
     text: str
     name: str
@@ -112,7 +112,7 @@ def _parse_choice(text: str) -> _Choice:
         field, equals, value = part.partition("=")
         if not equals:
             raise UsageError(f"--policy {text}: {part!r} is not a setting: write {name}:FIELD=VALUE,…")
-        settings[field] = value  # text: the settings model makes it a number
+        settings[field] = value  # still text: the settings model converts it
     return _Choice(text, name, settings)
 
 
@@ -137,18 +137,18 @@ def _traces(options: Namespace) -> list[Trace]:
     for spec in options.synthetic:
         traces.append(synthetic_trace(parse_synthetic("" if spec == "default" else spec)))
     if not traces:
-        raise UsageError("there is nothing to replay: name a trace file, or give --synthetic default")
+        raise UsageError("nothing to replay: name a trace file, or use --synthetic default")
     return traces
 
 
 def _recorded(path: Path) -> Trace:
-    """The requests of a recording of a server."""
+    """The requests in a recording of a server."""
     from lmcache_core.observe.traces import read_recording, requests_of
     from lmcache_core.policies.traces import Trace
 
     requests = [blocks for _, blocks in requests_of(read_recording(path)[1])]
     if not requests:
-        raise UsageError(f"{path} holds no request: nobody looked anything up while it was recorded")
+        raise UsageError(f"{path} has no lookups: record again while clients look keys up")
     return Trace(path.stem, requests)
 
 
@@ -163,7 +163,7 @@ def _replay_all(
     results = []
     with _progress(total) as report:
         for trace, choice, capacity in runs:
-            policy = _build(registry, choice)  # a policy remembers: each run has its own
+            policy = _build(registry, choice)  # policies keep state: each run has its own
             label = f"{trace.name} {choice.text} {capacity}"
             report(done, label)
 
@@ -177,7 +177,7 @@ def _replay_all(
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """`report(requests done, label)`: a bar on a terminal (rich's, where it is installed), silence elsewhere."""
+    """`report(requests done, label)`: a bar on a terminal (if rich is installed), otherwise nothing."""
     rich = rich_or_none(sys.stderr)
     if rich is not None:
         from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""`lmcache-core size`: how many bytes a model's KV takes, and how large a pool and a tier have to be for it."""
+"""`lmcache-core size`: how many bytes a model's KV takes, and how large a pool and a tier it needs."""
 
 from __future__ import annotations
 
@@ -18,32 +18,50 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    model = parser.add_argument_group("the model", "a file of it, or its figures, which stand before the file's")
-    model.add_argument("--model", metavar="FILE", help="its config.json, or the folder that has it")
-    model.add_argument("--layers", type=_count, metavar="N", help="those that keep KV")
+    model = parser.add_argument_group("the model", "its config.json, or its figures, which override the file")
+    model.add_argument("--model", metavar="FILE", help="the model's config.json, or the folder that contains it")
+    model.add_argument("--layers", type=_count, metavar="N", help="layers that keep KV")
     model.add_argument("--kv-heads", type=_count, metavar="N")
     model.add_argument("--head-size", type=_count, metavar="N")
-    model.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="of the KV (default: the model's own, or bfloat16)")
-    model.add_argument("--chunk-tokens", type=_count, default=256, metavar="N", help="default: %(default)s")
-    model.add_argument("--kv-shards", type=_count, default=1, metavar="N", help="ranks that share a chunk's KV")
+    model.add_argument(
+        "--dtype", choices=sorted(ITEM_BYTES), help="dtype of the KV (default: the model's own, or bfloat16)"
+    )
+    model.add_argument(
+        "--chunk-tokens", type=_count, default=256, metavar="N", help="tokens in one chunk (default: %(default)s)"
+    )
+    model.add_argument("--kv-shards", type=_count, default=1, metavar="N", help="ranks that split a chunk's KV")
     traffic = parser.add_argument_group("the traffic")
-    traffic.add_argument("--new-tokens", type=_figure, metavar="N", help="prompt tokens a second that are not hits")
+    traffic.add_argument("--new-tokens", type=_figure, metavar="N", help="prompt tokens per second that are not hits")
     traffic.add_argument(
-        "--l1-seconds", type=_figure, default=60.0, metavar="S", help="reuse that the pool is for (default: 60)"
+        "--l1-seconds",
+        type=_figure,
+        default=60.0,
+        metavar="S",
+        help="time within which the pool serves reuse (default: 60)",
     )
     traffic.add_argument(
-        "--tier-seconds", type=_figure, default=3600.0, metavar="S", help="reuse that the tier is for (default: 3600)"
+        "--tier-seconds",
+        type=_figure,
+        default=3600.0,
+        metavar="S",
+        help="time within which the tier serves reuse (default: 3600)",
     )
     traffic.add_argument(
-        "--serde", type=_figure, default=1.0, metavar="RATIO", help="of bytes on the tier; 0.5 for fp8 (default: 1)"
+        "--serde",
+        type=_figure,
+        default=1.0,
+        metavar="RATIO",
+        help="size on the tier ÷ size in the pool; 0.5 for fp8 (default: 1)",
     )
-    traffic.add_argument("--prompt-tokens", type=_count, metavar="N", help="of a prompt that the tier is to bring")
-    traffic.add_argument("--line", type=_figure, default=10.0, metavar="GBIT", help="to the tier (default: 10)")
-    parser.add_argument("--json", action="store_true", help="one object, in bytes and seconds")
+    traffic.add_argument("--prompt-tokens", type=_count, metavar="N", help="length of a prompt to load from the tier")
+    traffic.add_argument(
+        "--line", type=_figure, default=10.0, metavar="GBIT", help="network speed to the tier, in Gbit/s (default: 10)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0. Raises UsageError where the model is not known well enough."""
+    """Print; returns 0. Raises UsageError if the model is not known well enough."""
     said = config_of(Path(arguments.model)) if arguments.model else {}
     given = {"layers": arguments.layers, "kv_heads": arguments.kv_heads, "head_size": arguments.head_size}
     token_bytes = bytes_of_a_token(said, {name: each for name, each in given.items() if each}, arguments.dtype)
@@ -56,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """A model's `config.json`, its part about text where it has several."""
+    """A model's `config.json`; of a multimodal one, the part about text."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -65,15 +83,15 @@ def config_of(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{file} holds no JSON object: is it a model's config.json?")
+        raise UsageError(f"{file} does not contain a JSON object: is it a model's config.json?")
     inner = found.get("text_config")
     return {**found, **inner} if isinstance(inner, dict) else found
 
 
 def bytes_of_a_token(said: Mapping[str, Any], given: Mapping[str, int], dtype: str | None) -> int:
-    """What one token's KV takes in all layers: keys and values of each head, or the latent of a model that keeps that.
+    """Bytes of one token's KV in all layers: keys and values of each head, or the latent if the model keeps that.
 
-    Every layer counts whole: of a model with sliding windows or linear attention, this is the most that it can be.
+    Every layer counts in full: for sliding windows or linear attention the result is an upper bound.
     """
     item = ITEM_BYTES[dtype or _dtype_of(said)]
     layers = given.get("layers") or _number(said, "num_hidden_layers")
@@ -93,13 +111,13 @@ def bytes_of_a_token(said: Mapping[str, Any], given: Mapping[str, int], dtype: s
     ]
     if missing:
         raise UsageError(
-            f"the model's KV is not known: give {', '.join(missing)}, or --model FILE with its config.json"
+            f"the size of the model's KV is not known: give {', '.join(missing)}, or --model FILE with its config.json"
         )
     return 2 * layers * kv_heads * head_size * item
 
 
 def _number(said: Mapping[str, Any], name: str) -> int:
-    """A figure of the config; 0 where it has none, or not one for all layers."""
+    """A figure of the config; 0 if it is missing or differs between layers."""
     found = said.get(name)
     return found if isinstance(found, int) and found > 0 else 0
 
@@ -110,10 +128,10 @@ def _dtype_of(said: Mapping[str, Any]) -> str:
 
 
 def plan(token_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures, in bytes and seconds; None where the traffic is not given."""
+    """The figures, in bytes and seconds; None if the traffic is not given."""
     object_bytes = -(-token_bytes * arguments.chunk_tokens // arguments.kv_shards)
     on_tier_bytes = round(object_bytes * arguments.serde) + HEADER_BYTES
-    # By how much more than its KV a token takes there: the header of each object.
+    # Growth of a token on the tier: each object has a header.
     tier_token_bytes = on_tier_bytes * arguments.kv_shards / arguments.chunk_tokens
     new, prompt = arguments.new_tokens, arguments.prompt_tokens
     return {
@@ -128,8 +146,8 @@ def plan(token_bytes: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def described(figures: Mapping[str, Any], arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """The figures in words."""
-    an_object = f"an object: {arguments.chunk_tokens} tokens, 1 of {arguments.kv_shards} shards"
+    """The figures as text."""
+    an_object = f"one object: {arguments.chunk_tokens} tokens, 1 of {arguments.kv_shards} shards"
     rows = [
         ("a token", size(figures["token_bytes"])),
         (an_object, size(figures["object_bytes"])),

@@ -1,4 +1,4 @@
-"""`lmcache-core status`: a running server's account of itself."""
+"""`lmcache-core status`: the state of a running server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
     connecting.add_options(parser)
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--all", action="store_true", help="every figure, a line each")
-    shape.add_argument("--json", action="store_true", help="every figure, as one JSON object")
+    shape.add_argument("--all", action="store_true", help="print every figure, one on each line")
+    shape.add_argument("--json", action="store_true", help="print every figure as one JSON object")
     parser.add_argument(
-        "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="again and again (default: every 2 s)"
+        "--watch", nargs="?", type=float, const=2.0, metavar="SECONDS", help="repeat every SECONDS (default: 2)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and print; 0. Raises DisconnectedError where nobody answers."""
+    """Ask and print; returns 0. Raises DisconnectedError if no server answers."""
     with connecting.connect(arguments, "status") as client:
         while True:
             status = with_troubles(client.status())
@@ -56,7 +56,7 @@ def _print(arguments: argparse.Namespace, status: Mapping[str, Any]) -> None:
 
 
 def _wrapped(name: str, text: str) -> str:
-    """A line, or as many as it takes; a path or an address stays whole."""
+    """One line, or several if the text is long; a path or an address stays whole."""
     first, rest = f"{name:{_NAME_COLUMNS - 1}} ", " " * _NAME_COLUMNS
     return textwrap.fill(
         text, _COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
@@ -64,7 +64,7 @@ def _wrapped(name: str, text: str) -> str:
 
 
 def _lines(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """A nested answer as dotted names."""
+    """A nested answer, flattened to dotted names."""
     items = (
         value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else None
     )
@@ -79,7 +79,7 @@ def _lines(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def summary(status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What an operator looks for first, as (what, text); what is wrong comes last, a line each."""
+    """What an operator looks for first, as (what, text). Problems come last, one on each line."""
     server, l1, leases = status["server"], status["l1"], status["l1"]["leases_by_kind"]
     state = "draining" if server["draining"] else "serving"
     yield "server", f"{server['name']}, {state} for {duration(server['uptime_s'])}, pid {server['pid']}"

@@ -1,4 +1,4 @@
-"""Tables for people: by rich on a terminal where it is installed (extra `cli`), plain aligned lines elsewhere."""
+"""Tables for people: drawn by rich (extra `cli`) on a terminal, otherwise plain aligned lines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, TextIO
 
-WIDTH_CHARS = 80  # of what is piped, or shown where rich is not installed
-COLUMN_CHARS_MIN = 8  # a column that wraps is not made narrower
-WORD_CHARS_MAX = 20  # words up to this are not broken, where the columns fit all the same
+WIDTH_CHARS = 80  # width in a pipe, or without rich
+COLUMN_CHARS_MIN = 8  # columns that wrap are at least this wide
+WORD_CHARS_MAX = 20  # words up to this length are not broken, if the columns can be made to fit
 
 
 def rich_or_none(stream: TextIO) -> Any:
-    """The rich package, where it is installed and `stream` is a terminal: piped output stays plain."""
+    """The rich package, if it is installed and `stream` is a terminal: output into a pipe stays plain."""
     if not stream.isatty():
         return None
     try:
@@ -46,15 +46,15 @@ def print_table(
     for position, column in enumerate(columns):
         table.add_column(column, justify="right" if position in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: a value with [brackets] is no markup
+        table.add_row(*(Text(cell) for cell in row))  # Text: [brackets] in a value are not markup
     rich.console.Console(file=out).print(table)
 
 
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> str:
-    """Aligned lines of 80 characters at most, two spaces between columns, nothing cut off: what is longer goes on
-    below, figures excepted."""
+    """Aligned lines of at most 80 characters, with two spaces between columns. Nothing is cut off: long cells continue
+    below, except figures."""
     widths = _widths(columns, rows, right)
     lines = textwrap.wrap(title, WIDTH_CHARS) if title else []
     for row in (columns, ["-" * width for width in widths], *rows):
@@ -69,10 +69,10 @@ def plain_table(
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[int]:
-    """Of each column, in characters. The widest of those that may wrap give way first, and the first column, which says
-    what a row is about, last."""
+    """The width of each column, in characters. The widest columns that may wrap shrink first, and the first column,
+    which says what a row is about, last."""
     longest = [max(len(line[i]) for line in rows) if rows else 0 for i in range(len(columns))]
-    # The name of a column of figures wraps, too, where the figures are shorter.
+    # The header of a column of figures wraps, too, if the figures are shorter.
     widths = [max(inside, len(name)) for inside, name in zip(longest, columns, strict=True)]
     least = [
         max(longest[i], _longest_word(name)) if i in right else min(widths[i], COLUMN_CHARS_MIN)
@@ -90,7 +90,7 @@ def _widths(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
         if widths[gives[0]] <= least[gives[0]]:
             break
         widest = max(gives, key=lambda i: widths[i])
-        next_to_it = max([widths[i] for i in gives if i != widest], default=0)  # as wide as it: they give in turns
+        next_to_it = max([widths[i] for i in gives if i != widest], default=0)  # equally wide columns take turns
         by = min(over, max(1, widths[widest] - max(next_to_it, least[widest])))
         widths[widest] -= by
         over -= by

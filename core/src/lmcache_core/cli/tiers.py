@@ -1,4 +1,4 @@
-"""`lmcache-core tiers`: the tiers of a running server, and changes to them."""
+"""`lmcache-core tiers`: list and change the tiers of a running server."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lmcache_core.cli.table import print_table
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options, and one subcommand for each thing to do."""
+    """The options, and one subcommand for each action."""
     shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
+        title="actions", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
-    listed = actions.add_parser("list", parents=[shared], help="the tiers in order, with what they hold")
+    listed = actions.add_parser("list", parents=[shared], help="list the tiers in order, with what they hold")
     listed.add_argument("--json", action="store_true", help="print a JSON list: status and settings of each tier")
     for action, summary in (
-        ("add", "use one more tier, as the last in order"),
-        ("reconfigure", "change settings of a tier; those not named stay; a drained tier is stored to again"),
+        ("add", "add a tier as the last in the order"),
+        ("reconfigure", "change settings of a tier; the others stay as they are. A drained tier accepts stores again"),
     ):
         one = actions.add_parser(action, parents=[shared], help=summary, description=f"{action}: {summary}")
         one.add_argument("tier", metavar="TIER")
@@ -33,18 +33,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="SETTING=VALUE",
-            help="a setting, without l2.TIER; repeatable. Secrets are better in the environment or in a file",
+            help="a setting, without l2.TIER; repeatable. Keep secrets in the environment or in a file",
         )
     for action, summary in (
-        ("drain", "store nothing more there; what it has is served"),
-        ("remove", "forget a tier at once; its objects stay on the medium"),
+        ("drain", "stop storing to a tier; its objects are still served"),
+        ("remove", "remove a tier at once; its objects stay on the medium"),
     ):
         one = actions.add_parser(action, parents=[shared], help=summary, description=f"{action}: {summary}")
         one.add_argument("tier", metavar="TIER")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask the server; 0. Raises what it answers as an error, and DisconnectedError where nobody answers."""
+    """Ask the server; returns 0. Raises the error that it answers, and DisconnectedError if no server answers."""
     with connecting.connect(arguments, "tiers") as client:
         if arguments.action == "list":
             _list(client.tiers_list(), as_json=arguments.json)
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """From the table [l2.TIER] of the file that was named, the environment and `--set`; the last is the strongest."""
+    """From the table [l2.TIER] of the given file, the environment and `--set`; later ones override earlier ones."""
     from lmcache_core.errors import SettingsError, UsageError
     from lmcache_core.settings.sources import read_environment, read_file, tree_of
 
@@ -91,7 +91,7 @@ def _list(tiers: list[dict[str, Any]], *, as_json: bool) -> None:
         print(json.dumps(tiers, indent=2))
         return
     if not tiers:
-        print("the server has no tier: `lmcache-core tiers add` brings one")
+        print("the server has no tiers: add one with `lmcache-core tiers add`")
         return
     rows = []
     for tier in tiers:

@@ -1,4 +1,4 @@
-"""`lmcache-core top`: what a running server does, again and again, on a terminal."""
+"""`lmcache-core top`: watch what a running server does, on a terminal."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _MISSES_SHOWN = 6
 _HOLDERS_SHOWN = 5
 _EVENTS_SHOWN = 6
 _NAME_MAX = 16  # characters of a name in a table
-# The terminal's other screen, so that what was there before comes back; no cursor on it; each line ends with what
-# clears the rest of it, so that nothing flickers.
+# Use the terminal's alternate screen, so that its previous content comes back, and hide the cursor. Each line ends with
+# the code that clears the rest of the line, to avoid flicker.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 _HOME, _REST_OF_LINE, _REST_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
@@ -44,16 +44,16 @@ _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options."""
     parser.epilog = (
-        "On a terminal it goes on until q or Ctrl-C. Into a pipe, or with --once, it prints one frame; what happens "
-        "in a second is known after an --interval."
+        "On a terminal it runs until q or Ctrl-C. Into a pipe, or with --once, it prints one frame. Rates are known "
+        "after one --interval."
     )
     connecting.add_options(parser)
     parser.add_argument(
-        "--interval", type=_seconds, metavar="SECONDS", help=f"between two looks (default: {INTERVAL_S:g})"
+        "--interval", type=_seconds, metavar="SECONDS", help=f"time between two updates (default: {INTERVAL_S:g})"
     )
-    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     parser.add_argument(
-        "--json", action="store_true", help="a JSON object instead; with --interval one a line, again and again"
+        "--json", action="store_true", help="print a JSON object instead; with --interval, one on each line, repeatedly"
     )
 
 
@@ -65,7 +65,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and show; 0. Raises DisconnectedError where nobody answers the first time."""
+    """Ask and show; returns 0. Raises DisconnectedError if no server answers the first time."""
     with connecting.connect(arguments, "top") as client:
         looks = Looks(client)
         if arguments.json:
@@ -79,21 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Looks:
-    """Looks at one server, each compared with the one before."""
+    """Repeated looks at one server, each compared with the previous one."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._before: Figures | None = None
 
     def look(self) -> dict[str, Any]:
-        """The overview now. Raises `DisconnectedError`."""
+        """The current overview. Raises `DisconnectedError`."""
         status = self._client.status()
         before, self._before = self._before, status
         return overview(status, before)
 
 
 class Heard:
-    """The last events of a server that streams them to its own user; of another one there are none."""
+    """The last events of a server that streams them to its own user. For another user's server there are none."""
 
     def __init__(self, client: Client, server_uid: int | None) -> None:
         self._client = client
@@ -109,7 +109,7 @@ class Heard:
         self.close()
 
     def connect(self) -> None:
-        """Once the server answers, and again after it ended."""
+        """Connect once the server answers, and again after a restart."""
         from lmcache_core.client.event_stream import connect_events
 
         if self._socket is not None or not self._streams:
@@ -117,13 +117,13 @@ class Heard:
         try:
             self._socket = connect_events(self._client.config(), self._server_uid)
             self._streams = self._socket is not None
-        except UsageError:  # it is another user's
+        except UsageError:  # it belongs to another user
             self._streams = False
         except DisconnectedError:
-            return  # it has just ended, or has not begun to listen
+            return  # it has just ended, or is not listening yet
 
     def read(self) -> None:
-        """What has come. Nothing is waited for."""
+        """Read what has arrived, without waiting."""
         from lmcache_core.observe.stream import PACKET_BYTES_MAX
 
         while self._socket is not None:
@@ -139,14 +139,14 @@ class Heard:
             self.last.extend(_event(json.loads(line)) for line in packet.splitlines()[-_EVENTS_SHOWN:])
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop listening."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
 
 def _event(event: Mapping[str, Any]) -> str:
-    """In a line."""
+    """An event on one line."""
     at = time.strftime("%H:%M:%S", time.localtime(event["at_s"])) if "at_s" in event else " " * 8
     about = []
     for name, value in event.items():
@@ -180,7 +180,7 @@ def _print_json(looks: Looks, arguments: argparse.Namespace) -> None:
 
 
 def _show(looks: Looks, heard: Heard, interval_s: float) -> None:
-    """Until q or Ctrl-C. A server that is gone is waited for."""
+    """Run until q or Ctrl-C. If the server is gone, wait for it."""
     lines = frame(looks.look())
     heard.connect()
     with _screen(), _keys() as keys:
@@ -193,7 +193,7 @@ def _show(looks: Looks, heard: Heard, interval_s: float) -> None:
                 heard.read()
                 lines = frame(looks.look(), heard.last)
             except DisconnectedError as error:
-                lines = [*lines[:1], *_wrap("trouble", f"{error}; asking again")]
+                lines = [*lines[:1], *_wrap("trouble", f"{error}; retrying")]
 
 
 def _draw(lines: Sequence[str]) -> None:
@@ -222,7 +222,7 @@ def _screen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """The terminal's keys as they are pressed; None where there is no keyboard."""
+    """The keys that are pressed; None without a keyboard."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -239,7 +239,7 @@ def _keys() -> Iterator[int | None]:
 
 
 def _pressed_q(keys: int | None, wait_s: float) -> bool:
-    """Wait for the next look; whether somebody wants to leave first."""
+    """Wait until the next look. Returns whether the user pressed q."""
     end = time.monotonic() + wait_s
     while (left := end - time.monotonic()) > 0:
         if keys is None:
@@ -255,7 +255,7 @@ def _pressed_q(keys: int | None, wait_s: float) -> bool:
 
 
 def frame(told: Figures, events: Collection[str] = ()) -> list[str]:
-    """The lines of an overview, of 80 columns each, and of the last events."""
+    """The lines of an overview and of the last events, 80 columns wide."""
     lines = [plain(f"lmcache-core {told['name']}, {told['state']} for {duration(told['uptime_s'])}, pid {told['pid']}")]
     lines += _wrap("trouble", "none") if not told["troubles"] else []
     for trouble in told["troubles"]:
@@ -285,7 +285,7 @@ def _bar(store: Figures) -> str:
     used, most = store["used_bytes"], store["capacity_bytes"]
     name = f"{_short(store['name']):9} "
     if not most:
-        return f"{name}{size(used)}, without a bound"
+        return f"{name}{size(used)}, unbounded"
     share = used / most
     filled = min(_BAR, round(share * _BAR))
     return f"{name}[{'#' * filled}{'.' * (_BAR - filled)}] {share:6.1%}  {size(used)} of {size(most)}"
@@ -307,7 +307,7 @@ def _rates(told: Figures) -> list[str]:
         *((name, rate(f"{name}_bytes", size), size(totals[f"{name}_bytes"])) for name in ("read", "stored")),
     ]
     told_of = plain_table(
-        ("", "a second", "since the start"), [(f"{name:9}", *rest) for name, *rest in rows], right=(1, 2)
+        ("", "per second", "since the start"), [(f"{name:9}", *rest) for name, *rest in rows], right=(1, 2)
     )
     lines = told_of.splitlines()
     connected, died = told["clients"]["connected"], told["clients"]["died"]

@@ -1,4 +1,4 @@
-"""`lmcache-core trace`: recordings of what a server was asked for; look at them, convert them, replay them."""
+"""`lmcache-core trace`: make, inspect, convert and replay recordings of requests to a server."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ if TYPE_CHECKING:
     from lmcache_core.client.replaying import ReplayResult
     from lmcache_core.observe.traces import Operation
 
-REQUEST_BYTES = 4096  # of an object, where a trace says nothing of it
+REQUEST_BYTES = 4096  # size of an object, if the trace does not say
 _PERCENTILES = (50, 99)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options, and one subcommand for each thing to do."""
+    """The options, and one subcommand for each action."""
     shared = CommandParser(add_help=False)
     connecting.add_options(shared)
     actions = parser.add_subparsers(
-        title="what to do", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
+        title="actions", metavar="ACTION", dest="action", required=True, parser_class=CommandParser
     )
 
     def add(name: str, summary: str, *, asks: bool = False) -> argparse.ArgumentParser:
         parents = [shared] if asks else []
         return actions.add_parser(name, parents=parents, help=summary, description=f"{name}: {summary}")
 
-    start = add("start", "have a running server record into a directory; hits cost a call meanwhile", asks=True)
+    start = add("start", "record a running server into a directory; meanwhile every hit costs a call", asks=True)
     start.add_argument("directory", metavar="DIR", type=Path)
-    add("stop", "end the recording of a running server", asks=True)
-    info = add("info", "what a recording, or a trace of requests, holds")
+    add("stop", "stop the recording of a running server", asks=True)
+    info = add("info", "summarize a recording or a trace of requests")
     info.add_argument("trace", metavar="TRACE", type=Path, help="a recording's directory or file, or JSON lines")
     info.add_argument("--json", action="store_true", help="print JSON")
-    convert = add("convert", "write a recording, or JSON lines, as JSON lines that simulate and others read")
+    convert = add("convert", "convert a recording or JSON lines to JSON lines for simulate and other tools")
     convert.add_argument("trace", metavar="TRACE", type=Path, help="a recording's directory or file, or JSON lines")
     convert.add_argument(
         "--format",
         choices=["hash_ids", "lookup_hash"],
         default="hash_ids",
-        help="as the public Mooncake traces, or as LMCache logs lookups (default: hash_ids)",
+        help="the format of the public Mooncake traces, or of LMCache's lookup logs (default: hash_ids)",
     )
-    convert.add_argument("output", metavar="OUTPUT", type=Path, help="the file; - for standard output")
-    replay = add("replay", "do the same again at a running server", asks=True)
+    convert.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; - for standard output")
+    replay = add("replay", "replay a trace against a running server", asks=True)
     replay.add_argument("trace", metavar="TRACE", type=Path)
     replay.add_argument(
         "--speed",
         type=_speed,
         default=1.0,
-        help="1 to 100 times as recorded; max: one after the other, at once",
+        help="1 to 100 times the recorded speed; max: no pauses",
     )
-    replay.add_argument("--workers", type=int, metavar="N", help="clients for JSON lines (default: 1)")
-    replay.add_argument("--object-bytes", type=int, metavar="N", help="of each object, rather than as recorded")
+    replay.add_argument("--workers", type=int, metavar="N", help="number of clients, for JSON lines (default: 1)")
+    replay.add_argument(
+        "--object-bytes", type=int, metavar="N", help="size of each object, instead of the recorded size"
+    )
     replay.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -75,7 +77,8 @@ def _speed(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do it; 0. Raises `UsageError` for what is no trace, and what the server answers as an error."""
+    """Run the action; returns 0. Raises `UsageError` for a file that is not a trace, and the error that the server
+    answers."""
     if arguments.action == "start":
         with connecting.connect(arguments, "trace") as client:
             client.record_start(arguments.directory)
@@ -92,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _operations(path: Path, workers: int = 1) -> Iterator[Operation]:
-    """Of a recording, or of JSON lines: a request each, dealt to so many workers in turn."""
+    """The operations of a recording or of JSON lines, where each request goes to the `workers` in turn."""
     from lmcache_core.client.replaying import REQUEST
     from lmcache_core.observe.traces import ID_BYTES, Operation, is_recording, read_recording
     from lmcache_core.policies.traces import read_requests
@@ -177,7 +180,7 @@ def _hash_ids_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lookup_hash_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Of a recording the namespace stands for the model. What nobody has recorded is empty."""
+    """The namespace of the recording stands in for the model. Fields that were not recorded are empty."""
     from lmcache_core.client.replaying import REQUEST
     from lmcache_core.limits import CHUNK_TOKENS
     from lmcache_core.observe.traces import LOOKUP, is_recording, read_recording

@@ -22,15 +22,15 @@ EXIT_DAMAGED = 1
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     parser.add_argument("--tier", required=True, metavar="NAME", help="the tier, as the settings name it")
-    parser.add_argument("--delete", action="store_true", help="take damaged objects out of the way")
+    parser.add_argument("--delete", action="store_true", help="delete damaged objects")
     add_cursor_option(parser)
     add_shared_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 where damaged objects are left on the tier. Works beside a running server, and without one."""
+    """Returns 0, or 1 if damaged objects are left on the tier. Works with or without a running server."""
     from lmcache_core.tiers.contract import Result
 
     counts = {"objects": 0, "bytes": 0, "whole": 0, "damaged": 0, "taken_away": 0, "foreign": 0, "gone": 0}

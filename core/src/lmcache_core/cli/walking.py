@@ -1,4 +1,4 @@
-"""What the commands that walk a tier share: their tier, a progress bar, where they were, and how they end early."""
+"""Shared by commands that walk a tier: the tier, a progress bar, the cursor, and how to interrupt them."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ EXIT_INTERRUPTED = 130
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
-    """Settings are read as `serve` reads them: the tiers are those of the server."""
-    parser.epilog = "Any setting may be given as a flag, as for serve: --l2.NAME.path DIR (lmcache-core serve --help)."
+    """Settings are read as `serve` reads them, so the tiers are the server's."""
+    parser.epilog = "Any setting can be given as a flag, as for serve: --l2.NAME.path DIR (lmcache-core serve --help)."
     parser.add_argument("--config", metavar="FILE", help="settings file (default: lmcache.toml here, if there)")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("-h", "--help", action="help", help="show this and exit")
 
 
 def add_cursor_option(parser: argparse.ArgumentParser) -> None:
-    """For commands whose work cannot be told from their medium."""
+    """For commands whose progress cannot be told from their medium."""
     parser.add_argument(
         "--cursor",
         type=Path,
         metavar="FILE",
-        help="keep in FILE how far it is, and go on from there; removed at the end",
+        help="keep the position in FILE and continue from there; removed at the end",
     )
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """What the server was told."""
+    """The server's settings."""
     return composed(arguments).settings
 
 
 def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, stack: ExitStack) -> Walker:
-    """A walker over the configured tier, with an adapter of its own that `stack` closes."""
+    """A walker over the configured tier. `stack` closes its adapter."""
     from lmcache_core.plugins.components import Kind
     from lmcache_core.serde.chain import CodecChain
     from lmcache_core.tiers.object.walk import Walker
@@ -57,7 +57,7 @@ def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, st
 
     if tier not in settings.l2:
         there = ", ".join(settings.l2) or "none"
-        raise SettingsError(f"the settings have no tier {tier!r} (there are: {there}): name its file with --config")
+        raise SettingsError(f"the settings have no tier {tier!r} (they have: {there}): name their file with --config")
     registry, chosen = arguments.registry, settings.l2[tier]
     context = adapter_context(tier, chosen.connections)
     adapter = stack.enter_context(registry.build(Kind.L2_ADAPTER, chosen.type, chosen.settings, context))
@@ -66,7 +66,8 @@ def open_walker(arguments: argparse.Namespace, settings: Settings, tier: str, st
 
 
 class Cursor:
-    """How far a walk is, in a file that names its tier; without a file it starts at the beginning each time."""
+    """The position of a walk, in a file that also names its tier; without a file the walk starts at the beginning each
+    time."""
 
     def __init__(self, path: Path | None, tier: str) -> None:
         self._path = path
@@ -77,12 +78,12 @@ class Cursor:
                 kept = json.loads(path.read_text())
                 tier_then, self.at = kept["tier"], kept["cursor"]
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{path} keeps no cursor of ours: delete it to start at the beginning") from error
+                raise UsageError(f"{path} is not a cursor file: delete it to start at the beginning") from error
             if tier_then != tier:
-                raise UsageError(f"{path} keeps the cursor of tier {tier_then!r}: name another file")
+                raise UsageError(f"{path} has the cursor of tier {tier_then!r}: name another file")
 
     def move(self, at: str | None) -> None:
-        """A page is done; None: all are."""
+        """A page is done; None: all pages are."""
         self.at = at
         if self._path is None:
             return
@@ -95,7 +96,7 @@ class Cursor:
 
 
 class Progress:
-    """A bar on a terminal, a line every so often elsewhere; all of it on standard error."""
+    """A bar on a terminal, otherwise a line from time to time; both on standard error."""
 
     def __init__(self, what: str, total: int | None, unit: str = "objects") -> None:
         self._what, self._total, self._unit = what, total, unit
@@ -120,7 +121,7 @@ class Progress:
         self._stack.close()
 
     def advance(self, count: int) -> None:
-        """So much more is done."""
+        """Count `count` more as done."""
         self.done += count
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)
@@ -132,7 +133,7 @@ class Progress:
 
 @contextmanager
 def ending_between_objects() -> Iterator[Event]:
-    """SIGINT and SIGTERM end a command after the object it is at; a second one ends it at once."""
+    """SIGINT and SIGTERM end a command after the current object; a second one ends it at once."""
     interrupted = Event()
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -149,10 +150,10 @@ def ending_between_objects() -> Iterator[Event]:
 
 
 def report(counts: dict[str, int], arguments: argparse.Namespace, *, interrupted: bool) -> None:
-    """The figures at the end."""
+    """Print the figures at the end."""
     if arguments.json:
         print(json.dumps({**counts, "interrupted": interrupted}))
     else:
         print(", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in counts.items()))
         if interrupted:
-            print(f"interrupted: run it again to go on{os.linesep}", end="", file=sys.stderr)
+            print(f"interrupted: run the command again to continue{os.linesep}", end="", file=sys.stderr)

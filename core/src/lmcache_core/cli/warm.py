@@ -1,4 +1,5 @@
-"""`lmcache-core warm`: load objects of a tier into the pool, ahead of requests. The server loads, behind everyone."""
+"""`lmcache-core warm`: load objects of a tier into the pool ahead of requests. The server loads them in the
+background."""
 
 from __future__ import annotations
 
@@ -27,31 +28,31 @@ if TYPE_CHECKING:
     from lmcache_core.tiers.object.walk import Walker
 
 _KEYS_AT_ONCE = 64
-_WAIT_S = 60.0  # for one batch of loads: requests go first, and may take all the time there is
+_WAIT_S = 60.0  # for one batch of loads: requests go first and may take up all of the tier's time
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options besides settings."""
+    """The options other than settings."""
     parser.add_argument("--tier", required=True, metavar="NAME", help="the tier, as the settings name it")
     parser.add_argument(
         "--namespace",
         action="append",
         default=[],
         metavar="ID",
-        help="only this namespace, as 16 hexadecimal digits; repeatable (default: all)",
+        help="only this namespace (16 hexadecimal digits); repeatable (default: all)",
     )
     parser.add_argument(
         "--limit-bytes",
         metavar="SIZE",
-        help="load at most so much (default: what the pool has room for, without evicting anything)",
+        help="bytes to load at most (default: what fits into the pool without evicting anything)",
     )
     add_server_uid_option(parser)
     add_shared_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0. The most recently used objects come first. What is in the pool already is not loaded again, so that a
-    second run goes on where the first ended."""
+    """Returns 0. The most recently used objects are loaded first. Objects already in the pool are skipped, so a second
+    run continues where the first ended."""
     from lmcache_core.client.client import Client
 
     settings = settings_of(arguments)
@@ -92,7 +93,7 @@ def _namespace(text: str) -> int:
     try:
         return int(text, 16)
     except ValueError:
-        raise UsageError(f"--namespace {text!r} is not an id: give its hexadecimal digits") from None
+        raise UsageError(f"--namespace {text!r} is not an id: give its 16 hexadecimal digits") from None
 
 
 def _limit(text: str | None, status: dict[str, Any], watermark: float) -> int:
@@ -123,7 +124,7 @@ def _newest(walker: Walker, namespaces: set[int], limit_bytes: int) -> list[Scan
 
 
 def _batches(entries: Sequence[ScanEntry]) -> Iterator[tuple[int, list[ScanEntry]]]:
-    """One namespace after the other, in the order of their newest objects."""
+    """One namespace after another, in the order of their newest objects."""
     from lmcache_core.tiers.object.format import split_tier_key
 
     by_namespace: dict[int, list[ScanEntry]] = {}
@@ -136,7 +137,7 @@ def _batches(entries: Sequence[ScanEntry]) -> Iterator[tuple[int, list[ScanEntry
 
 
 def _layout(walker: Walker, batch: Sequence[ScanEntry]) -> Layout | None:
-    """The layout that the namespace's objects describe; None: none of these can be read."""
+    """The layout that the namespace's objects describe; None if none of them can be read."""
     from lmcache_core.tiers.object.walk import layout_of
 
     headers = (found.header for entry in batch if (found := walker.read(entry)).header is not None)

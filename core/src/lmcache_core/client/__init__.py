@@ -1,1 +1,1 @@
-"""Our library in the worker, or in a scheduler that only looks up."""
+"""The library in the worker, or in a scheduler that only looks up."""

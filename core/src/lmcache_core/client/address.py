@@ -42,5 +42,5 @@ class CurveKeys:
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read CURVE keys: {error}; make them with zmq.auth.create_certificates") from error
         if secret is None:
-            raise UsageError(f"{client_secret} has no secret key: give the file that ends in .key_secret")
+            raise UsageError(f"{client_secret} has no secret key: use the file that ends in .key_secret")
         return cls(server, public, Secret(secret))

@@ -1,8 +1,8 @@
-"""The client for asyncio: what waits in `Client` is awaited here, and nothing else differs.
+"""The client for asyncio: calls that wait in `Client` are coroutines here; everything else is the same.
 
-A client has no thread of its own (decision 0001), and this one makes none either (decision 0028): lookups and page
-jobs are the ones that never wait, looked at now and then by the event loop; calls that are one question and one answer
-wait in the loop's own executor. What the index answers is answered at once, in the event loop, without giving it away.
+A client has no thread of its own (decision 0001), and this one starts none either (decision 0028). Lookups and page
+jobs never wait; the event loop polls them from time to time. Calls with one request and one answer wait in the loop's
+executor. If the index has the answer, it is returned at once, without yielding to the event loop.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lmcache_core.limits import BATCH_KEYS_MAX
 from lmcache_core.protocol.messages import LookupReply
 from lmcache_core.tokens.namespace import Namespace
 
-_TURNS = 16  # of the loop, before a look costs a pause: a round trip takes some tens of µs
+_TURNS = 16  # turns of the loop before the first pause: a round trip takes some tens of µs
 _PAUSE_S = 0.0001
-_PAUSE_S_MAX = 0.005  # what a tier or a large copy may find its waiter late by
+_PAUSE_S_MAX = 0.005  # a waiter may notice a tier's answer or the end of a large copy this much later
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,9 +41,9 @@ Entries = Sequence[PageEntry | tuple[Any, ...]]
 async def _until(
     done: Callable[[], bool], cancel: Callable[[], object], leave: Callable[[], object] | None = None
 ) -> None:
-    """Look until it is done, at growing distances. `cancel` gives it up where the task is cancelled: then nothing is
-    written any more. `leave` does, and takes no lock, where the task is closed or collected without its event loop:
-    that happens inside of any lock."""
+    """Poll with growing pauses until it is done. If the task is cancelled, `cancel` is called; afterwards nothing is
+    written. If the task is closed or collected without its event loop, `leave` is called, which takes no lock, because
+    that can happen inside any lock."""
     turns, pause_s = 0, _PAUSE_S
     try:
         while not done():
@@ -63,9 +63,9 @@ async def _until(
 
 
 class _Untaken(Generic[T]):
-    """What a call in the executor gave, until it is taken. Promises that nobody takes are freed with the client's next
-    call, and leases settled: a task may be closed or collected without its event loop at any time, and inside of any
-    lock."""
+    """The result of a call in the executor, until somebody takes it. Promises that nobody takes are freed, and leases
+    settled, with the client's next call: a task may be closed or collected without its event loop at any time, and
+    inside any lock."""
 
     def __init__(self, client: Client, value: T) -> None:
         self._client = client
@@ -73,17 +73,17 @@ class _Untaken(Generic[T]):
         self._taken = False
 
     def take(self) -> T:
-        """It is the caller's from now on."""
+        """Hand the result to the caller."""
         self._taken = True
         return self._value
 
     @property
     def holds(self) -> bool:
-        """Whether the server keeps something for it."""
+        """Whether the server holds something for it."""
         return isinstance(self._value, Lease) or bool(_promises(self._value))
 
     def free(self) -> None:
-        """Nobody gets it. Waits for the server."""
+        """Free what nobody will take. Waits for the server."""
         value = self.take()
         if isinstance(value, Lease):
             value.close()
@@ -96,8 +96,7 @@ class _Untaken(Generic[T]):
 
 
 def _promises(answer: object) -> Sequence[int]:
-    """The server's numbers of those that this answer made: they have time left. Of any other, somebody has heard
-    before."""
+    """The server's ids of promises that this answer made: those have time left. Other promises were reported before."""
     if isinstance(answer, LookupResult | CommonHits):
         return () if answer.promise is None else answer.promise.numbers
     made = isinstance(answer, LookupReply) and answer.promise and answer.deadline_s > 0
@@ -105,8 +104,8 @@ def _promises(answer: object) -> Sequence[int]:
 
 
 async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
-    """In the loop's executor. A task that is cancelled meanwhile ends when the call has, until when it may write into
-    the caller's memory, and when what it gave has been given back."""
+    """Run the call in the loop's executor. A cancelled task ends when the call has returned, because the call may write
+    to the caller's memory until then, and its result has been given back."""
     loop = asyncio.get_running_loop()
     running = loop.run_in_executor(None, lambda: _Untaken(client, call()))
     try:
@@ -119,12 +118,12 @@ async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
 
 
 async def _ended(running: asyncio.Future[Any]) -> None:
-    """Wait for it, however often the task is cancelled."""
+    """Wait until it has ended, even if the task is cancelled again."""
     while not running.done():
         try:
             await asyncio.wait([running])
         except asyncio.CancelledError:
-            continue  # asked twice: the answer is the same
+            continue  # a repeated poll gives the same answer
 
 
 def _awaited(
@@ -138,7 +137,7 @@ def _awaited(
 
 
 class AsyncPages:
-    """As `Pages`; what waits there is awaited."""
+    """Like `Pages`, with coroutines for calls that wait."""
 
     def __init__(self, client: Client, pages: Pages) -> None:
         self.pages = pages
@@ -175,17 +174,17 @@ class AsyncPages:
 
     @property
     def groups(self) -> tuple[PageGroup, ...]:
-        """As they were registered."""
+        """The groups as registered."""
         return self.pages.groups
 
 
 class AsyncClient:
-    """A `Client` for one event loop. Every method is that of `Client`, of the same name and with the same parameters;
-    what may wait there is a coroutine here. `client` is the one beneath, for whatever never waits.
+    """A `Client` for one event loop. It has all methods of `Client`, with the same names and parameters; those that may
+    wait are coroutines. `client` is the underlying client, for calls that never wait.
 
-    A coroutine that the index answers as a whole ends without giving the event loop away: `lookup`, and with
-    `ask=False` always. A cancelled task ends when nothing of its call writes any more; a promise
-    that it would have got is freed, and a lease is closed.
+    A coroutine that the index answers completely ends without yielding to the event loop: `lookup`, always with
+    `ask=False`. A cancelled task ends when nothing of its call writes any more; its promise, if any, is freed, and its
+    lease is closed.
     """
 
     def __init__(self, client: Client) -> None:
@@ -193,25 +192,25 @@ class AsyncClient:
 
     @classmethod
     def connect(cls, name: str = "default", **options: Any) -> AsyncClient:
-        """As `Client.connect`, which never waits. Use the result in an `async with`, or `close` it."""
+        """Like `Client.connect`, which never waits. Use the result in an `async with`, or `close` it."""
         return cls(Client.connect(name, **options))
 
     @property
     def why_unreachable(self) -> str:
-        """As `Client.why_unreachable`."""
+        """Like `Client.why_unreachable`."""
         return self.client.why_unreachable
 
     @property
     def wants_blocks(self) -> bool:
-        """As `Client.wants_blocks`."""
+        """Like `Client.wants_blocks`."""
         return self.client.wants_blocks
 
     async def lookup(
         self, keys: Sequence[bytes], *, namespace: Namespace, ask: bool = True, **options: Any
     ) -> LookupResult:
-        """As `Client.lookup`. What the index has is found at once; the event loop goes on while the server, and
-        through it the tiers, are asked for the rest. More keys than one frame (1,024) are asked for in the loop's
-        executor."""
+        """Like `Client.lookup`. Hits in the index are found at once; the event loop runs on while the server, and
+        through it the tiers, are asked for the rest. More keys than fit into one frame (1,024) are looked up in the
+        loop's executor."""
         if not ask and not options.get("hold"):
             return self.client.lookup(keys, namespace=namespace, ask=False, **options)
         if not ask or len(keys) > BATCH_KEYS_MAX:
@@ -222,7 +221,7 @@ class AsyncClient:
         return _whole(handle.result)
 
     def register_pages(self, groups: Sequence[PageGroup]) -> AsyncPages:
-        """As `Client.register_pages`, which never waits."""
+        """Like `Client.register_pages`, which never waits."""
         return AsyncPages(self.client, self.client.register_pages(groups))
 
     async def store_strided(
@@ -235,7 +234,7 @@ class AsyncClient:
         pages_per_object: int = 1,
         valid_pages: int | None = None,
     ) -> StoreResult:
-        """As `Client.store_strided`."""
+        """Like `Client.store_strided`."""
         pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
         return StoreResult((await pages.store([PageEntry(0, keys, page_ids, 0, valid_pages)])).statuses[0])
 
@@ -252,24 +251,24 @@ class AsyncClient:
         promise: Promise | None = None,
         verify: str | None = None,
     ) -> PagesResult:
-        """As `Client.retrieve_strided`."""
+        """Like `Client.retrieve_strided`."""
         pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
         entry = PageEntry(0, keys, page_ids, skip_pages, valid_pages)
         return await pages.retrieve([entry], promises=[promise], verify=verify)
 
     async def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
-        """As `Client.operate`."""
+        """Like `Client.operate`."""
         return await _elsewhere(self.client, partial(self.client.operate, companion, operation, **arguments))
 
     async def call_operation(self, operation: str, request: msgspec.Struct, reply: type[R]) -> R:
-        """As `Client.call_operation`."""
+        """Like `Client.call_operation`."""
         return await _elsewhere(self.client, partial(self.client.call_operation, operation, request, reply))
 
     async def record_start(self, directory: str | Path, **settings: Any) -> None:
-        """As `Client.record_start`."""
+        """Like `Client.record_start`."""
         await _elsewhere(self.client, partial(self.client.record_start, directory, **settings))
 
-    # One question and one answer, or a copy that lets others run: in the loop's executor.
+    # One request and one answer, or a copy that releases the GIL: these run in the loop's executor.
     store = _awaited(Client.store)
     retrieve = _awaited(Client.retrieve)
     register_layout = _awaited(Client.register_layout)

@@ -1,9 +1,9 @@
 """The longest boundary up to which all KV groups of all ranks can be served: `Client.lookup_many`.
 
-A model has several groups of layers, and a tensor-parallel engine one of each on every rank. Full attention needs every
-chunk in front of the boundary, a sliding window the last few, a state-space layer the state at the boundary alone. A
-hit is a hit only where all of them have what they need, so the search goes downwards: from what the first allows to
-what the next has there, until nobody objects.
+A model has several groups of layers, and a tensor-parallel engine has each of them on every rank. Full attention needs
+every chunk before the boundary, a sliding window the last few, and a state-space layer only the state at the boundary.
+A boundary counts only if all groups have what they need. The search goes downwards: each group lowers the boundary to
+the last one that it can serve, until all of them agree.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lmcache_core.client.results import LookupResult, Status
 from lmcache_core.errors import UsageError
 from lmcache_core.tokens.namespace import Namespace
 
-_HOLD_TRIES = 3  # something was evicted between the search and the hold: search again
-_LOOK_KEYS = 128  # of a window that ends far behind what is there, so many keys are looked at first
+_HOLD_TRIES = 3  # if something was evicted between the search and the hold, search again
+_LOOK_KEYS = 128  # keys looked at first in a window that ends far behind what is there
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a group needs in front of a boundary: the last `window` keys, or all of them (0)."""
+    """What a group needs before a boundary: the last `window` keys, or all of them (0)."""
 
     window: int = 0
 
@@ -54,7 +54,7 @@ Need.LAST = Need(1)
 
 
 class KeyGroup(NamedTuple):
-    """The keys of one KV group on one rank, in order, and what of them a hit needs. A plain tuple does as well."""
+    """The keys of one KV group on one rank, in order, and which of them a hit needs. A plain tuple works, too."""
 
     namespace: Namespace
     keys: Sequence[bytes]
@@ -62,7 +62,7 @@ class KeyGroup(NamedTuple):
 
 
 class GroupHits(NamedTuple):
-    """What a group has to load: `keys[first:end]`, each of `unit_tokens` tokens."""
+    """What a group must load: `keys[first:end]`, each of `unit_tokens` tokens."""
 
     first: int
     end: int
@@ -70,16 +70,16 @@ class GroupHits(NamedTuple):
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
-        """Start and end of each chunk that is to be loaded, in tokens."""
+        """Start and end of each chunk to load, in tokens."""
         unit = self.unit_tokens
         return [(at * unit, (at + 1) * unit) for at in range(self.first, self.end)]
 
 
 @dataclass(frozen=True)
 class CommonHits:
-    """`tokens`: the longest boundary that every group can serve. `groups`: what of it each has to load, in the order in
-    which they were given. Not `done`: tiers are still loading some of it. `promise`, of a lookup with `hold`: of all
-    that is to be loaded, group after group; `promises` has it by group, for the workers."""
+    """`tokens`: the longest boundary that every group can serve. `groups`: what each of them must load, in the given
+    order. If not `done`, tiers are still loading some of it. `promise`: with `hold`, the promise for everything to
+    load, group after group; `promises` splits it by group, for the workers."""
 
     tokens: int
     groups: Sequence[GroupHits]
@@ -88,7 +88,7 @@ class CommonHits:
 
     @property
     def promises(self) -> list[Promise | None]:
-        """What of the promise is each group's, in order."""
+        """Each group's part of the promise, in order."""
         ends = list(accumulate(hits.end - hits.first for hits in self.groups))
         if self.promise is None:
             return [None] * len(ends)
@@ -127,7 +127,7 @@ class CommonLookups:
         return CommonHits(0, [GroupHits(0, 0, hits.unit_tokens) for hits in found.groups])
 
     def _held(self, groups: Sequence[KeyGroup | tuple[Any, ...]], found: CommonHits) -> CommonHits | None:
-        """The same with a promise; None where some of it has left."""
+        """The same with a promise; None if some of it was evicted."""
         kept = [
             self._lookups.hold(given[1][hits.first : hits.end], given[0])
             for given, hits in zip(groups, found.groups, strict=True)
@@ -165,7 +165,7 @@ class CommonLookups:
         if not searches:
             return CommonHits(0, [])
         step = units if isinstance(units, int) else math.lcm(*units)
-        bound = _longest(min(bounds), prefixes + windows, step)  # what a window has to have, prefixes say
+        bound = _longest(min(bounds), prefixes + windows, step)  # windows matter only up to what prefixes have
         done = asking is None or all(search.done for search in searches)
         return CommonHits(bound, [search.hits(bound) for search in searches], done)
 
@@ -183,13 +183,13 @@ def _group_of(number: int, given: Any) -> KeyGroup:
 
 
 def _promise_of(held: LookupResult, hits: GroupHits) -> Promise:
-    """Of every key of the group, so that the groups' promises can be cut apart again."""
+    """A promise for every key of the group, so that the groups' promises can be separated again."""
     count = hits.end - hits.first
     return held.promise or Promise((0,) * count, (b"",) * count, math.inf)
 
 
 class TierQuestions:
-    """How the server is asked for what the index does not have."""
+    """How to ask the server for what the index does not have."""
 
     def __init__(self, lookups: ClientLookups, options: ClientLookupOptions) -> None:
         self._lookups = lookups
@@ -197,7 +197,7 @@ class TierQuestions:
         self._until = lookups.now() + options.wait_s if options.wait_s > 0 else 0.0
 
     def ask(self, keys: Sequence[bytes], namespace: Namespace, window: int) -> tuple[int, bool]:
-        """Where the server sees the end, tiers included, and whether that is all there now."""
+        """The end according to the server, tiers included, and whether all of that is in the pool now."""
         wait_s = max(0.0, self._until - self._lookups.now()) if self._until else 0.0
         found = self._lookups.lookup(keys, namespace, structs.replace(self._options, window=window, wait_s=wait_s))
         return found.hits, found.done
@@ -217,17 +217,17 @@ class GroupSearch(ABC):
 
     @abstractmethod
     def reach(self, end: int) -> int:
-        """The last end up to this one that it can serve."""
+        """The longest boundary up to `end` that the group can serve."""
 
     def hits(self, tokens: int) -> GroupHits:
-        """What it has to load of a prompt up to there."""
+        """What the group must load of a prompt up to there."""
         end, window = tokens // self.unit, self._window
         return GroupHits(end - window if 0 < window < end else 0, end, self.unit)
 
 
 @dataclass(slots=True, eq=False)
 class PrefixSearch(GroupSearch):
-    """It needs every key. It looks once: ends come downwards."""
+    """A group that needs every key. It looks once, because ends only decrease."""
 
     _end: int = -1
 
@@ -238,7 +238,7 @@ class PrefixSearch(GroupSearch):
 
     def _look(self, end: int) -> int:
         keys = self._keys if end == len(self._keys) else self._keys[:end]
-        # Without the server, who counts what misses, it is a look, and no lookup.
+        # Without the server, which counts the misses, this does not count as a lookup.
         counts = COUNT_NOTHING if self._asking is None else COUNT_IF_ALL
         found = self._hits.find(keys, self._namespace, True, False, counts)
         there = 0 if found is None else len(found)
@@ -249,9 +249,9 @@ class PrefixSearch(GroupSearch):
 
 @dataclass(slots=True, eq=False)
 class WindowSearch(GroupSearch):
-    """It needs the last keys alone. It looks at so many as it takes, from the end on."""
+    """A group that needs only the last keys. It looks at as many as necessary, from the end."""
 
-    _there: bytes = b""  # of the keys from `_low` on
+    _there: bytes = b""  # of the keys from `_low`
     _low: int = -1
 
     def reach(self, end: int) -> int:
@@ -283,9 +283,9 @@ class WindowSearch(GroupSearch):
 
 
 def _longest(bound: int, searches: Sequence[GroupSearch], step: int) -> int:
-    """The longest boundary up to `bound`, a multiple of `step`, that all of them can serve."""
+    """The longest boundary up to `bound`, a multiple of `step`, that all searches can serve."""
     bound -= bound % step
-    agreed = 0  # how many in a row have not objected
+    agreed = 0  # how many in a row have agreed
     while bound:
         for search in searches:
             reached = search.reach(bound // search.unit) * search.unit

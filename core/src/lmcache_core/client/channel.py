@@ -1,15 +1,15 @@
-"""Calls over one connection, many at once, without a thread of its own.
+"""Concurrent calls over one connection, without a thread of its own.
 
-Whoever waits first reads the connection for everybody and hands over when its own reply is there: a single caller
-pays no wake-up beyond the one that the carrier costs.
+The first waiter reads the connection for everybody and hands over when its own reply is there, so a single caller pays
+for no wake-up beyond the carrier's.
 
-An answer belongs to its request, and a request to whoever keeps its `Pending`. One that nobody keeps any more (its
-thread was interrupted, its handle dropped or cancelled) is an *orphan*: when its answer comes, whoever reads it undoes
-what the server did, and nobody else notices. So no line of code has to run in a thread that was interrupted.
+An answer belongs to its request, and a request to the owner of its `Pending`. A request whose `Pending` is gone (its
+thread was interrupted, its handle dropped or cancelled) is an *orphan*: when its answer comes, the thread that reads it
+undoes what the server did, unnoticed by everybody else. So no code needs to run in an interrupted thread.
 
-A server that does not answer in time has not ended the connection: it may be stopped, and go on. The channel is then
-silent: a call on it first reads what has come, and where that is nothing, it ends at once. What only ends something
-(a commit, an abort, the end of a promise) is sent all the same, and nobody waits for its answer.
+A server that does not answer in time has not ended the connection: it may be stopped, and continue later. The channel
+is then silent: a call on it first reads what has arrived, and ends at once if nothing has. Messages that only end
+something (a commit, an abort, the end of a promise) are sent anyway, and nobody waits for their answers.
 """
 
 from __future__ import annotations
@@ -48,77 +48,76 @@ from lmcache_core.protocol.messages import (
 
 _M = TypeVar("_M", bound=Message)
 _E = TypeVar("_E", bound=CacheError)
-_LOOK_AFTER_S = 0.01  # a look costs 2 µs, a tenth of a call: not within a series of calls
-_PROBE_S = 1.0  # a silent server is asked this often: the answer that would show it alive may have been lost
+_LOOK_AFTER_S = 0.01  # a check costs 2 µs, a tenth of a call: skip it within a series of calls
+_PROBE_S = 1.0  # a silent server is probed this often: the answer that would show it alive may have been lost
 _OWED_POLL_S = 0.01
 _SPOKEN_OVER = (LinkState.OPEN, LinkState.SILENT)
 _ENDINGS = (Settle, FreeLookupLocks, Cancel, EndSession)
-_LEADER_CHECK_S = 0.1  # so often who waits makes sure that somebody reads: an interrupt can eat a wake-up
-_SILENT = LinkState.SILENT  # Python 3.11 finds a member of an enum in 0.15 µs, and each call asks twice
+_LEADER_CHECK_S = 0.1  # how often a waiter makes sure that somebody reads: an interrupt can swallow a wake-up
+_SILENT = LinkState.SILENT  # in Python 3.11 looking up an enum member takes 0.15 µs, and each call needs it twice
 
 Undo = Callable[[Reply], Callable[[int], Message] | None]
-"""What takes back what an answer granted: the message to send, for a channel to number, or None."""
+"""Makes the message that undoes what an answer granted, for a channel to number, or None."""
 
 
 class Pending(msgspec.Struct, weakref=True, eq=False):
-    """A call whose reply has not been looked at. Whoever holds it waits for the reply; dropping it gives the call up.
+    """A call whose reply has not been taken. Its owner waits for the reply; dropping it abandons the call.
 
-    A struct, as it is made for every call: in C that takes a third of the time.
+    It is a struct because one is made for every call: in C that takes a third of the time.
     """
 
     rid: int
-    due_s: float  # when its time is up
-    heard: int  # frames that had come when it was sent
+    due_s: float  # when it times out
+    heard: int  # frames that had arrived when it was sent
     reply: Reply | None = None
     error: CacheError | None = None
-    late: Reply | None = None  # that came after the error
-    waiters: tuple[threading.Lock, ...] = ()  # of threads that wait for it while another one reads
-    record: _Undoable | None = None  # of one whose answer is to be undone if nobody takes it
+    late: Reply | None = None  # a reply that came after the error
+    waiters: tuple[threading.Lock, ...] = ()  # of threads that wait for it while another thread reads
+    record: _Undoable | None = None  # set if the answer must be undone when nobody takes it
 
     @property
     def settled(self) -> bool:
-        """Whether it was answered, or has failed."""
+        """Whether it was answered or has failed."""
         return self.reply is not None or self.error is not None
 
     def tell(self) -> None:
-        """The reply is its receiver's: dropping this undoes nothing any more."""
+        """The receiver has taken the reply: dropping this no longer undoes anything."""
         if self.record is not None:
             self.record.undo = None
 
 
 class _Undoable(weakref.ref[Pending]):
-    """What the channel keeps of a call that is to be undone: its `Pending`, weakly, and how its answer is undone. Of
-    any other call it keeps the `Pending` itself, until the answer has come."""
+    """The channel's record of a call that may have to be undone: its `Pending`, weakly, and how to undo its answer. For
+    any other call the channel keeps the `Pending` itself until the answer has come."""
 
     __slots__ = ("over", "reply", "rid", "undo")
 
     reply: Reply | None
     rid: int
     undo: Undo | None
-    over: object  # which channel the request that undoes it has gone out over
+    over: object  # the channel over which the undoing request was sent
 
 
 class Orphans:
-    """Answers that granted something and were not told to anybody yet, of all channels of one client: an answer may
-    come over one channel and be undone over the next. Dropping a `Pending` runs `append`, in C, in whatever thread
-    and inside whatever lock that happens."""
+    """Answers that granted something but were not taken yet, of all channels of one client: an answer may come over one
+    channel and be undone over the next. Dropping a `Pending` runs `append`, in C, in any thread and inside any lock."""
 
     def __init__(self) -> None:
-        self.answered: dict[int, _Undoable] = {}  # by their address
+        self.answered: dict[int, _Undoable] = {}  # by address
         self.dropped: deque[weakref.ref[Pending]] = deque()
 
     def free_later(self, promises: Sequence[int]) -> None:
-        """Promises that their holder could tell no server of: the next channel does. Where they are very many, the
-        last ones wait for their time."""
+        """Free promises over the next channel, because their holder could not reach a server. If there are too many,
+        the last ones simply expire."""
         if len(self.dropped) < OWED_FRAMES_MAX:
-            record = _Undoable(Pending(0, 0.0, 0))  # of a call that is gone
+            record = _Undoable(Pending(0, 0.0, 0))  # of a call that no longer exists
             record.rid, record.reply, record.over = 0, Done(0), None
             record.undo = lambda _: lambda rid: FreeLookupLocks(rid, list(promises))
             self.dropped.append(record)
 
 
 class Channel:
-    """Requests out, replies in, matched by id. Thread-safe; an interrupt in one thread is no other thread's matter."""
+    """Sends requests and matches replies by id. Thread-safe; an interrupt in one thread does not affect others."""
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class Channel:
         state: LinkState = LinkState.OPEN,
     ) -> None:
         """`orphans`: shared with the client's former channels. `timeout_s`: how long a call waits for its reply.
-        `on_silence` hears why the server is thought to hang, and "" when it is heard again."""
+        `on_silence` is called with the reason when the server seems to hang, and with "" when it is heard again."""
         self.connection = connection
         self.timeout_s = timeout_s
         self.state = state
@@ -143,17 +142,17 @@ class Channel:
         self._asked: dict[int, Pending | _Undoable] = {}  # until the answer has come
         self._orphans = orphans or Orphans()
         self._dropped = self._orphans.dropped
-        self._undoing: dict[int, _Undoable] = {}  # by the request that takes it back, until that is answered
-        self._itself = object()  # what is kept of a channel by those that go over to the next
+        self._undoing: dict[int, _Undoable] = {}  # by the id of the undoing request, until that is answered
+        self._itself = object()  # identifies this channel in records that move to the next one
         self._waiting: dict[threading.Lock, None] = {}  # taken locks: releasing one wakes its thread
         self._lock = threading.Lock()
         self._leader: FrameType | None = None  # of the call that reads for everybody
-        self._called_at_s = 0.0  # when the last call was begun
+        self._called_at_s = 0.0  # when the last call began
         self._heard = 0  # frames
-        self._owed: deque[bytes] = deque()  # frames that nobody waits for, not sent yet
+        self._owed: deque[bytes] = deque()  # frames that nobody waits for and that are not sent yet
         self._probe_at_s = 0.0
         self._lost: DisconnectedError | None = None
-        self.forgotten = False  # it ended as the server, which answers, does not know this session any more
+        self.forgotten = False  # whether it ended because the server, which answers, no longer knows this session
 
     @property
     def lost(self) -> bool:
@@ -162,20 +161,20 @@ class Channel:
 
     @property
     def silent(self) -> bool:
-        """A call was not answered in time, and nothing has been heard since."""
+        """Whether a call timed out and nothing has been heard since."""
         return self.state is _SILENT
 
     def move(self, event: LinkEvent) -> None:
-        """Note what happened to the link. The one place where its state changes."""
+        """Record what happened to the link. This is the only place where its state changes."""
         self.state = LINK_TRANSITIONS[self.state, event]
 
     # --- calls ------------------------------------------------------------------------------------------------
 
     def call(self, make: Callable[[int], Message], extra_s: float = 0.0) -> Reply:
-        """Send the request that `make(rid)` gives and wait for its reply.
+        """Send the request that `make(rid)` returns and wait for its reply.
 
-        Raises what the server answered as an error, or `DisconnectedError` when the connection ends or the
-        server is silent for the channel's `timeout_s`, and `extra_s` beyond it.
+        Raises the server's error, or `DisconnectedError` if the connection ends or no reply comes within the channel's
+        `timeout_s` plus `extra_s`.
         """
         pending = self.expecting(None, extra_s)
         self.send(pending, make)
@@ -195,15 +194,15 @@ class Channel:
     def start(
         self, make: Callable[[int], Message], undo: Undo | None = None, extra_s: float = 0.0, *, blocks: bool = True
     ) -> Pending:
-        """Send a request; its reply is for `wait`, `wait_for`, `poll` or `abandon`. `undo`: what is to be sent if the
-        returned `Pending` is dropped before it was told; it may keep nothing that keeps the `Pending`. Without
-        `blocks` it goes later where the server has not read what it was sent before."""
+        """Send a request; get its reply with `wait`, `wait_for`, `poll`, or give it up with `abandon`. `undo` makes the
+        message to send if the returned `Pending` is dropped before it was told; it must not reference the `Pending`.
+        Without `blocks` the request is sent later if the server has not read earlier ones."""
         pending = self.expecting(undo, extra_s)
         self.send(pending, make, blocks=blocks)
         return pending
 
     def expecting(self, undo: Undo | None = None, extra_s: float = 0.0) -> Pending:
-        """A call that is not sent yet, for a caller that has to know of it before the server does. See `send`."""
+        """A call that is not sent yet, for a caller that must know of it before the server does. See `send`."""
         self._called_at_s = now = self._clock()
         pending = Pending(next(self._rids), now + self.timeout_s + extra_s, self._heard)
         if undo is not None:
@@ -216,7 +215,7 @@ class Channel:
         return record
 
     def send(self, pending: Pending, make: Callable[[int], Message], *, blocks: bool = True) -> None:
-        """Send the request. Once, for each `Pending`."""
+        """Send the request. Call this once for each `Pending`."""
         rid = pending.rid
         message = make(rid)
         if self.state is _SILENT:
@@ -225,7 +224,7 @@ class Channel:
         if self._dropped:
             self._undo_dropped()
         self._asked[rid] = pending.record or pending
-        if self._lost is not None:  # looked at after that: whoever notes the loss looks for calls after it
+        if self._lost is not None:  # checked after that: whoever notes the loss then looks for calls
             self._asked.pop(rid, None)
             raise _anew(self._lost)
         if self._owed:
@@ -234,8 +233,8 @@ class Channel:
             sent = not (self._owed and not blocks) and self.connection.send(frame, pending.due_s if blocks else 0.0)
         except DisconnectedError as error:
             self._fail(error)
-            raise _anew(self._lost or error) from error  # another thread may have found out more
-        if not sent and not blocks and len(self._owed) < OWED_FRAMES_MAX // 2:  # the rest is for what ends something
+            raise _anew(self._lost or error) from error  # another thread may know more
+        if not sent and not blocks and len(self._owed) < OWED_FRAMES_MAX // 2:  # keep room for what ends something
             self._owed.append(frame)
         elif not sent:
             self._asked.pop(rid, None)
@@ -243,12 +242,12 @@ class Channel:
             self._result(pending)
 
     def post(self, make: Callable[[int], Message], takes_back: _Undoable | None = None) -> None:
-        """Send a request whose answer nobody waits for. Waits for nothing: what cannot go now goes when the server is
-        heard again. `takes_back`: if the connection ends before the answer, the next one is to do it."""
+        """Send a request whose answer nobody waits for. Never waits: what cannot be sent now is sent when the server is
+        heard again. `takes_back`: if the connection ends before the answer, the next one repeats it."""
         if self._lost is not None:
             return
         if len(self._owed) >= OWED_FRAMES_MAX:
-            # None of them may be lost: the next connection says what is still held, which is the same said in one.
+            # None of them may be lost: the next connection declares what is still held, which says the same at once.
             self._fail(DisconnectedError(f"the server has not read what {OWED_FRAMES_MAX} calls ended"))
             return
         rid = next(self._rids)
@@ -258,7 +257,7 @@ class Channel:
         self._send_owed()
 
     def wait(self, pending: Pending, timeout_s: float | None = None) -> Reply:
-        """The reply. Raises `DisconnectedError` where none comes in time (None: in the call's own time)."""
+        """The reply. Raises `DisconnectedError` if none comes in time (None: within the call's own timeout)."""
         self._serve(pending, pending.due_s if timeout_s is None else self._clock() + timeout_s)
         reply = pending.reply
         if reply is None and pending.error is None:
@@ -266,13 +265,13 @@ class Channel:
         return self._result(pending) if reply is None or isinstance(reply, Error) else reply
 
     def wait_for(self, pending: Pending, timeout_s: float) -> Reply | None:
-        """The reply if it comes within that time. Nothing follows from it if it does not."""
+        """The reply if it comes within that time, otherwise None; the call goes on."""
         if not pending.settled:
             self._serve(pending, self._clock() + timeout_s)
         return self.poll(pending)
 
     def poll(self, pending: Pending) -> Reply | None:
-        """The reply if it has come. Reads what is there, waits for nothing. Raises as `wait` once its time is up."""
+        """The reply if it has come. Reads what is there without waiting. Raises like `wait` after the timeout."""
         if not pending.settled:
             self._serve(pending, 0.0)
         if not pending.settled and pending.due_s <= self._clock():
@@ -280,8 +279,8 @@ class Channel:
         return self._result(pending) if pending.settled else None
 
     def cancel(self, pending: Pending, undo: Undo | None = None) -> None:
-        """The reply is not wanted any more, as if the `Pending` were dropped; whoever holds it may go on holding it.
-        A thread that waits for it gets a `DisconnectedError`. `undo`: in place of the one that it was started with."""
+        """Give the reply up, as if the `Pending` were dropped; its owner may keep it. A thread that waits for it gets a
+        `DisconnectedError`. `undo` replaces the one that it was started with."""
         with self._lock:
             record = pending.record
             if record is None and undo is not None:
@@ -297,8 +296,8 @@ class Channel:
             self._undo_dropped()
 
     def _refuse(self, pending: Pending, error: DisconnectedError) -> bool:
-        """Its answer is not for it any more: if it comes, it is undone. False: it has come already. The caller holds
-        the lock."""
+        """Its answer is no longer taken: if it comes, it is undone. Returns False if it has come already. The caller
+        holds the lock."""
         if not pending.settled:
             pending.error = error
         for waiter in pending.waiters:
@@ -306,7 +305,7 @@ class Channel:
         return pending.error is error
 
     def found_lost(self) -> bool:
-        """As `lost`; after a pause it looks whether the connection has ended meanwhile. Waits for nothing."""
+        """Like `lost`, but after a pause it checks whether the connection has ended meanwhile. Never waits."""
         if self._lost is not None:
             return True
         if self._leader is not None or self._clock() - self._called_at_s < _LOOK_AFTER_S:
@@ -340,16 +339,16 @@ class Channel:
     # --- a server that hangs ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Read what has come. Waits for nothing."""
+        """Read what has arrived, without waiting."""
         with self._lock:
             before = self._leader
             if self._lost is not None or (before is not None and runs_elsewhere(before)):
-                return  # somebody reads for everybody
+                return  # another thread reads for everybody
             self._leader = _getframe()
         self._lead(Pending(0, 0.0, 0), 0.0, before)
 
     def _check_voice(self, message: Message) -> None:
-        """The server was silent: raise unless it has been heard meanwhile."""
+        """The server was silent: raise unless it has been heard since."""
         self.listen()
         if self.state is not _SILENT:
             return
@@ -365,7 +364,7 @@ class Channel:
         return f"the server did not answer within {self.timeout_s:g} s and is silent since; it may be stopped"
 
     def _time_out(self, pending: Pending, why: str) -> None:
-        """Its time is up, unless its answer has come just now. Where nothing at all was heard meanwhile, the server
+        """The call has timed out, unless its answer has just come. If nothing at all was heard meanwhile, the server
         hangs."""
         quiet = False
         with self._lock:
@@ -386,13 +385,13 @@ class Channel:
         self._on_silence("")
 
     def _soon(self, deadline: float) -> float:
-        """Until when to wait for a frame, where some of ours wait for room: nothing tells when there is some."""
+        """How long to wait for a frame while frames of ours wait for room: nothing signals when there is some."""
         self._send_owed()
         return min(deadline, self._clock() + _OWED_POLL_S) if self._owed else deadline
 
     def _send_owed(self) -> None:
-        """One thread at a time, and each frame once, whatever interrupts it: a lookup that was sent twice is answered
-        twice, and nobody has the second promise."""
+        """Send the waiting frames: one thread at a time, and each frame once, even if interrupted. A lookup sent twice
+        would be answered twice, and nobody would own the second promise."""
         try:
             with self._lock:
                 self.connection.send_waiting(self._owed)
@@ -402,14 +401,14 @@ class Channel:
     # --- reading --------------------------------------------------------------------------------------------
 
     def _serve(self, pending: Pending, deadline: float) -> None:
-        """Read for everybody, or wait for whoever does, until the reply is there or time is up."""
+        """Read for everybody, or wait for the thread that does, until the reply is there or the deadline has passed."""
         while True:
             waiter = None
             with self._lock:
                 if pending.reply is not None or pending.error is not None:
                     return
                 before = self._leader
-                # A call of this thread that reads was interrupted, and has ended, or goes on after this one.
+                # The reading call of this thread was interrupted: it has ended, or continues after this one.
                 if before is None or not runs_elsewhere(before):
                     self._leader = _getframe()
                 else:
@@ -424,7 +423,7 @@ class Channel:
                 return
 
     def _lead(self, pending: Pending, deadline: float, before: FrameType | None) -> None:
-        """Read for everybody until our reply is there or time is up."""
+        """Read for everybody until our reply is there or the deadline has passed."""
         connection = self.connection
         try:
             while pending.reply is None and pending.error is None:
@@ -436,7 +435,7 @@ class Channel:
                     break
         except DisconnectedError as error:
             self._fail(error)
-        except CacheError as error:  # the server speaks something else: this connection is of no use
+        except CacheError as error:  # the server speaks something else: this connection is useless
             self._fail(DisconnectedError(str(error)))
         finally:
             with self._lock:
@@ -449,7 +448,8 @@ class Channel:
             self._send_owed()
 
     def _follow(self, pending: Pending, waiter: threading.Lock, deadline: float) -> bool:
-        """Wait to be woken: by the reply, or because whoever read has gone and we are to read on. False: read on."""
+        """Wait to be woken, by the reply or because the reader has gone and we must continue. False: continue
+        reading."""
         woken = False
         try:
             while not woken:
@@ -462,11 +462,11 @@ class Channel:
                 self._waiting.pop(waiter, None)
                 pending.waiters = tuple(each for each in pending.waiters if each is not waiter)
                 if self._leader is None and (not woken or pending.settled):
-                    self._wake_one()  # we may have been the one to read on, and will not
+                    self._wake_one()  # we may have been chosen to continue reading, but will not
         return self._clock() >= deadline if not woken else pending.settled
 
     def _leaderless(self) -> bool:
-        """Whether nobody reads, as the one who did was interrupted in handing over."""
+        """Whether nobody reads because the reader was interrupted while handing over."""
         leader = self._leader
         if leader is None:
             return True
@@ -478,7 +478,7 @@ class Channel:
         return True
 
     def _deliver(self, reply: Reply) -> None:
-        """Give a reply to its call. An interrupted reader's reply is delivered again: a second time changes nothing."""
+        """Give a reply to its call. After an interrupt it is delivered again: a second delivery changes nothing."""
         self._heard += 1
         if self.state is _SILENT:
             self._answers_again()
@@ -486,7 +486,7 @@ class Channel:
         with self._lock:
             asked = self._asked.get(rid)
             if asked is None:
-                # Said to all of the connection: nobody listens there, or nobody knows us any more.
+                # A message to the whole connection: nobody listens there, or the server has forgotten us.
                 if isinstance(reply, Error) and (rid == 0 or reply.code == DisconnectedError.code):
                     raise DisconnectedError(reply.message) if rid == 0 else ForgottenError(reply.message)
             else:
@@ -500,7 +500,7 @@ class Channel:
                     for waiter in pending.waiters:
                         self._wake(waiter)
                 elif undoable is None and pending is not None:
-                    pending.late = reply  # whoever has given it up may say yet how it is undone
+                    pending.late = reply  # whoever gave it up may still say how to undo it
                 elif undoable is not None and undoable.undo is not None:
                     self._dropped.append(undoable)
                 del self._asked[rid]
@@ -508,7 +508,7 @@ class Channel:
             self._deliver_unasked(reply)
 
     def _deliver_unasked(self, reply: Reply) -> None:
-        """A notice, or the answer to what nobody waits for."""
+        """Handle a notice, or an answer that nobody waits for."""
         if isinstance(reply, LeaseExpiredNotice):
             self._on_notice(reply)
             return
@@ -522,9 +522,9 @@ class Channel:
         self._orphans.answered.pop(id(record), None)
 
     def _undo_dropped(self) -> None:
-        """Take back what answers have granted that nobody has taken. Twice is as good as once, so an interrupt here
-        leaves the rest to the next caller; and a channel that ends before the server has answered to it, or on which
-        the server does not know us yet, leaves it to the next channel."""
+        """Undo what answers granted but nobody took. Doing it twice is harmless, so after an interrupt the next caller
+        does the rest. A channel that ends before the server has answered, or on which the server does not know us yet,
+        leaves it to the next channel."""
         for record in list(self._dropped):
             if self.state not in _SPOKEN_OVER:
                 return
@@ -532,7 +532,7 @@ class Channel:
             reply, undo = record.reply, record.undo
             if reply is not None:  # otherwise `_deliver` will find its `Pending` gone
                 if record.over is self._itself:
-                    pass  # it waits for the answer to that
+                    pass  # the undoing is under way and waits for its answer
                 elif undo is not None and (make := undo(reply)) is not None:
                     self.post(make, record)
                     if self._lost is not None:
@@ -548,7 +548,7 @@ class Channel:
             waiter.release()
 
     def _wake_one(self) -> None:
-        """Somebody who waits is to read on, for everybody. The caller holds the lock."""
+        """Wake one waiter to continue reading for everybody. The caller holds the lock."""
         for waiter in self._waiting:
             self._wake(waiter)
             return
@@ -559,7 +559,7 @@ class Channel:
             if self._lost is None:
                 self._lost, self.forgotten = error, isinstance(error, ForgottenError)
                 self.move(LinkEvent.END)
-            self._dropped.extend(self._undoing.values())  # whether the server has read that, nobody knows
+            self._dropped.extend(self._undoing.values())  # nobody knows whether the server has read that
             self._undoing.clear()
             failed = list(self._asked.values())
             self._asked.clear()
@@ -573,13 +573,13 @@ class Channel:
 
 
 def _anew(error: _E) -> _E:
-    """The same error, never raised: what was raised keeps the frames it went through, and with them whatever their
-    callers have: buffers, leases, the client."""
+    """A fresh copy of the error: a raised exception keeps the frames that it passed through, and with them their
+    variables: buffers, leases, the client."""
     return type(error)(str(error))
 
 
 def expect(reply: Reply, kind: type[_M]) -> _M:
-    """The reply as the kind that was asked for."""
+    """The reply, checked to be of the expected kind."""
     if not isinstance(reply, kind):
-        raise DisconnectedError(f"the server answered {type(reply).__name__} where {kind.__name__} was due")
+        raise DisconnectedError(f"the server answered {type(reply).__name__} instead of {kind.__name__}")
     return reply

@@ -1,4 +1,4 @@
-"""The client: what a worker or a scheduler calls. Thread-safe; connects when it must, and again when it must."""
+"""The client that workers and schedulers call. Thread-safe; connects when needed and reconnects by itself."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _Reply = TypeVar("_Reply", bound=msgspec.Struct)
 class Client:
     """One client instance. Made by `Client.connect`; use it as a context manager, or `close` it.
 
-    Losing the server ends an operation in bounded time with a value (`Status.UNREACHABLE`); the next one works
-    once the server is back. Only misuse raises, and questions that have no such value (`status`, `clear`, …)
-    raise `DisconnectedError`, or what the server refused this client with. The logger `lmcache_core.client` has one
-    line when the server cannot be reached for the first time, and one when it can again.
+    If the server is lost, an operation ends in bounded time with a value (`Status.UNREACHABLE`); the next one works
+    once the server is back. Only misuse raises. Questions that have no such value (`status`, `clear`, …) raise
+    `DisconnectedError`, or the error with which the server refused this client. The logger `lmcache_core.client` gets
+    one line when the server becomes unreachable, and one when it is reachable again.
     """
 
     def __init__(self, target: Target, copy_threads: CopyThreads = "auto", verify: str = "never") -> None:
@@ -100,23 +100,23 @@ class Client:
     ) -> Client:
         """A client of the server `name` on this node, or of the one at a ZMQ `address`.
 
-        Returns at once, whether or not the server is there: until it is, lookups miss and stores are not stored.
-        `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes
-        of one call. "auto": one for each 4 MiB, up to four, and no more than processors have nothing to do when the
-        copy begins; 0: half of the processors that are ours, up to four; or a number. Small batches take fewer.
-        `use_index=False` asks the server for every hit, which otherwise is found in the pool without a call, and
-        outlives a server that dies. `verify`: the default of `retrieve`. `server_uid`: the user whom the server runs
-        as, where that is neither ours nor root (None: `LMCACHE_CORE_SERVER_UID`, if it is set); to any other server,
-        and through any directory that others may write, nothing is said.
+        Returns at once, whether or not the server is there. While it is not, lookups miss and stores are not stored.
+        `maps_pool=False` is for a scheduler that only looks up. `copy_threads`: how many threads may copy the bytes of
+        one call. "auto": one for each 4 MiB, at most four, and at most the number of processors that are idle when the
+        copy begins; 0: half of the processors available to this process, at most four; or a number. Small batches take
+        fewer. `use_index=False` asks the server for every hit; by default hits are found in the pool without a call,
+        even after the server has died. `verify`: the default of `retrieve`. `server_uid`: the user that the server runs
+        as, if neither ours nor root (None: `LMCACHE_CORE_SERVER_UID`, if set). Nothing is sent to a server of any other
+        user, or through a directory that others may write to.
 
-        `call_timeout_s`: how long a call waits for its answer. After one that waited in vain the server counts as
-        silent: further calls end at once, until it is heard again. `connect_timeout_s`: how long the first call, and
-        later questions, wait for a server that is there and has not answered yet. Other calls that find no link wait
-        20 ms for one, and no two of these waits begin within `wait_s`.
+        `call_timeout_s`: how long a call waits for its answer. After a timeout the server counts as silent: further
+        calls end at once until it is heard again. `connect_timeout_s`: how long the first call, and later questions,
+        wait for a server that is there but has not answered yet. Other calls that find no link wait 20 ms for one, and
+        no two of these waits begin within `wait_s`.
 
-        `trace`: lookups and stores that the server is asked for belong to the trace that OpenTelemetry calls current in
-        the calling thread (where its API is installed), unless they are given a `traceparent`, the text of W3C Trace
-        Context. Servers that export no traces are told nothing of it.
+        `trace`: lookups and stores that reach the server belong to OpenTelemetry's current trace in the calling thread
+        (if its API is installed), unless they are given a `traceparent`, the text of W3C Trace Context. Nothing of it
+        is sent to servers that do not export traces.
         """
         root = Path(runtime_dir) if runtime_dir is not None else None
         target = Target(
@@ -137,23 +137,23 @@ class Client:
 
     @property
     def why_unreachable(self) -> str:
-        """Why the server cannot be reached, in words; empty while it can, and before anything was asked of it."""
+        """Why the server is unreachable; empty while it is reachable, and before the first request."""
         return self._links.why_unreachable
 
     @property
     def wants_blocks(self) -> bool:
-        """Whether the server asks which of an engine's blocks objects hold (`report_block_allocation`); False while
-        there is none. Makes no call."""
+        """Whether the server wants to know which of an engine's blocks objects hold (`report_block_allocation`); False
+        without a server. Makes no call."""
         link = self._links.look()
         return link is not None and link.wants_blocks and not link.channel.lost
 
     # --- whole operations ---------------------------------------------------------------------------------
 
     def register_layout(self, namespace: Namespace) -> bool:
-        """Tell the server of a namespace and its layout now, rather than at its first use.
+        """Register a namespace and its layout now rather than on first use.
 
-        Returns whether a server heard it; where none did, it will be told once it is there. Raises `UsageError`
-        where no object of that layout fits into the pool (each store would answer `TOO_LARGE`).
+        Returns whether a server was told; if none was, it will be told once it is there. Raises `UsageError` if no
+        object of that layout fits into the pool (each store would answer `TOO_LARGE`).
         """
 
         def register(link: Link) -> Link:
@@ -167,8 +167,8 @@ class Client:
         layout, pool_bytes = namespace.layout, link.pool.data_bytes
         if layout.nbytes > pool_bytes:
             raise UsageError(
-                f"an object of layout {layout} has {layout.nbytes:,} bytes and the pool {link.pool.name!r} only "
-                f"{pool_bytes:,}: raise l1.size_bytes, or use fewer tokens a chunk"
+                f"an object of layout {layout} has {layout.nbytes:,} bytes, but the pool {link.pool.name!r} only "
+                f"{pool_bytes:,}: raise l1.size_bytes, or use fewer tokens per chunk"
             )
         return True
 
@@ -181,8 +181,8 @@ class Client:
         blocks: EngineBlocks | None = None,
         traceparent: str = "",
     ) -> StoreResult:
-        """Store one object a key. `sources`: torch tensors or contiguous buffers of the namespace's layout. `blocks`:
-        which of an engine's blocks these are, for routers; see `report_block_allocation`, which it calls first.
+        """Store one object for each key. `sources`: torch tensors or contiguous buffers of the namespace's layout.
+        `blocks`: which of an engine's blocks these are, for routers; reported first, with `report_block_allocation`.
         `traceparent`: the trace that this belongs to; see `connect`.
 
         Returns a status for each key. Raises `UsageError` for objects that do not have the layout.
@@ -216,12 +216,12 @@ class Client:
     ) -> RetrieveResult:
         """Copy objects out, each into its own tensor or buffer of the namespace's layout.
 
-        With `prefix` it ends at the first key that is not there; otherwise every key stands for itself. `promise`
-        (of a `lookup(hold=True)` of these keys) is redeemed. What was not there is not written to; an object
-        that left, or proved damaged, while it was copied is no hit, and leaves anything behind in its target.
+        With `prefix` it ends at the first missing key; otherwise every key is independent. `promise` (of a
+        `lookup(hold=True)` of these keys) is redeemed. Targets of missing keys are not written to. An object that was
+        evicted or proved damaged during the copy is not a hit, and its target's content is undefined.
 
-        `verify`: compare the bytes with the checksum that they were stored with: "never", "first" (each object once
-        in this process; without the index: always) or "always". A damaged one is a miss, and the server drops it.
+        `verify`: compare the bytes with the checksum of the store: "never", "first" (each object once in this process;
+        without the index: always) or "always". A damaged object is a miss, and the server drops it.
         """
         keys = checked_keys(keys)
         found = spans(into, len(keys), namespace.layout, writable=True)
@@ -231,11 +231,11 @@ class Client:
     # --- an engine's pages --------------------------------------------------------------------------------
 
     def register_pages(self, groups: Sequence[PageGroup]) -> Pages:
-        """Pages of the caller's own memory, from which `store` gathers objects and into which `retrieve` scatters them,
-        without a copy in between. The memory must stay where it is for as long as the `Pages` are used.
+        """Register pages of the caller's own memory. `store` gathers objects from them and `retrieve` scatters objects
+        into them, without a copy in between. The memory must not move while the `Pages` are in use.
 
-        Raises `UsageError` for regions that do not fit into their buffers, pages of a group that lie over one another,
-        and a layout that is not as large as an object's pages. Groups may share memory.
+        Raises `UsageError` for regions that do not fit into their buffers, overlapping pages within a group, and a
+        layout whose size differs from that of an object's pages. Groups may share memory.
         """
         return Pages(self._links, self._hits, groups, self._copy_threads, self._verify)
 
@@ -249,7 +249,7 @@ class Client:
         pages_per_object: int = 1,
         valid_pages: int | None = None,
     ) -> StoreResult:
-        """Store objects out of memory that is not registered, as it moves from call to call. See `Pages.store`."""
+        """Store objects from memory that is not registered because it changes with each call. See `Pages.store`."""
         pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
         return StoreResult(pages.store([PageEntry(0, keys, page_ids, 0, valid_pages)]).statuses[0])
 
@@ -266,7 +266,7 @@ class Client:
         promise: Promise | None = None,
         verify: str | None = None,
     ) -> PagesResult:
-        """Copy objects into memory that is not registered. Each key stands for itself. See `Pages.retrieve`."""
+        """Copy objects into memory that is not registered. Every key is independent. See `Pages.retrieve`."""
         pages = self.register_pages([PageGroup(namespace, regions, pages_per_object)])
         entry = PageEntry(0, keys, page_ids, skip_pages, valid_pages)
         return pages.retrieve([entry], promises=[promise], verify=verify)
@@ -290,23 +290,22 @@ class Client:
         ask: bool = True,
         traceparent: str = "",
     ) -> LookupResult:
-        """Which keys can be served? Missing ones are looked for on the tiers (or on those named) and loaded.
+        """Which keys can be served? Missing ones are looked up on the tiers (or on the named ones) and loaded.
 
-        `wait_s`: wait that long for the loads. `hold`: keep the hits until the promise is redeemed or expires; the
-        server alone can promise, so without it the answer is `UNREACHABLE`. With `"if_possible"` the index answers
-        then, and there is no promise.
-        `deadline_s`: how long the loads may take, where that is not `wait_s` (0: 30 s in the background).
-        `prefix=False`: each key for itself. `window`: only the last so many keys of the longest run that ends in
-        them are worth loading (layers with sliding attention). `pin_s`: pin the hits for so long. `policy`: a
-        prefetch policy for this lookup alone, by name; `"retain"` keeps what it loads. `identify`: the result says
-        which incarnations were found, for `drop`; a retrieve's always does. `ask=False`: go by the index alone; what it
-        does not have is a miss. Then no call is made, but one where something was found that is to be held.
-        `traceparent`: the trace that this belongs to; see `connect`.
+        `wait_s`: how long to wait for the loads. `hold`: keep the hits until the promise is redeemed or expires; only
+        the server can promise, so without it the answer is `UNREACHABLE`. With `"if_possible"` the index answers in
+        that case, without a promise. `deadline_s`: how long the loads may take, if not `wait_s` (0: 30 s in the
+        background). `prefix=False`: every key is independent. `window`: only the last `window` keys of the longest run
+        that ends in them are worth loading (layers with sliding attention). `pin_s`: pin the hits for this long.
+        `policy`: the name of a prefetch policy for this lookup only; `"retain"` keeps what it loads. `identify`: the
+        result says which incarnations were found, for `drop`; a retrieve's always does. `ask=False`: use only the
+        index; what it does not have is a miss. Then the only call is the one that holds hits, if any. `traceparent`:
+        the trace that this belongs to; see `connect`.
         """
         keys = checked_keys(keys)
         if traceparent:
             traceparent = check_traceparent(traceparent)
-        # By position, in the order of their declaration: by name it would cost each lookup 0.2 µs.
+        # Positional, in the order of their declaration: keywords would cost each lookup 0.2 µs.
         options = ClientLookupOptions(
             bool(hold), prefix, wait_s, tiers, window, deadline_s, pin_s, policy, False, identify,
             hold == "if_possible", traceparent,
@@ -333,15 +332,15 @@ class Client:
         identify: bool = False,
         traceparent: str = "",
     ) -> LookupHandle:
-        """As `lookup`, for callers that must not block: the handle has `so_far` at once, which is what the index has,
-        and `done`, `result`, `wait` and `cancel` for the rest, which the server is asked for. One frame of keys at
-        most. Neither this nor the handle ever waits for the server, but for `wait`."""
+        """Like `lookup`, for callers that must not block. The handle has `so_far`, what the index has, at once, and
+        `done`, `result`, `wait` and `cancel` for the rest, which the server is asked for. At most one frame of keys.
+        Apart from `wait`, neither this method nor the handle ever waits for the server."""
         keys = checked_keys(keys)
         if len(keys) > BATCH_KEYS_MAX:
-            raise LimitError(f"{len(keys)} keys in lookup_nowait, and it takes {BATCH_KEYS_MAX}: ask in pages")
+            raise LimitError(f"lookup_nowait takes at most {BATCH_KEYS_MAX} keys, got {len(keys)}: split the batch")
         if traceparent:
             traceparent = check_traceparent(traceparent)
-        # By position, in the order of their declaration: by name it would cost each lookup 0.2 µs.
+        # Positional, in the order of their declaration: keywords would cost each lookup 0.2 µs.
         options = ClientLookupOptions(
             bool(hold), prefix, wait_s, tiers, window, deadline_s, pin_s, policy, False, identify,
             hold == "if_possible", traceparent,
@@ -364,13 +363,13 @@ class Client:
         """The longest prefix of a prompt, in tokens, that all KV groups of all ranks can serve: `found.tokens`.
 
         `groups`: namespace, keys and `Need` of each (see `KeyGroup`); the i-th key stands for the i-th chunk of the
-        prompt. `unit_tokens`: the tokens of a chunk, of all groups or of each. The boundary is a multiple of all of
-        them. `found.groups` says which keys each group has to load, with start and end in tokens.
+        prompt. `unit_tokens`: tokens in a chunk, one figure for all groups or one for each. The boundary is a multiple
+        of all of them. `found.groups` says which keys each group must load, with start and end in tokens.
 
-        The index answers first. The server is asked, and through it the tiers, for what a group lacks to reach the
-        boundary of the others, unless `ask` is false: then no call is made. `hold`: a call for each group that has
-        something to load keeps that in the pool; `found.promise` is one for all, `found.promises` has it by group. The
-        other options are those of `lookup`.
+        The index answers first. The server, and through it the tiers, are asked for what a group lacks to reach the
+        boundary of the others, unless `ask` is false: then no call is made. `hold`: one call for each group that has
+        something to load keeps those objects in the pool; `found.promise` covers all groups, and `found.promises`
+        splits it by group. The other options are those of `lookup`.
         """
         options = ClientLookupOptions(
             hold=bool(hold),
@@ -386,7 +385,7 @@ class Client:
     # --- the two phases -----------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Sequence[bytes], *, namespace: Namespace, traceparent: str = "") -> WriteLease:
-        """Slots to write these keys into, for those that are granted. Commit or abort the lease. `traceparent`: the
+        """Get slots to write these keys into, for those that are granted. Commit or abort the lease. `traceparent`: the
         trace that this belongs to; see `connect`."""
         keys = checked_keys(keys)
         lease = WriteLease(self._links, namespace, threads=self._copy_threads)
@@ -408,12 +407,12 @@ class Client:
         prefix: bool = True,
         optimistic: bool = False,
     ) -> ReadLease:
-        """Slots to read these keys in place. Finish the lease soon: it keeps them from being evicted.
+        """Get slots to read these keys in place. Finish the lease soon: it keeps them from being evicted.
 
-        `optimistic`: what the index has is read without a call, also while the server is gone or hangs, and nothing
-        keeps it from being evicted meanwhile. `finish` says of each position whether what was read there stands; use
-        nothing of it before. What the index does not have is a `MISS`. Where there is no index to go by, as before the
-        first call in the namespace, it is a lease like any other.
+        `optimistic`: objects in the index are read without a call, even while the server is gone or hangs, and may be
+        evicted meanwhile. `finish` says for each position whether the bytes read there are valid; use nothing before
+        that. What the index does not have is a `MISS`. Without a usable index, as before the first call in the
+        namespace, the lease is an ordinary one.
         """
         keys = checked_keys(keys)
         if optimistic and promise:
@@ -436,16 +435,14 @@ class Client:
         return lease
 
     def free_lookup_locks(self, promise: Promise | Sequence[int] | None) -> int:
-        """Give a promise of this client back unredeemed, as a whole also where it was sliced; or the server's numbers
-        of promises. Returns how many of the numbers still kept something; 0 where no server is, which hears of it as
-        soon as there is one."""
+        """Give back an unredeemed promise of this client, including all slices of it, or promises by the server's ids.
+        Returns how many of the ids still held something. Without a server returns 0; the server is told once there is
+        one."""
         if promise is None:
             return 0
         numbers = promise.numbers if isinstance(promise, Promise) else list(promise)
         if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
-            raise UsageError(
-                f"{promise!r} is neither a promise nor a list of numbers of promises: give one promise a call"
-            )
+            raise UsageError(f"{promise!r} is neither a promise nor a list of promise ids: pass one promise per call")
         try:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
         except (DisconnectedError, LimitError):
@@ -453,13 +450,13 @@ class Client:
             return 0
 
     def _free_later(self, promises: Sequence[int]) -> None:
-        """With the next call. Takes no lock: a finalizer may call this."""
+        """Free them with the next call. Takes no lock: a finalizer may call this."""
         self._links.free_later(promises)
 
     def renew(self, promise: Promise) -> Promise:
-        """The same promise with its time begun anew, and with it that of all its slices. Raises `LeaseExpiredError`
-        where some of it keeps nothing any more, as it was redeemed, given back, or too old, and `DisconnectedError`. A
-        promise is renewed by the client that it was made to."""
+        """The same promise with a new term, which all its slices share. Raises `LeaseExpiredError` if part of it no
+        longer holds anything because it was redeemed, given back, or expired, and `DisconnectedError`. Only the client
+        that got a promise can renew it."""
         ttl_s = math.inf
         for number in promise.numbers:
             reply = self._ask(partial(_renewal, number))
@@ -470,53 +467,53 @@ class Client:
         """Register this process's mapping of the pool with CUDA: GPUs then read and write slots directly, and copies
         with `non_blocking=True` are asynchronous. Lasts until the last view of the mapping is gone.
 
-        False: it was registered already, so calling this again costs nothing; after a reconnect to a new pool it is
-        needed again. Raises `UsageError` without torch or a GPU, `PoolError` where CUDA refuses, `NotAttachedError`
-        where this client does not map the pool, and `DisconnectedError`.
+        Returns False if it was registered already, so repeated calls are free; after a reconnect to a new pool, call it
+        again. Raises `UsageError` without torch or a GPU, `PoolError` if CUDA refuses, `NotAttachedError` if this
+        client does not map the pool, and `DisconnectedError`.
         """
         return pin_for_cuda(self._links.current(patient=True).mapped().mapping)
 
     # --- everything else ----------------------------------------------------------------------------------
 
     def end_session(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Release every lease and promise of this client; views die. It can go on with new ones.
+        """Release every lease and promise of this client; views become invalid. The client can continue with new ones.
 
-        Waits up to `timeout_s` for copies that other threads make; what has not ended by then keeps its lease until it
-        has. Raises `DisconnectedError`.
+        Waits up to `timeout_s` for copies by other threads; an unfinished copy keeps its lease until it ends. Raises
+        `DisconnectedError`.
         """
         self._links.end_session(timeout_s)
 
     def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.ClearedReply:
-        """Forget a namespace (None: everything), as a fence; with `tiers`, there too. Everything is for the server's
-        own user and root to clear: `UsageError` for others."""
+        """Clear a namespace (None: everything), as a fence; with `tiers`, on the tiers, too. Only the server's own user
+        and root may clear everything: `UsageError` for others."""
         if namespace is None:
             return expect(self._ask(lambda rid: m.Clear(rid, None, tiers)), m.ClearedReply)
-        # Registered first: only the server's own user clears what it has not registered.
+        # Registered first: only the server's own user may clear a namespace that it has not registered.
         chosen = namespace.id
         make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
         return expect(self._links.asked(make, patient=True), m.ClearedReply)
 
     def clear_by_id(self, namespace_id: int | None, *, tiers: bool = False) -> m.ClearedReply:
-        """The same for the server's own user, who may name a namespace by its id alone."""
+        """The same for the server's own user, who may name a namespace by its id."""
         return expect(self._ask(lambda rid: m.Clear(rid, namespace_id, tiers)), m.ClearedReply)
 
     def drop(
         self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int], tiers: bool = True
     ) -> int:
-        """These objects are not to be served again: they proved wrong, or nobody wants them. How many were in the pool.
+        """Stop serving these objects, because they are wrong or no longer wanted. Returns how many were in the pool.
 
-        `incarnations`: which ones, as the result of a retrieve, or of a lookup with `identify`, has them; positions
-        where it has 0 are left alone. What has been stored under the same key since stays. With `tiers` what tiers
-        have under these keys is deleted, too, in the background: a tier does not know incarnations. One whose medium
-        allows no deletes keeps them, and the next lookup may load them again: there only `clear` helps. Raises
-        `UsageError` for a namespace that is not this client's, and `DisconnectedError`.
+        `incarnations`: which ones, from the result of a retrieve, or of a lookup with `identify`; positions with 0 are
+        left alone. An object stored later under the same key stays. With `tiers` the objects with these keys are
+        deleted from the tiers, too, in the background; tiers do not know incarnations. A tier whose medium allows no
+        deletes keeps them, and the next lookup may load them again: only `clear` helps there. Raises `UsageError` for a
+        namespace that this client has not registered, and `DisconnectedError`.
         """
         return self._drop(keys, namespace, incarnations, tiers=tiers, damaged=False)
 
     def report_damaged(self, keys: Sequence[bytes], *, namespace: Namespace, incarnations: Sequence[int]) -> int:
-        """The bytes of these objects in the pool are not what was stored: nobody is given them any more, and later
-        misses say `DAMAGED`. How many were in the pool. What tiers have was checked on its way and stays. See
-        `drop`."""
+        """Report that the bytes of these objects in the pool are not what was stored: they are no longer served, and
+        later misses say `DAMAGED`. Returns how many were in the pool. Objects on tiers stay: each is checked when it is
+        loaded. See `drop`."""
         return self._drop(keys, namespace, incarnations, tiers=False, damaged=True)
 
     def _drop(
@@ -527,7 +524,7 @@ class Client:
             raise UsageError(f"{len(incarnations)} incarnations for {len(keys)} keys: give one for each key")
         for number in incarnations:
             if type(number) is not int or not 0 <= number < 1 << 64:
-                raise UsageError(f"{number!r} is not an incarnation: give those that a retrieve or a lookup has found")
+                raise UsageError(f"{number!r} is not an incarnation: use those that a retrieve or lookup returned")
         chosen = [at for at, number in enumerate(incarnations) if number]
         dropped = 0
         for first in range(0, len(chosen), BATCH_KEYS_MAX):
@@ -545,30 +542,30 @@ class Client:
     def explain(
         self, keys: Sequence[bytes] | None = None, *, namespace: Namespace, tokens: Tokens | None = None
     ) -> list[KeyExplanation]:
-        """Where keys are, or why they are not there: in the pool and on every tier, which are asked for it.
+        """Where keys are, or why they are missing: in the pool, and on every tier, each of which is asked.
 
-        Give `keys`, or `tokens`, from which they are derived with the server's chunk size. A namespace that this
-        client has not used yet is registered by the question: who can say all of it may ask about it.
+        Give `keys`, or `tokens`, from which keys are derived with the server's chunk size. If this client has not used
+        the namespace yet, it is registered first.
         """
         if (keys is None) == (tokens is None):
-            raise UsageError("explain takes either keys or tokens: give one of them")
+            raise UsageError("explain takes either keys or tokens, and exactly one of them")
         return self._links.asked(lambda link: _explain(link, keys, namespace, tokens), patient=True)
 
     def wait_stored(self, keys: Sequence[bytes], *, namespace: Namespace, timeout_s: float = 30.0) -> list[StoredKey]:
-        """Wait until the tiers have these keys, or never will: one `StoredKey` for each, in their order.
+        """Wait until the tiers have these keys or never will. Returns one `StoredKey` for each key, in order.
 
-        Returns when nothing of them is on its way to a tier any more, at the latest after `timeout_s`; the server holds
-        its answer back until then. By the tiers' books: no medium is asked (`explain` asks them). `stored` says whether
-        every tier that was to have the key has it; `lost` and `why` say what was in the way. What was stored before
-        this call counts, by any client; a store of `client.store` that has returned was. Raises `DisconnectedError`
-        where there is no server, or it goes meanwhile; of one that is stopped and answers nothing, `call_timeout_s` of
-        `connect` (10 s) after its answer was due: a server that pauses for less is not taken for dead. Raises
-        `UsageError` for a `timeout_s` that is no time.
+        Returns when none of the keys is on its way to a tier any more, after `timeout_s` at the latest; the server
+        holds its answer back until then. This uses the server's accounts of the tiers; `explain` asks the media.
+        `stored` says whether every tier that should have the key has it; `lost` and `why` give the reasons if not.
+        Everything stored before this call counts, by any client, including a `client.store` that has returned. Raises
+        `DisconnectedError` without a server, or if it goes away meanwhile; for a server that is stopped,
+        `call_timeout_s` of `connect` (10 s) after its answer was due, so that a shorter pause is not taken for its
+        death. Raises `UsageError` for an invalid `timeout_s`.
         """
         return wait_stored(self._links, checked_keys(keys), namespace, timeout_s)
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
-        """The same for tools that know an id and a layout and no more; it is registered by that."""
+        """The same for tools that know only an id and a layout, with which the namespace is registered."""
         keys = checked_keys(keys)
 
         def explain(link: Link) -> list[KeyExplanation]:
@@ -584,7 +581,7 @@ class Client:
     def pin_by_id(
         self, namespace_id: int, layout: Layout, keys: Sequence[bytes], *, ttl_s: float = PIN_TTL_S
     ) -> list[Status]:
-        """The same for tools that know an id and a layout and no more; one frame of keys."""
+        """The same for tools that know only an id and a layout; at most one frame of keys."""
         blob = join_keys(checked_keys(keys))
 
         def pin(link: Link) -> m.Reply:
@@ -598,16 +595,16 @@ class Client:
         return expect(self._ask(m.ConfigRequest), m.StatusReply).status
 
     def unpin(self, keys: Sequence[bytes], *, namespace: Namespace) -> list[Status]:
-        """End pins before their time."""
+        """End pins before they expire."""
         return self._pages(keys, namespace, lambda blob, rid: m.Unpin(rid, namespace.id, blob))
 
     def query_prefetch_status(self, job: int) -> m.LookupReply:
-        """How far the loads of a lookup are; `done` when they have ended. Of a lookup with `hold` that found nothing at
-        first, the first query after its loads makes the promise, which is the caller's."""
+        """Progress of the loads of a lookup; `done` when they have ended. For a lookup with `hold` that found nothing
+        at first, the first query after its loads makes the promise, which the caller owns."""
         return self._lookups.status_of(job)
 
     def query_lookup_hits(self, job: int) -> m.LookupReply:
-        """What will be a hit, as soon as the tiers have answered and before the loads end."""
+        """What will be a hit. Available as soon as the tiers have answered, before the loads end."""
         return self._lookups.whole(expect(self._ask(lambda rid: m.QueryLookupHits(rid, job)), m.LookupReply))
 
     def lease_status(self, lease_id: int) -> m.LeaseState:
@@ -619,7 +616,7 @@ class Client:
         return expect(self._ask(m.GetChunkSize), m.ChunkSize).tokens
 
     def status(self) -> dict[str, Any]:
-        """The server's account of itself."""
+        """The server's status, as a nested dict."""
         return expect(self._ask(m.StatusRequest), m.StatusReply).status
 
     def tiers_list(self) -> list[dict[str, Any]]:
@@ -627,20 +624,20 @@ class Client:
         return expect(self._ask(m.Tiers), m.TiersReply).tiers
 
     def tiers_add(self, tier: str, settings: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Use one more tier, as the last in order. `settings`: its table, as in the file; `texts`: settings as in
-        flags, by dotted name. Raises `SettingsError`, `PluginError` or `UsageError` with the server's words."""
+        """Add a tier as the last in the order. `settings`: its table, as in the file; `texts`: settings as in flags, by
+        dotted name. Raises `SettingsError`, `PluginError` or `UsageError` with the server's message."""
         self._change_tier("add", tier, settings, texts)
 
     def tiers_reconfigure(self, tier: str, settings: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> None:
-        """Change settings of a tier; those not named stay. One that was drained is stored to again."""
+        """Change settings of a tier; the others stay as they are. A drained tier accepts stores again."""
         self._change_tier("reconfigure", tier, settings, texts)
 
     def tiers_drain(self, tier: str) -> None:
-        """Store nothing more there. What waits for it still goes out; what it has is served."""
+        """Stop storing to a tier. What is waiting for it is still written, and its objects are still served."""
         self._change_tier("drain", tier)
 
     def tiers_remove(self, tier: str) -> None:
-        """Forget a tier at once; its objects stay on the medium."""
+        """Remove a tier at once; its objects stay on the medium."""
         self._change_tier("remove", tier)
 
     def _change_tier(
@@ -653,12 +650,12 @@ class Client:
         self._ask(lambda rid: m.ChangeTier(rid, action, tier, dict(settings or {}), dict(texts or {})))
 
     def report_block_allocation(self, keys: Sequence[bytes], blocks: EngineBlocks, *, namespace: Namespace) -> int:
-        """Say which of an engine's blocks these keys hold, in the order of a prefix, so that routers which hear the
-        server's KV events learn it. Before or after the store; for objects that are on tiers, too. Of how many keys
-        somebody is told: 0 where nobody asks, and nothing need be reported for now; `wants_blocks` says that without a
-        call.
+        """Report which of an engine's blocks these keys hold, in prefix order, so that routers that listen to the
+        server's KV events learn it. May be called before or after the store, and for objects on tiers, too. Returns the
+        number of keys that were passed on; 0 if nobody listens, and nothing needs to be reported for now.
+        `wants_blocks` says that without a call.
 
-        Raises `UsageError` where `blocks` does not have as many hashes for each key.
+        Raises `UsageError` if `blocks` does not have the same number of hashes for each key.
         """
         keys = checked_keys(keys)
         told = 0
@@ -669,18 +666,19 @@ class Client:
         return told
 
     def record_start(self, directory: str | Path, **settings: Any) -> None:
-        """Have the server record what it is asked for into a directory of its machine, which has no recording yet.
-        `settings`: as in the table [record]. Until it ends, hits cost a call. Raises `UsageError` with its words."""
+        """Make the server record its requests into a directory on its machine that has no recording yet. `settings`: as
+        in the table [record]. Until the recording ends, hits cost a call. Raises `UsageError` with the server's
+        message."""
         where = str(Path(directory).absolute())
         self._ask(lambda rid: m.ChangeRecording(rid, where, settings))
 
     def record_stop(self) -> None:
-        """End the recording; all of it is written when this returns. Raises `UsageError` where there is none."""
+        """End the recording; when this returns, all of it is written. Raises `UsageError` if there is none."""
         self._ask(lambda rid: m.ChangeRecording(rid, None))
 
     def quotas(self) -> list[dict[str, Any]]:
-        """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`: of each `used_bytes`,
-        `reserved_bytes`, `limit_bytes`. The one without a name is all namespaces that no tenant has."""
+        """The tenants with a quota: `tenant`, `namespaces` as hexadecimal text, and `stores`, each with `used_bytes`,
+        `reserved_bytes` and `limit_bytes`. The entry without a name covers all namespaces without a tenant."""
         found: list[dict[str, Any]] = []
         while True:
             first = len(found)
@@ -695,32 +693,32 @@ class Client:
         stores: Mapping[str, Mapping[str, int | None]],
         namespaces: Sequence[int] | None = None,
     ) -> None:
-        """Set or change a tenant's quotas. `stores`: by `l1` or a tier's name `reserved_bytes` and `limit_bytes`;
-        stores that are not named stay as they are, and so do `namespaces`, where they are None. It is kept when this
-        returns, and done in steps. Raises `UsageError` or `SettingsError` with the server's words."""
+        """Set or change a tenant's quotas. `stores`: `reserved_bytes` and `limit_bytes`, by `l1` or a tier's name;
+        stores that are not named stay as they are, and so do `namespaces` if None. When this returns, the change is
+        saved; it is carried out in steps. Raises `UsageError` or `SettingsError` with the server's message."""
         told = {store: dict(figures) for store, figures in stores.items()}
         ids = None if namespaces is None else list(namespaces)
         self._ask(lambda rid: m.SetQuota(rid, tenant, ids, told))
 
     def quota_remove(self, tenant: str) -> None:
-        """End a tenant's quotas; what it has stays. Raises `UsageError` for an unknown one."""
+        """Remove a tenant's quotas; its objects stay. Raises `UsageError` for an unknown tenant."""
         self._ask(lambda rid: m.RemoveQuota(rid, tenant))
 
     def companions(self) -> Mapping[str, Mapping[str, Any]] | None:
-        """What the server's companions have for workers, by name, as its hello said. None: no server has answered this
-        client yet. Makes no call."""
+        """What the server's companions offer to workers, by name, from the server's welcome. None if no server has
+        answered this client yet. Makes no call."""
         link = self._links.look()
         return None if link is None else link.companions
 
     def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
-        """Call an operation of a companion, as its package documents it. Raises `UsageError` where there is no such
-        companion or operation, and for anyone but the server's own user over the lifeline."""
+        """Call an operation of a companion, as its package documents it. Raises `UsageError` if there is no such
+        companion or operation, and for everybody except the server's own user over the lifeline."""
         return expect(self._ask(lambda rid: m.Operate(rid, companion, operation, arguments)), m.Operated).result
 
     def call_operation(self, operation: str, request: msgspec.Struct, reply: type[_Reply]) -> _Reply:
-        """Call an operation that a package brought to the server, with its own request and reply. Raises `UsageError`
-        where there is no such operation, for a request that it does not understand, and for anyone but the server's own
-        user over the lifeline."""
+        """Call an operation that a plugin added to the server, with its own request and reply types. Raises
+        `UsageError` if there is no such operation, for a request that it does not understand, and for everybody except
+        the server's own user over the lifeline."""
         body = msgspec.msgpack.encode(request)
         answer = expect(self._ask(lambda rid: m.CallOperation(rid, operation, body)), m.OperationReply)
         try:
@@ -731,9 +729,10 @@ class Client:
     def warm(
         self, namespace_id: int, layout: Layout, keys: Sequence[bytes], tiers: Sequence[str], wait_s: float
     ) -> int:
-        """Have objects loaded and kept ahead of requests, which all go first; how many of the keys are there now.
+        """Load objects into the pool and keep them, ahead of requests, which have priority. Returns how many of the
+        keys are in the pool now.
 
-        For tools that found them on a tier, with an id and a layout and no more. One frame of keys at most.
+        For tools that found the keys on a tier and know only an id and a layout. At most one frame of keys.
         """
         keys = checked_keys(keys)
         blob = join_keys(keys)
@@ -746,11 +745,11 @@ class Client:
         return expect(self._links.asked(warm, patient=True), m.LookupReply).hits
 
     def ping(self, payload: bytes = b"") -> bytes:
-        """Round trip with a payload."""
+        """A round trip with a payload."""
         return expect(self._ask(lambda rid: m.Ping(rid, payload)), m.Pong).payload
 
     def noop(self) -> None:
-        """Round trip without one."""
+        """A round trip without a payload."""
         self._ask(m.Noop)
 
     def _ask(self, make: Callable[[int], m.Message]) -> m.Reply:
@@ -771,10 +770,10 @@ class Client:
         return statuses
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the session: every lease is released, every view dies. Idempotent.
+        """End the session: release every lease, invalidate every view. Idempotent.
 
-        Waits up to `timeout_s` for copies that other threads make. What has not ended by then, and tensors and arrays
-        that somebody still has, keep their slots from everybody until they are dropped.
+        Waits up to `timeout_s` for copies by other threads. Copies that have not ended by then, and tensors and arrays
+        that are still referenced, keep their slots reserved until they are dropped.
         """
         self._links.close(timeout_s)
 
@@ -787,12 +786,12 @@ class Client:
         self.close()
 
     def __del__(self) -> None:
-        """Dropped without `close`, its descriptors close with the last view or tensor, which tells the server: the
-        connection has ended and the life lock is free. Nothing is sent and no lock is taken, for this may run inside
-        any."""
+        """If a client is dropped without `close`, its descriptors close with the last view or tensor. That tells the
+        server: the connection has ended and the life lock is free. Nothing is sent and no lock is taken, because this
+        may run inside any lock."""
         if not sys.is_finalizing() and hasattr(self, "_made_at") and self._links.connected:
             warnings.warn(
-                f"a client of {self._name!r} was dropped and not closed; it was made at {self._made_at}",
+                f"a client of {self._name!r} was dropped without close(); it was made at {self._made_at}",
                 ResourceWarning,
                 source=self,
                 stacklevel=2,
@@ -824,7 +823,7 @@ def _explain(
 
 
 def _caller() -> str:
-    """FILE:LINE of the code that is not ours."""
+    """FILE:LINE of the calling code outside this library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("lmcache_core."):
         frame = frame.f_back

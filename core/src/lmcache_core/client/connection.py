@@ -1,6 +1,6 @@
-"""One connection to a server, over either carrier. Sends whole frames, receives whole frames.
+"""One connection to a server, over either carrier. Sends and receives whole frames.
 
-Nothing here waits unless it is given a deadline to wait until: who opens a link takes one step at a time.
+Nothing here waits unless it is given a deadline: a link is opened in steps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from lmcache_core.client.address import CurveKeys
     from lmcache_core.trust import Trust
 
-_POLL_S = 1.0  # how long one blocking receive lasts before the deadline is looked at again
-_POLL_MAX_S = 86_400.0  # the longest that poll is asked to wait at once: it counts milliseconds in an int
+_POLL_S = 1.0  # how long one blocking receive lasts before the deadline is checked again
+_POLL_MAX_S = 86_400.0  # the longest wait passed to poll, which counts milliseconds in an int
 _DONTWAIT = int(socket.MSG_DONTWAIT)
 _WAIT, _DO_NOT_WAIT = (0,), (_DONTWAIT,)  # flags of a receive
-_BACKLOG_POLL_S = 0.001  # nothing tells when a full backlog has room again
-_FULL_POLL_S = 0.005  # nor when ZMQ's queue of 1,024 frames has, without taking the receiver's wake-up
+_BACKLOG_POLL_S = 0.001  # nothing signals when a full backlog has room again
+_FULL_POLL_S = 0.005  # nor when ZMQ's queue of 1,024 frames has, except by taking the receiver's wake-up
 _FD = struct.Struct("i")
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _ROOM = (socket.CMSG_SPACE(_FD.size),)
@@ -45,53 +45,52 @@ _FIRST = ("first",)
 class Connection(ABC):
     """`send` and `poll` may be called by any thread; `connect` and `receive` by one at a time.
 
-    `deadline` is a time of the caller's clock; one that is past means: do not wait.
+    `deadline` is a time on the caller's clock; one in the past means: do not wait.
     """
 
     carrier: str
 
     @abstractmethod
     def connect(self) -> bool:
-        """One step towards being connected, which waits for nothing. False: the server's backlog is full, try again.
-        Raises `DisconnectedError` where there is no server, and where there is one that is not to be trusted."""
+        """One step towards a connection, without waiting. False: the server's backlog is full, try again. Raises
+        `DisconnectedError` if there is no server, or an untrusted one."""
 
     @abstractmethod
     def poll(self, deadline: float) -> None:
-        """Wait until there may be something to do: a frame, an end, or, before it is connected, another try."""
+        """Wait until there may be something to do: a frame, an end, or, before it is connected, another attempt."""
 
     @abstractmethod
     def send(self, frame: bytes, deadline: float) -> bool:
-        """Send a frame. False: the server does not read, and there was no room until the deadline; nothing was sent.
+        """Send a frame. False: the server does not read, there was no room until the deadline, and nothing was sent.
         Raises `DisconnectedError`."""
 
     @abstractmethod
     def send_waiting(self, frames: deque[bytes]) -> None:
-        """Send as many of these frames as there is room for now, and take out those that were sent. Each is sent once,
-        also where an interrupt ends this half way and it is called again. One thread at a time; raises
-        `DisconnectedError`."""
+        """Send as many of these frames as there is room for, and remove them. Each is sent once, even if an interrupt
+        ends this half way and it is called again. One thread at a time; raises `DisconnectedError`."""
 
     @abstractmethod
     def receive(self, deadline: float) -> memoryview | None:
-        """The next frame, or None at the deadline, and now and then before it. Raises `DisconnectedError`. The same
-        frame again, until `received` is called: a reader that is interrupted on the way loses nothing."""
+        """The next frame, or None at the deadline, and sometimes earlier. Raises `DisconnectedError`. Returns the same
+        frame again until `received` is called, so an interrupted reader loses nothing."""
 
     received: Callable[[], None]
-    """The last frame has been dealt with."""
+    """Mark the last frame as handled."""
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether the server has hung up. Looks, and waits for nothing."""
+        """Whether the server has hung up. Does not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Idempotent. A receive under way in another thread ends."""
+        """Idempotent. Ends a receive in another thread."""
 
     @abstractmethod
     def close_in_child(self) -> None:
         """In a forked child: close our end of the parent's connection without ending it."""
 
     def take_fd(self) -> Descriptor:
-        """The pool's descriptor, that came with the first frame; now the caller's. A closed one where none came."""
+        """The pool's descriptor, which came with the first frame; the caller owns it now. Closed if none came."""
         return Descriptor()
 
 
@@ -101,10 +100,11 @@ class LifelineConnection(Connection):
     carrier = "lifeline"
 
     def __init__(self, sock: socket.socket, path: Path | None = None, trust: Trust | None = None) -> None:
-        """`path`: where to connect to, and `trust`: to whom. Without them the socket is connected."""
-        self._sock = sock  # with the two that follow, all that `__del__` needs: no interrupt comes between them
-        self._first: dict[str, Any] = {}  # what came of receiving the first frame, which may bring a descriptor
-        self._taken = False  # that one, by whoever owns it now
+        """`path`: where to connect; `trust`: which users to accept there. Without them the socket is already
+        connected."""
+        self._sock = sock  # `__del__` needs only this and the next two: no interrupt comes between them
+        self._first: dict[str, Any] = {}  # the received first frame, which may bring a descriptor
+        self._taken = False  # whether that descriptor has an owner now
         self._trust = trust
         self._path = path
         self._connected = False
@@ -119,7 +119,8 @@ class LifelineConnection(Connection):
 
     @classmethod
     def to(cls, path: Path, trust: Trust) -> LifelineConnection:
-        """A connection that is yet to be made. Raises `DisconnectedError` without a descriptor for it."""
+        """A connection that is not made yet. Raises `DisconnectedError` if the process has no descriptor left for
+        it."""
         try:
             return cls(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC), path, trust)
         except OSError as error:
@@ -133,7 +134,7 @@ class LifelineConnection(Connection):
                 with contextlib.closing(self._trust.open_socket_directory(self._path)) as directory:
                     self._sock.connect(f"/proc/self/fd/{directory.fileno()}/{self._path.name}")
                 self._trust.check_peer(self._sock, str(self._path))
-            except BlockingIOError:  # a server that is stopped has a backlog that fills up
+            except BlockingIOError:  # a stopped server's backlog fills up
                 return False
             except OSError as error:
                 raise DisconnectedError(
@@ -145,7 +146,7 @@ class LifelineConnection(Connection):
     def _now_connected(self) -> None:
         self._connected = True
         self._sock.settimeout(None)
-        # The kernel's own timer: one system call a receive instead of a poll and a receive.
+        # The kernel's own timer: one system call per receive instead of a poll and a receive.
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_POLL_S), 0))
 
     def poll(self, deadline: float) -> None:
@@ -185,7 +186,7 @@ class LifelineConnection(Connection):
                 # All of it in C: an interrupt comes before or after it, never between a frame and its length.
                 if self._first:
                     lengths.extend(map(self._receive_now, flags))
-                else:  # it may carry the pool's descriptor; no later frame does
+                else:  # it may carry the pool's descriptor; later frames never do
                     first = map(self._sock.recvmsg_into, ([self._buffer],), _ROOM, (flags[0] | _CLOEXEC,))
                     lengths.extend(map(_LENGTH, map(self._first.setdefault, _FIRST, first)))
             except BlockingIOError:
@@ -230,35 +231,35 @@ class LifelineConnection(Connection):
 
 
 class ZmqConnection(Connection):
-    """A DEALER. ZMQ sockets are for one thread: a lock guards it, and an eventfd wakes the receiving thread where
-    another thread's send has eaten the edge of the socket's descriptor.
+    """A DEALER socket. ZMQ sockets are for one thread: a lock guards it, and an eventfd wakes the receiving thread if
+    another thread's send has consumed the socket's edge-triggered event.
 
-    ZMQ would reconnect without a word, to a server that does not know us. A monitor tells of the end instead, and
-    of a server that is not there or does not let us in, so that no call waits in vain.
+    ZMQ would silently reconnect to a server that does not know us. A monitor reports the end of a connection instead,
+    and servers that are absent or refuse us, so that no call waits in vain.
     """
 
     carrier = "zmq"
 
     def __init__(self, address: str, curve: CurveKeys | None, trust: Trust) -> None:
-        self._closed = True  # until all of it is made
+        self._closed = True  # until everything is set up
         import zmq
         from zmq.utils.monitor import recv_monitor_message
 
         self._zmq = zmq
         if address.startswith("tcp://") and curve is None:
-            raise UsageError(f"{address} is reached over tcp and needs keys: pass curve=CurveKeys(…)")
+            raise UsageError(f"{address} needs CURVE keys because it uses tcp: pass curve=CurveKeys(…)")
         trust.check_ipc(address)
         self._address = address
         self._endings = {
             int(zmq.EVENT_DISCONNECTED): "went away",
             int(zmq.EVENT_CONNECT_RETRIED): "does not answer; is it running?",
-            int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "does not let this key in: put its .key into zmq.curve_clients_dir",
+            int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "refuses this key: put its .key file into zmq.curve_clients_dir",
             int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "could not agree on keys: is server_public its public key?",
             int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "broke the handshake off: is server_public its public key?",
         }
         self._read_event = recv_monitor_message
         self._lock = threading.Lock()
-        self._frames: deque[bytes] = deque()  # the frame received, until `received`
+        self._frames: deque[bytes] = deque()  # the received frame, until `received`
         self.received = self._frames.clear
         self._sent: deque[tuple[bytes, Any]] = deque(maxlen=1)
         self._polling = False
@@ -277,7 +278,7 @@ class ZmqConnection(Connection):
         undo.callback(self._context.term)
         self._socket = self._context.socket(zmq.DEALER)
         undo.callback(self._socket.close)
-        self._send_now = partial(zmq.backend.Socket.send, self._socket)  # `Socket.send` is Python code around this
+        self._send_now = partial(zmq.backend.Socket.send, self._socket)  # `Socket.send` is a Python wrapper around this
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 1024)
         self._socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
@@ -297,7 +298,7 @@ class ZmqConnection(Connection):
         self._poller.register(self._wake_fd, select.POLLIN)
 
     def connect(self) -> bool:
-        return True  # it connects on its own threads, and sends what has waited for that
+        return True  # ZMQ connects on its own threads and then sends what has waited
 
     def poll(self, deadline: float) -> None:
         left = deadline - time.monotonic()
@@ -305,10 +306,10 @@ class ZmqConnection(Connection):
             closed = self._closed
             there = not closed and int(self._socket.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN
         if left > 0 and not closed and not there:
-            poller = select.poll()  # one of our own: a poll object is for one thread at a time
+            poller = select.poll()  # one of our own, because a poll object is for one thread at a time
             for fd in (self._socket.fileno(), self._monitor.fileno()):
                 poller.register(fd, select.POLLIN)
-            # Another thread may eat the edge that this one waits for, so it does not wait for long.
+            # Another thread may consume the edge that this one waits for, so it waits only briefly.
             poller.poll(min(left, _FULL_POLL_S) * 1000)
 
     def send(self, frame: bytes, deadline: float) -> bool:
@@ -372,7 +373,7 @@ class ZmqConnection(Connection):
             return False
 
     def _check(self) -> None:
-        """Raise `DisconnectedError` where the connection has ended. The caller holds the lock."""
+        """Raise `DisconnectedError` if the connection has ended. The caller holds the lock."""
         if self._closed:
             raise DisconnectedError("the connection is closed")
         while int(self._monitor.getsockopt(self._zmq.EVENTS)) & self._zmq.POLLIN:
@@ -381,12 +382,12 @@ class ZmqConnection(Connection):
                 raise DisconnectedError(f"the server at {self._address} {self._endings[event]}")
 
     def close_in_child(self) -> None:
-        # ZMQ's own threads did not come along: the socket can only be forgotten. pyzmq does so by process id.
+        # ZMQ's own threads do not exist in the child, so the socket can only be abandoned. pyzmq does so by process id.
         self._closed = True
         self._close_wake_fd()
 
     def __del__(self) -> None:
-        """As `close`, but for the lock: nobody else is here."""
+        """Like `close`, but without the lock: no other thread has a reference."""
         if not self._closed:
             self._closed = True
             self._socket.disable_monitor()
@@ -417,7 +418,7 @@ class ZmqConnection(Connection):
 def _send_each_once(
     frames: deque[bytes], sent: deque[tuple[bytes, Any]], send: Callable[..., Any], flags: tuple[int]
 ) -> None:
-    """Send and take out, until `send` raises. `sent`: the last one that went out, which an interrupt may have left in
+    """Send and remove frames until `send` raises. `sent`: the last frame sent, which an interrupt may have left in
     `frames`."""
     while frames:
         frame = frames[0]
@@ -430,15 +431,15 @@ def _ready(fd: int, events: int, timeout_s: float) -> bool:
     if fd < 0:
         raise DisconnectedError("the connection is closed")
     if timeout_s <= 0 and events == select.POLLOUT:
-        return False  # it was tried just now
+        return False  # the previous attempt was just now
     poller = select.poll()
     poller.register(fd, events)
     return bool(poller.poll(min(max(0.0, timeout_s), _POLL_MAX_S) * 1000))
 
 
 def _check_descriptors(count: int) -> None:
-    """Raise `OSError` where this process may not open so many more. For a library that ends the process where it finds
-    none left half way."""
+    """Raise `OSError` if this process cannot open `count` more descriptors. For a library that aborts the process if it
+    runs out half way."""
     with contextlib.ExitStack() as opened:
         for _ in range(count):
             opened.callback(os.close, os.eventfd(0, os.EFD_CLOEXEC))

@@ -1,8 +1,8 @@
 """Bytes between the caller's tensors or buffers and the pool's slots.
 
-CPU tensors and buffers are copied by the C extension, a batch in one call: past the caches where that pays, by
-several threads where that pays, with a checksum on the way if one is wanted. Without the extension it is one `memmove`
-an object, which needs neither torch nor numpy and releases the GIL too. A tensor on a device is copied by torch.
+The C extension copies CPU tensors and buffers, a batch in one call: with non-temporal stores and several threads if
+that is faster, and with a checksum on the way if requested. Without the extension, each object is one `memmove`, which
+needs neither torch nor numpy and also releases the GIL. torch copies tensors on a device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lmcache_core.native import native
 from lmcache_core.pool.cores import usable_cores
 from lmcache_core.pool.layout import Layout
 
-_BYTES = ("B", "c")  # plain bytes, of layouts that are no more: uint8, and float8, which no buffer says
-# What a buffer says of its items, by dtype. None says bfloat16: arrays carry it as uint16.
+_BYTES = ("B", "c")  # plain bytes, of layouts that no buffer format describes: uint8 and float8
+# The buffer formats for each dtype. None exists for bfloat16: arrays carry it as uint16.
 _FORMATS = {
     "float64": ("d",),
     "float32": ("f",),
@@ -54,7 +54,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of(view: memoryview) -> int:
-    """Where a buffer lies, also a read-only one. The caller keeps `view` for as long as it uses the address."""
+    """The address of a buffer, also of a read-only one. The caller keeps `view` while it uses the address."""
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), ctypes.c_int(0))
     try:
@@ -64,14 +64,14 @@ def address_of(view: memoryview) -> int:
 
 
 Span = tuple[int, Any]
-"""One object of the caller's: its address on the host (0: on a device), and the buffer or tensor that keeps it.
+"""One of the caller's objects: its address on the host (0: on a device), and the buffer or tensor that keeps it alive.
 
-A plain tuple: a named one costs 0.2 µs more to make, for each object of a batch.
+A plain tuple: a named one takes 0.2 µs longer to make, for each object of a batch.
 """
 
 
 def spans(objects: Sequence[Any], count: int, layout: Layout, *, writable: bool) -> list[Span]:
-    """Check the caller's objects against the layout. Raises `UsageError` naming the position and the cure."""
+    """Check the caller's objects against the layout. Raises `UsageError` that names the position and the cure."""
     if len(objects) != count:
         raise UsageError(f"{len(objects)} objects for {count} keys: give one for each key")
     return [_span(each, position, layout, writable) for position, each in enumerate(objects)]
@@ -84,11 +84,11 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
         view = memoryview(each)
     except TypeError:
         raise UsageError(
-            f"object {position} is a {type(each).__name__}: give a torch tensor or something with a buffer"
+            f"object {position} is a {type(each).__name__}: pass a torch tensor or an object with a buffer"
         ) from None
-    except (ValueError, BufferError) as error:  # an array of a type that buffers have no name for, as bfloat16
+    except (ValueError, BufferError) as error:  # an array of a type that buffers cannot express, such as bfloat16
         raise UsageError(
-            f"object {position} shows no buffer ({error}): view it as integers (array.view('uint16'))"
+            f"object {position} has no buffer ({error}): view it as integers (array.view('uint16'))"
         ) from None
     if not view.c_contiguous:
         raise UsageError(f"object {position} is not contiguous: copy it first (numpy.ascontiguousarray)")
@@ -103,7 +103,7 @@ def _span(each: Any, position: int, layout: Layout, writable: bool) -> Span:
     if view.ndim > 1 and view.itemsize == layout.itemsize and view.shape != layout.shape:
         raise UsageError(f"object {position} has shape {view.shape} and its layout is {layout}: reshape it")
     if not view.readonly:
-        return _addressof(_from_buffer(view)), view  # 0.15 µs; what also takes read-only buffers 0.8
+        return _addressof(_from_buffer(view)), view  # 0.15 µs; the way that also takes read-only buffers needs 0.8
     if writable:
         raise UsageError(f"object {position} is read-only: retrieve needs writable buffers")
     return address_of(view), view
@@ -125,9 +125,9 @@ _FREE = 1 << 16  # TEAM_FREE of core/native/team.h
 
 
 def copying_threads(wanted: CopyThreads) -> int:
-    """What the extension takes for `Client.connect(copy_threads=wanted)`. Raises `UsageError`.
+    """The extension's argument for `Client.connect(copy_threads=wanted)`. Raises `UsageError`.
 
-    "auto": up to four, as many as a job's bytes are worth and processors have nothing to do when it begins.
+    "auto": at most four, limited by the size of the job and the number of processors that are idle when it begins.
     """
     if wanted == "auto":
         return _FREE + max(1, min(COPY_THREADS_AUTO_MAX, usable_cores()))
@@ -135,9 +135,10 @@ def copying_threads(wanted: CopyThreads) -> int:
 
 
 def threads_to_copy(wanted: int) -> int:
-    """How many threads may copy at once: `wanted`, or what suits this machine if that is 0. Raises `UsageError`.
+    """How many threads may copy at once: `wanted`, or a default for this machine if that is 0. Raises `UsageError`.
 
-    Half of the processors that are ours, since the engine and the server need theirs; a few fill any memory bus.
+    The default is half of the processors available to this process, since the engine and the server need theirs; a few
+    saturate any memory bus.
     """
     if not isinstance(wanted, int) or not 0 <= wanted <= COPY_THREADS_MAX:
         raise UsageError(
@@ -155,9 +156,9 @@ def copy_in(
     threads: int = 1,
     checksums: bool = False,
 ) -> bytes:
-    """The caller's objects into their slots: (position, offset from `base`) of each.
+    """Copy the caller's objects into their slots: (position, offset from `base`) of each.
 
-    With `checksums` returns the xxh3_64 of what was copied, a u64 for each of `slots` in their order; else nothing.
+    With `checksums` returns the xxh3_64 of what was copied, a u64 for each of `slots` in order; else an empty result.
     """
     chosen = list(slots)
     targets = array("Q", [base + offset for _, offset in chosen])
@@ -180,10 +181,10 @@ def copy_out(
     threads: int = 1,
     checksums: bool = False,
 ) -> array[int]:
-    """The slots, (position, offset from `base`) of each, into the caller's objects.
+    """Copy slots, (position, offset from `base`) of each, to the caller's objects.
 
-    With `checksums` returns the xxh3_64 of what was copied, for each of `slots` in their order: of the copy, for a slot
-    may be written to at any time. Else nothing.
+    With `checksums` returns the xxh3_64 of each copy, in the order of `slots`: computed on the copy, because a slot may
+    be written to at any time. Else an empty result.
     """
     chosen = list(slots)
     sources = array("Q", [base + offset for _, offset in chosen])
@@ -195,7 +196,7 @@ def copy_out(
     for at, (position, offset) in enumerate(chosen):
         if not targets[at]:
             slot, owner = _slot_tensor(base + offset, layout), found[position][1]
-            if checksums:  # a device's memory is not read back for it
+            if checksums:  # device memory is not read back for it
                 slot = slot.clone()
                 sums[at] = array("Q", checksums_of(array("Q", [slot.data_ptr()]), layout.nbytes, threads))[0]
             owner.copy_(slot.reshape(owner.shape))
@@ -206,7 +207,7 @@ def copy_out(
 
 
 def _of_hosts(targets: array[int], sources: array[int]) -> tuple[array[int], array[int]]:
-    """The pairs of which neither is on a device."""
+    """The pairs in which neither side is on a device."""
     pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target and source]
     return array("Q", [target for target, _ in pairs]), array("Q", [source for _, source in pairs])
 
@@ -219,7 +220,7 @@ def _copy(targets: array[int], sources: array[int], nbytes: int, threads: int, c
 
 
 def checksums_of(addresses: array[int], nbytes: int, threads: int = 1) -> bytes:
-    """The xxh3_64 of so many bytes at each address, a u64 each."""
+    """The xxh3_64 of `nbytes` at each address, as u64."""
     way = _checksums_plainly if native is None else native.checksum_many
     return way(addresses, nbytes, threads)
 
@@ -232,7 +233,7 @@ def _copy_plainly(targets: array[int], sources: array[int], nbytes: int, threads
 
 
 def _checksums_plainly(addresses: array[int], nbytes: int, threads: int) -> bytes:
-    del threads  # of Python's there would have to be a pool, for what is the way without
+    del threads  # the fallback would need a Python thread pool for it
     kind, checksum = ctypes.c_char * nbytes, xxhash.xxh3_64_intdigest
     return array("Q", [checksum(kind.from_address(address)) for address in addresses]).tobytes()
 
@@ -242,15 +243,15 @@ def _slot_tensor(address: int, layout: Layout) -> Any:
 
 
 def tensor_of(view: memoryview, layout: Layout) -> Any:
-    """A torch tensor of the layout over these bytes, without a copy. torch is imported only here."""
+    """A torch tensor of the layout over these bytes, without a copy. Only this function imports torch."""
     import torch
 
     return torch.frombuffer(view, dtype=getattr(torch, layout.dtype)).reshape(layout.shape)
 
 
 def weakly(tensor: Any) -> Callable[[], Any]:
-    """What gives a tensor for as long as anybody has it, and None afterwards. One that Python has dropped may live on
-    in torch's C++, which a plain weak reference must not be asked about."""
+    """A callable that returns the tensor while anybody has it, and None afterwards. A tensor that Python has dropped
+    may live on in torch's C++, and a plain weak reference must not be used on such a tensor."""
     from torch.utils.weak import TensorWeakRef
 
     tie: Callable[[], Any] = TensorWeakRef(tensor)

@@ -1,4 +1,4 @@
-"""Which blocks of an engine some keys hold, as it reports them for routers."""
+"""Which of an engine's blocks some keys hold, reported for routers."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from lmcache_core.protocol import messages as m
 
 @dataclass(frozen=True)
 class EngineBlocks:
-    """Blocks in the order of a prefix, as many for each key: each follows the one before it, the first one `parent`."""
+    """Blocks in prefix order, the same number for each key. Each block follows the one before it, and the first follows
+    `parent`."""
 
     hashes: Sequence[bytes]
     block_size: int  # tokens
-    parent: bytes | None = None  # the hash of the block before the first; None: the prompt begins here
+    parent: bytes | None = None  # the hash of the block before the first; None: the prompt starts here
     lora_id: int | None = None
     lora_name: str | None = None
-    group: int | None = None  # of the KV cache, where the engine has several
-    token_ids: Sequence[int] = ()  # of all the blocks; content, so give them only where routers are to have them
+    group: int | None = None  # of the KV cache, if the engine has several
+    token_ids: Sequence[int] = ()  # of all the blocks; this is content, so pass them only if routers need them
 
     def pages(self, keys: int) -> Iterator[tuple[int, _ReportPage]]:
-        """What goes into one frame each, with the position of its first key."""
+        """The content of each frame, with the position of its first key."""
         each = len(self.hashes) // keys if keys else 0
         if not keys or not each or each * keys != len(self.hashes) or self.block_size < 1:
             raise UsageError(
-                f"{len(self.hashes)} hashes of blocks of {self.block_size} tokens for {keys} keys: give as many for "
-                "each key, and a size above 0"
+                f"{len(self.hashes)} hashes of blocks of {self.block_size} tokens for {keys} keys: give the same "
+                "number for each key, and a size above 0"
             )
         if self.token_ids and len(self.token_ids) != len(self.hashes) * self.block_size:
             raise UsageError(

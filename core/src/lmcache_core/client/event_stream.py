@@ -1,4 +1,4 @@
-"""The server's events, for processes on its node: a connection to the socket of its subscriber `stream`."""
+"""The server's events, for processes on its node: a connection to the socket of the `stream` subscriber."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CONNECT_S = 1.0
 
 
 def connect_events(config: Mapping[str, Any], server_uid: int | None) -> socket.socket | None:
-    """A connection that does not block, for a server with these settings (`client.config()`); None where it streams no
-    events. Its packets, of up to `PACKET_BYTES_MAX`, are whole lines of JSON; an empty one is the stream's end. Raises
+    """A non-blocking connection, for a server with these settings (`client.config()`); None if it streams no events.
+    Its packets, of up to `PACKET_BYTES_MAX`, are whole lines of JSON; an empty one ends the stream. Raises
     `DisconnectedError`."""
     settings = config["subscribers"].get("stream")
     if settings is None:
@@ -28,13 +28,13 @@ def connect_events(config: Mapping[str, Any], server_uid: int | None) -> socket.
 
 
 def _connected(path: Path, server_uid: int | None) -> socket.socket:
-    """The server's end is its user's, or nothing is taken from it."""
+    """Check that the server's end belongs to its user before anything is read from it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(CONNECT_S)
         directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            sock.connect(f"/proc/self/fd/{directory}/{path.name}")  # a path of any length
+            sock.connect(f"/proc/self/fd/{directory}/{path.name}")  # works for paths of any length
         finally:
             os.close(directory)
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
@@ -43,7 +43,7 @@ def _connected(path: Path, server_uid: int | None) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise DisconnectedError(f"the server's events cannot be had at {path}: {error.strerror or error}") from error
+        raise DisconnectedError(f"cannot connect to the event socket {path}: {error.strerror or error}") from error
     except BaseException:
         sock.close()
         raise

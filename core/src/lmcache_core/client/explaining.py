@@ -1,4 +1,4 @@
-"""Why did it miss? What the server and its tiers say about keys, put together, key by key."""
+"""Why did it miss? Combines what the server and its tiers say about each key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lmcache_core.tiers.l1 import Stored, TierReason
 
 L1_NAME = "l1"
 ON_ITS_WAY = "on_its_way"
-# Of these the L1 knows more than any tier; after the others a tier was the last chance that the key had.
+# For these, the L1 knows more than any tier; after the others, a tier was the key's last chance.
 _L1_HAS_THE_WORD = {
     Reason.BEING_WRITTEN, Reason.OTHER_LAYOUT, Reason.CLEARED, Reason.EXPIRED, Reason.WRITER_DIED, Reason.ABORTED,
     Reason.QUOTA, Reason.NO_ROOM,
 }  # fmt: skip
 _SENTENCES = {
     Reason.NONE: "it is not in the pool",
-    Reason.NEVER_STORED: "nobody has offered it to this server{since}",
+    Reason.NEVER_STORED: "it was never stored through this server{since}",
     Reason.EVICTED: "evicted from the pool {age} by {policy}{pushed}",
     Reason.EXPIRED: "its writer{who} did not commit in time: its lease expired {age}",
     Reason.CLEARED: "cleared {age}{by}",
@@ -31,13 +31,13 @@ _SENTENCES = {
     Reason.TIER_ERROR: "its load from a tier failed {age}",
     Reason.LATE: "its load from a tier was not done in time {age}",
     Reason.DAMAGED: "found damaged {age}",
-    Reason.DROPPED: "left the pool {age}, as the store policy or a temporary load wanted it",
+    Reason.DROPPED: "removed from the pool {age} by the store policy, or after a temporary load",
     Reason.WRITER_DIED: "its writer{who} died before the commit {age}",
     Reason.BEING_WRITTEN: "it is being written now",
-    Reason.NO_ROOM: "refused {age}: the pool was full of what could not be evicted",
-    Reason.OTHER_LAYOUT: "the pool has it under another layout than this session registered",
+    Reason.NO_ROOM: "refused {age}: the pool was full and nothing could be evicted",
+    Reason.OTHER_LAYOUT: "the pool has it with another layout than this session registered",
     Reason.ABORTED: "its writer{who} gave up {age}",
-    Reason.UNVERIFIABLE: "its reader wants everything checked, and it has no checksum",
+    Reason.UNVERIFIABLE: "its reader wants all objects verified, but it has no checksum",
 }
 _TIER_SENTENCES: dict[str, str] = {
     TierReason.THROTTLED: "dropped by its full queue {age}",
@@ -49,34 +49,34 @@ _TIER_SENTENCES: dict[str, str] = {
     TierReason.GONE: "gone from it {age}",
 }
 
-# What helps against a reason, where something does: docs/operating/why-did-it-miss.md has the same table.
+# The cure for a reason, if there is one: docs/operating/why-did-it-miss.md has the same table.
 _HELPS = {
     "never_stored": "compare namespaces; look at the engine's side",
     "evicted": "a larger pool or tier; another policy (`lmcache-core simulate`)",
     "throttled": 'a faster tier, more `connections`; `dirty = "wait"`',
-    "tier_error": "`lmcache-core status`, the tier's logs",
-    "late": "`lmcache-core status`, the tier's logs",
-    "damaged": "look at the medium",
-    "no_room": "look for leases and pins that nobody ends",
+    "tier_error": "see `lmcache-core status` and the tier's logs",
+    "late": "see `lmcache-core status` and the tier's logs",
+    "damaged": "check the medium for errors",
+    "no_room": "look for leases and pins that are never ended",
     "quota": "`status` names the culprit (`l1.tenants`, `l1.holders`)",
-    "expired": "look at the worker",
-    "writer_died": "look at the worker",
-    "aborted": "look at the worker",
-    "other_layout": "one layout for one namespace",
-    "gone": "look for whoever deletes on the tier's medium",
-    "unverifiable": "have writers give checksums, or verify less",
+    "expired": "look at the worker's logs",
+    "writer_died": "look at the worker's logs",
+    "aborted": "look at the worker's logs",
+    "other_layout": "use one layout for each namespace",
+    "gone": "find out what deletes objects on the tier's medium",
+    "unverifiable": "make writers pass checksums, or relax `verify`",
 }
-# Counted without being anybody's answer about one key: the name → what it means, and whose advice holds.
+# Counted, but not the answer about a single key: the name → its meaning, and whose advice applies.
 _COUNTED = {
-    "behind_a_miss": ("it stands behind the key that ends its prefix: nobody asked why it misses, too", ""),
+    "behind_a_miss": ("it follows the first miss of its prefix, so it was not looked up", ""),
     "loading": ("it is on its way from a tier", ""),
 }
 
 
 @dataclass(frozen=True)
 class MissReason:
-    """What a count of misses stands for: `word` is what `explain` says, `means` a sentence, and `helps` what to do
-    about it, empty where nothing is wrong."""
+    """A reason by which misses are counted: `word` is what `explain` says, `means` a sentence, and `helps` what to do
+    about it, empty if nothing is wrong."""
 
     word: str
     means: str
@@ -86,13 +86,15 @@ class MissReason:
 def counted_reasons() -> dict[str, MissReason]:
     """By the names under which `status` and the metrics count misses."""
     said = sentences()
-    words = [str(reason) for reason in Reason if reason not in (Reason.NONE, Reason.UNVERIFIABLE)]  # that, clients say
+    words = [
+        str(reason) for reason in Reason if reason not in (Reason.NONE, Reason.UNVERIFIABLE)
+    ]  # only clients say that
     found = {word: MissReason(word, said[word], _HELPS.get(word, "")) for word in words}
     return found | {name: MissReason(name, means, helps) for name, (means, helps) in _COUNTED.items()}
 
 
 def sentences() -> dict[str, str]:
-    """What each reason means: the word → the sentences of the pool and the tiers, without what only a case can tell."""
+    """What each reason means: the word → the sentences of the pool and the tiers, without details of a single case."""
     general = dict.fromkeys(("since", "pushed", "who", "by", "words"), "") | {
         "age": "before",
         "policy": "the eviction policy",
@@ -107,8 +109,8 @@ def sentences() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TierWord:
-    """What one tier says about one key. `found` is None where it did not answer; `reason`: why not, or how it lost
-    the key (empty: it knows nothing of it), at `at_unix_s`, `age_s` ago; `words` are the tier's own."""
+    """What one tier says about one key. `found` is None if the tier did not answer. `reason`: why not, or how it lost
+    the key (empty: it knows nothing about it), at `at_unix_s`, `age_s` ago. `words` are the tier's own."""
 
     tier: str
     found: bool | None
@@ -121,11 +123,11 @@ class TierWord:
 
 @dataclass(frozen=True)
 class KeyExplanation:
-    """Where one key is, or why it is not there.
+    """Where one key is, or why it is missing.
 
-    `where`: "l1" and the tiers that say they have it; any of them makes it a hit. `reason`: one word for a miss
-    ("loading" for what is on its way), with its time where one is remembered; `by`: the eviction policy or session
-    behind it. `why`: all of it in a sentence.
+    `where`: "l1" and the tiers that have it; any of them makes it a hit. `reason`: one word for a miss ("loading" if it
+    is on its way), with its time if one is remembered. `by`: the eviction policy or session that caused it. `why`: all
+    of this in a sentence.
     """
 
     key: bytes
@@ -140,7 +142,7 @@ class KeyExplanation:
 
 
 def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[KeyExplanation]:
-    """Ask about any number of keys, a frame at a time. The server refuses namespaces that the session has not
+    """Explain any number of keys, one frame at a time. The server refuses namespaces that the session has not
     registered."""
     told: list[KeyExplanation] = []
     for first in range(0, len(keys), EXPLAIN_KEYS_MAX):
@@ -155,7 +157,7 @@ def explain_pages(link: Link, keys: Sequence[bytes], namespace_id: int) -> list[
 
 
 def explained(reply: m.Explained, keys: Sequence[bytes]) -> list[KeyExplanation]:
-    """What a reply says of the keys that were asked about."""
+    """What a reply says about the requested keys."""
     lost_at, sessions = array("d", reply.lost_at), array("Q", reply.sessions)
     tiers = [(tier, array("d", tier.lost_at)) for tier in reply.tiers]
     told = []
@@ -179,7 +181,7 @@ def _explain(
     age_s = None if at_unix_s is None else max(0.0, reply.now - at_unix_s)
     session_word = _session(reply, session)
     by = reply.eviction_policy if reason is Reason.EVICTED else session_word
-    since = f", or so long ago that it is forgotten (over {_for(reply.now - reply.remembers_since)})"
+    since = f", or so long ago that it was forgotten (over {_for(reply.now - reply.remembers_since)})"
     sentence = _SENTENCES[reason].format(
         age=_ago(age_s),
         policy=reply.eviction_policy,

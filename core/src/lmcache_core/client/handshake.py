@@ -1,4 +1,4 @@
-"""A link in the making: what is done in each of its states (`link_states.py`), one step at a time, without waiting."""
+"""A link in the making: what to do in each of its states (`link_states.py`), one step at a time, without waiting."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from lmcache_core.client.channel import Orphans, Pending
     from lmcache_core.pool.lifelock import LifeLock
 
-_FOREVER_S = math.inf  # who makes the link says how long it waits; the channel does not
+_FOREVER_S = math.inf  # the maker of the link decides how long to wait, not the channel
 
 
 class Handshake:
-    """Connect, say hello, map the pool, attach. The caller calls `step` until `link` is there, or gives it up.
+    """Connect, say hello, map the pool, attach. The caller calls `step` until `link` is there, or abandons it.
 
-    Errors end it: `DisconnectedError` where no server answers, and `LimitError`, `VersionError`, `PoolError` where
-    one refuses or cannot be used; the caller closes it then.
+    Errors end it: `DisconnectedError` if no server answers, and `LimitError`, `VersionError` or `PoolError` if one
+    refuses or cannot be used; the caller then closes it.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Handshake:
         orphans: Orphans,
         now: float,
     ) -> None:
-        """`held`: the leases that are to go on over the new link, and under its life lock. `previous`: the link before,
-        which has ended."""
+        """`held`: the leases to continue over the new link, under its life lock. `previous`: the link before, which has
+        ended."""
         self.began_s = now
         self._target = target
         self._client_id = client_id
@@ -63,7 +63,7 @@ class Handshake:
         return self._link if self.channel.state is LinkState.OPEN else None
 
     def step(self) -> bool:
-        """Do what the state asks for. False: the server has not answered yet."""
+        """Do what the state requires. False: the server has not answered yet."""
         event = _STEPS[self.channel.state](self)
         if event is not None:
             self.channel.move(event)
@@ -124,13 +124,13 @@ class Handshake:
         return self.channel.start(make, extra_s=_FOREVER_S, blocks=False)
 
     def close(self, why: str) -> None:
-        """Give it up, or hand it over: `close` of what is open is the link's."""
+        """Abandon it. Once open, closing is the link's job."""
         self.channel.close(why)
         if self._link is not None:
-            self._link.life_lock = None  # or that row would seem to be taken for as long as this is kept
+            self._link.life_lock = None  # otherwise the row would seem taken as long as this object lives
 
     def close_in_child(self) -> None:
-        """In a forked child: it is the parent's."""
+        """In a forked child: the connection is the parent's."""
         self.channel.connection.close_in_child()
         if self._link is not None:
             self._link.close_in_child()

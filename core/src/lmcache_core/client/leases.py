@@ -1,4 +1,4 @@
-"""Leases as context managers: views on the pool for as long as the lease lives."""
+"""Leases as context managers: views of the pool that are valid while the lease lives."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ if TYPE_CHECKING:
     from lmcache_core._native import Index
 
 _ZERO = array("Q", [0])
-# How the server says that it has ended a lease.
+# The answers with which the server ends a lease.
 _ENDED: dict[type[CacheError], Status] = {LeaseExpiredError: Status.EXPIRED, ClearedError: Status.CLEARED}
 
 
 def _position(given: Any) -> int:
-    """A whole number of whatever kind. None of a mask: `True` would be position 1."""
+    """A whole number of any numeric type. bool is refused: in a mask, `True` would be position 1."""
     if not isinstance(given, bool) and "bool" not in str(getattr(given, "dtype", "")):
         with contextlib.suppress(TypeError):
             return operator.index(given)
-    raise UsageError(f"{given!r} is not a position: give whole numbers from 0 on; of a mask, where it is True")
+    raise UsageError(f"{given!r} is not a position: give whole numbers from 0 up; for a mask, the indexes of True")
 
 
 class Lease(ABC):
-    """A batch of slots. Positions count the keys that were asked for; those not granted have no view.
+    """A batch of slots. Positions count the requested keys; those not granted have no view.
 
-    Views and tensors die with the lease: a view raises `ValueError` afterwards, a tensor is empty. Where another thread
-    ends the client or its session, a tensor that somebody has, and a view that is in use, keep their slots until they
-    are dropped.
+    Views and tensors become invalid with the lease: a view raises `ValueError`, a tensor is empty. If another thread
+    ends the client or its session, tensors that are still referenced, and views in use, keep their slots until they are
+    dropped.
     """
 
-    _settles_by: ClassVar[type[m.Settle]]  # what ends a position that nothing else has ended
+    _settles_by: ClassVar[type[m.Settle]]  # ends the positions that nothing else has ended
 
     def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
-        """`copying`: the call that copies to or from the slots itself, where they are not lent to the caller."""
+        """`copying`: the call that copies to or from the slots, if they are not lent to the caller."""
         self._links = links
         self._occupancy = links.occupancy
         self._namespace = namespace
@@ -72,26 +72,26 @@ class Lease(ABC):
         self._unsettled = holding.unsettled
         self.reasons: list[Reason] = []
         self._offsets: array[int] = array("Q")
-        self._checksums: array[int] = array("Q")  # of what is in the slots, 0 where it is not known
-        self.incarnations: array[int] = array("Q")  # of what may be read, by position; 0 where there is none
-        self._asked: Page | None = None  # also where another thread has ended the holding meanwhile
-        self._no_more: tuple[Status, Reason] | None = None  # what further pages answer
+        self._checksums: array[int] = array("Q")  # of the slots' content, 0 if unknown
+        self.incarnations: array[int] = array("Q")  # of the readable objects, by position; 0 if there is none
+        self._asked: Page | None = None  # set even if another thread has ended the holding meanwhile
+        self._no_more: tuple[Status, Reason] | None = None  # the answer for further pages
         self.traceparent = ""  # of the trace that its requests belong to
         self._occupancy.open(self, holding)
 
     @property
     def id(self) -> int:
-        """The lease's number, 0 before the server gave it one."""
+        """The lease's id, 0 before the server assigns one."""
         return self._holding.id
 
     @property
     def expired(self) -> bool:
-        """The server said so; it waits for our answer, which is the next settling call."""
+        """Whether the server has said so; it waits for our answer, which is the next settling call."""
         return self._holding.expired
 
     @property
     def granted(self) -> list[int]:
-        """The positions that have a slot and are not settled."""
+        """Positions that have a slot and are not settled."""
         return list(self._unsettled)
 
     @property
@@ -99,16 +99,16 @@ class Lease(ABC):
         return self._holding.link
 
     def extend(self, make: Callable[[int, int], m.Message], count: int) -> None:
-        """One more page: send `make(rid, lease id)`. A server that is gone grants nothing.
+        """One more page: send `make(rid, lease id)`. Without a server nothing is granted.
 
-        Positions count through all pages, here and at the server. After a page that was refused, or that nobody
-        answered, the two may count differently, so no other follows: it would settle the slots of other keys.
+        Positions count through all pages, here and at the server. After a page that was refused or not answered, the
+        two counts may differ, so no other page follows: it would settle the slots of other keys.
         """
         holding, first = self._holding, len(self.statuses)
         if holding.barred:
             self.add_ungranted(Status.ABORTED, Reason.NONE, count)
             return
-        if self._no_more is None and holding.over:  # given up, and not looked after: nothing may be granted
+        if self._no_more is None and holding.over:  # given up and no longer tracked: nothing may be granted
             self._no_more = Status.UNREACHABLE, Reason.NONE
         if self._no_more is not None:
             self.add_ungranted(*self._no_more, count)
@@ -118,7 +118,7 @@ class Lease(ABC):
             try:
                 reply = self._page_over(holding.link or self._links.current(), make, first, count)
             except ForgottenError:
-                if holding.id:  # of a lease that has begun, only the session that has it gives more
+                if holding.id:  # only the session that owns a lease can extend it
                     raise
                 reply = self._page_over(self._links.current(), make, first, count)  # see `Links.asked`
         except CacheError as error:
@@ -127,7 +127,7 @@ class Lease(ABC):
         self._take(reply, first, count)
 
     def _take(self, reply: m.Granted, first: int, count: int) -> None:
-        """Note what was granted of a page."""
+        """Record what was granted of a page."""
         answered = grant_statuses(reply.statuses)
         self.statuses += answered
         self.reasons += miss_reasons(reply.reasons, count)
@@ -139,7 +139,7 @@ class Lease(ABC):
         self._holding.page = self._asked = None
 
     def refuse(self, error: CacheError, count: int) -> None:
-        """Nothing of a page was granted, or what was goes back. Raises the error where it is the caller's mistake."""
+        """Nothing of a page was granted, or it is given back. Raises the error if it is the caller's mistake."""
         self._occupancy.cancel_page(self._holding, self._asked)
         ended = _ENDED.get(type(error))
         self._no_more = self._links.refused(error) if ended is None else (ended, Reason.NONE)
@@ -158,7 +158,7 @@ class Lease(ABC):
     def _granting(self, link: Link, make: Callable[[int, int], m.Message], first: int, count: int) -> m.Reply:
         holding, channel = self._holding, link.channel
         pending = channel.expecting()
-        # Before the server knows of it: an interrupt may come at any time.
+        # Before the server knows of it, because an interrupt may come at any time.
         self._asked = holding.page = Page(first, count, link, pending)
         channel.send(pending, lambda rid: link.traced(make(rid, holding.id), self.traceparent))
         return channel.wait(pending)
@@ -167,12 +167,12 @@ class Lease(ABC):
 
     @property
     def holding(self) -> Holding:
-        """What it holds, for the occupancy."""
+        """What the lease holds, for the occupancy."""
         return self._holding
 
     def start(self, link: Link, make: Callable[[int, int], m.Message], count: int) -> Pending:
-        """As `extend`, for the first page and no other, without waiting: the call under way, for `hear`. Where it
-        fails, now or later, it is for `refuse`."""
+        """Like `extend`, for the first and only page, without waiting: returns the pending call, for `hear`. If it
+        fails, now or later, call `refuse`."""
         self._occupancy.asking(self._holding, link)
         pending = link.channel.expecting()
         self._asked = self._holding.page = Page(0, count, link, pending)
@@ -180,15 +180,15 @@ class Lease(ABC):
         return pending
 
     def hear(self, link: Link, reply: m.Reply, count: int) -> None:
-        """The server has answered what was started."""
+        """Take the server's answer to `start`."""
         granted = expect(reply, m.Granted)
         if granted.lease and not self._occupancy.granted(self._holding, link, granted.lease):
             raise DisconnectedError("the link was lost while this was granted")
         self._take(granted, 0, count)
 
     def tell(self, kind: type[m.Settle], positions: Sequence[int], checksums: bytes = b"") -> Pending:
-        """Say what became of positions, one frame of them at most, without waiting for the answer. Nobody touches
-        their slots any more. Raises `DisconnectedError`: then `leave` says it when the server can be reached."""
+        """Settle positions, at most one frame of them, without waiting for the answer. Their slots must no longer be in
+        use. Raises `DisconnectedError`: then `leave` tells the server when it is reachable."""
         link = self._link
         assert link is not None
         pending = link.channel.start(settle_page(kind, self.id, positions, checksums), blocks=False)
@@ -197,14 +197,14 @@ class Lease(ABC):
         return pending
 
     def leave(self) -> None:
-        """Nothing of it is ours any more, and the server is told so, without waiting, of what it does not know yet."""
+        """Give up the whole lease, and tell the server without waiting, as far as it does not know yet."""
         if self._unsettled or self._holding.page is not None:
             self._occupancy.settle(self._holding)
         else:
             self._occupancy.ended(self._holding)
 
     def add_ungranted(self, status: Status, reason: Reason, count: int) -> None:
-        """Positions that nobody was asked for, or that nobody answered."""
+        """Add positions that were not requested, or not answered."""
         self.statuses += [status] * count
         self.reasons += [reason] * count
         self._offsets.extend(_ZERO * count)
@@ -212,7 +212,7 @@ class Lease(ABC):
         self.incarnations.extend(_ZERO * count)
 
     def slots(self, first: int) -> tuple[Mapping, list[tuple[int, int]]]:
-        """The mapping (hold it while its address is used), and (position, offset) of every slot from `first` on."""
+        """The mapping (keep it while its address is in use), and (position, offset) of every slot from `first` on."""
         link = self._link
         assert link is not None
         offsets = self._offsets
@@ -224,16 +224,16 @@ class Lease(ABC):
         """The bytes of the slot at this position, without a copy."""
 
     def tensor(self, position: int) -> Any:
-        """The slot as a torch tensor of the layout, without a copy. Needs the extra `torch`. One of a read lease may
-        not be written to: torch knows no read-only tensors, so the write ends the process with SIGSEGV (after
-        `pin_memory`, which registers the writable mapping alone, nothing stops it)."""
+        """The slot as a torch tensor of the layout, without a copy. Needs the extra `torch`. Do not write to the tensor
+        of a read lease: torch has no read-only tensors, so the write ends the process with SIGSEGV (after `pin_memory`,
+        which registers only the writable mapping, nothing prevents it)."""
         lender = self._lent(position, fenced=self._settles_by is m.FinishRead)
         tensor = tensor_of(memoryview(lender).cast("B"), self._namespace.layout)
         self._holding.note_tensor(tensor)
         return tensor
 
     def _lent(self, position: int, *, fenced: bool = False) -> Any:
-        """What lends the slot's memory. For as long as it lives, the slot counts as occupied. `fenced`: a write to it
+        """An object that lends the slot's memory. While it lives, the slot counts as occupied. `fenced`: a write to it
         faults."""
         offset = self._offset(position)
         link = self._link
@@ -251,30 +251,30 @@ class Lease(ABC):
         return self._offsets[position]
 
     def renew(self) -> float:
-        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`, also where the
-        server holds nothing for it: of an optimistic lease, and of one without a server."""
+        """Ask for more time. Returns the seconds that are left now. Raises `LeaseExpiredError`, also for a lease that
+        the server does not know: an optimistic one, or one without a server."""
         if not self.id:
             raise LeaseExpiredError("the server holds nothing for this lease: there is nothing to renew")
         reply = self._link_now().channel.call(lambda rid: m.RenewLease(rid, self.id))
         return expect(reply, m.Renewed).ttl_s
 
     def _link_now(self) -> Link:
-        """The link to speak over: the lease's own, or a later one to the same server."""
+        """The link to use: the lease's own, or a later one to the same server."""
         if self._holding.barred == PARENTS:
             raise LeaseExpiredError(f"lease {self.id:x} has ended: {PARENTS}")
         link = self._link
         if link is None or link.channel.found_lost():
             try:
                 before, link = link, self._links.current()
-            except LimitError as error:  # answers a call that asks for slots, and none that gives some back
+            except LimitError as error:  # meant for a call that asks for slots, not for one that gives some back
                 raise DisconnectedError(str(error)) from error
             if before is None or link.epoch != before.epoch:
                 raise LeaseExpiredError(f"lease {self.id:x} ended with the server that gave it")
         return link
 
     def _settle(self, kind: type[m.Settle], chosen: Sequence[int], checksums: bytes = b"") -> None:
-        """Tell the server what became of these positions, which are open, in ascending order, and note what it answers.
-        `checksums`: a u64 for each, where they are known."""
+        """Tell the server what became of these positions, which are open and ascending, and record its answers.
+        `checksums`: a u64 for each, if known."""
         try:
             for first in range(0, len(chosen), BATCH_KEYS_MAX):
                 page = chosen[first : first + BATCH_KEYS_MAX]
@@ -295,23 +295,23 @@ class Lease(ABC):
         except CacheError as error:
             self.settle_after(error)
             raise
-        # A call that copies page by page ends it when it is through: what it asks for until then is looked after, too.
+        # A call that copies page by page ends the holding itself, because its later pages are tracked, too.
         if not self._unsettled and self._holding.page is None and self._holding.copying is None:
             self.end()
 
     def settle_quietly(self, kind: type[m.Settle], first: int = 0, checksums: bytes = b"") -> None:
-        """Settle what is left from `first` on. What came between becomes the positions' status."""
-        with contextlib.suppress(CacheError):  # the positions are ours, so nothing here is the caller's mistake
+        """Settle what is left from `first` on. Errors become the positions' status."""
+        with contextlib.suppress(CacheError):  # the positions are ours, so no error here is the caller's mistake
             self._settle(kind, [position for position in list(self._unsettled) if position >= first], checksums)
 
     def _chosen(self, positions: Iterable[int] | None) -> list[int]:
-        """Open positions that the caller has named (None: all), in ascending order, each once: runs of them are said
+        """The open positions that the caller has named (None: all), ascending and unique, because runs of them are sent
         as ranges."""
         if positions is None:
             return list(self._unsettled)
         try:
             named = iter(positions)
-        except TypeError:  # also of an array without dimensions, which says that it is iterable
+        except TypeError:  # also for an array without dimensions, which claims to be iterable
             kind = type(positions).__name__
             raise UsageError(f"positions is a {kind}: give a list of positions, or None for all") from None
         chosen = {each if type(each) is int else _position(each) for each in named}
@@ -323,8 +323,8 @@ class Lease(ABC):
         return sorted(chosen)
 
     def settle_after(self, error: CacheError) -> None:
-        """Our copies have ended, and this came of saying so. Where the server has not ended the lease by itself, it is
-        told what is left of it, without waiting; a reconnect will not declare it."""
+        """Our copies have ended, and reporting that failed. If the server has not ended the lease by itself, tell it
+        what is left, without waiting; a reconnect will not declare the lease."""
         left, ended = list(self._unsettled), _ENDED.get(type(error))
         status = ended or (Status.UNREACHABLE if isinstance(error, DisconnectedError) else Status.EXPIRED)
         self._no_more = status, Reason.NONE
@@ -335,16 +335,16 @@ class Lease(ABC):
             self.statuses[position] = status
 
     def end(self) -> None:
-        """Nothing of it is ours any more: views and tensors die."""
+        """Give up the whole lease: views and tensors become invalid."""
         holding = self._holding
         self._occupancy.ended(holding)
         if holding.tensors:
             holding.empty_tensors()
-        if holding.views:  # somebody may still hold a slice of one: the mapping stays for that slice, the slot does not
+        if holding.views:  # a slice may still be referenced: the mapping stays for it, the slot does not
             holding.release_views()
 
     def close(self) -> None:
-        """End it, whatever is left: uncommitted positions are aborted, unfinished ones are finished. Idempotent."""
+        """End the lease: uncommitted positions are aborted, unfinished ones are finished. Idempotent."""
         if not self._holding.over:
             if self._holding.page is None:
                 self.settle_quietly(self._settles_by)
@@ -362,14 +362,14 @@ class Lease(ABC):
 
 
 class WriteLease(Lease):
-    """Slots to write. What is not committed when the block ends is aborted."""
+    """Slots to write. Positions that are not committed when the block ends are aborted."""
 
     _settles_by = m.AbortStore
 
     def __init__(
         self, links: Links, namespace: Namespace, copying: Presence | None = None, *, threads: int = 1
     ) -> None:
-        """`threads` may take checksums at once."""
+        """`threads`: how many may compute checksums at once."""
         super().__init__(links, namespace, copying)
         self._threads = threads
 
@@ -385,12 +385,12 @@ class WriteLease(Lease):
     def commit(self, positions: Sequence[int] | None = None, *, checksums: bool = True) -> list[Status]:
         """Publish these positions (None: all that are left). The caller has written every byte of them.
 
-        Their checksums are taken from the slots: one more pass over the bytes, at the speed at which memory is read, by
-        the client's `copy_threads`. Without `checksums` nobody can check them: readers with `verify="always"` do not
-        get them, and no next server adopts them.
+        Checksums are computed from the slots: one more pass over the bytes, at the speed of reading memory, by the
+        client's `copy_threads`. Without `checksums` nobody can verify the objects: readers with `verify="always"` do
+        not get them, and a later server does not adopt them.
 
-        Returns the statuses of all positions of the lease. Raises `LeaseExpiredError` where the lease did not
-        live until now, and `ClearedError`; then nothing of what is left was published.
+        Returns the statuses of all positions of the lease. Raises `LeaseExpiredError` if the lease has ended before
+        now, and `ClearedError`; then nothing of the rest was published.
         """
         chosen = self._chosen(positions)
         self._settle(m.CommitStore, chosen, self._sums(chosen) if checksums and not self._holding.over else b"")
@@ -402,23 +402,23 @@ class WriteLease(Lease):
         self._holding.check_lent()
         offsets, link = self._offsets, self._link
         assert link is not None
-        # Nothing is lent for it: another thread that ends the lease meanwhile makes others' bytes of these, and the
-        # commit for which they are read fails. The mapping stays for as long as it is held here.
+        # Nothing is lent for this. If another thread ends the lease meanwhile, the bytes may become another object's,
+        # but then the commit fails. The mapping stays as long as it is referenced here.
         mapping = link.mapped().mapping
         base = mapping.address
         addresses = array("Q", [base + offsets[position] for position in positions])
         return checksums_of(addresses, self._namespace.layout.nbytes, self._threads)
 
     def abort(self, positions: Sequence[int] | None = None) -> None:
-        """Give these positions back unwritten (None: all that are left)."""
+        """Give these positions back without publishing them (None: all that are left)."""
         self._settle(m.AbortStore, self._chosen(positions))
 
 
 class ReadLease(Lease):
-    """Slots to read. They stay as they are until the lease is finished, whatever is evicted meanwhile.
+    """Slots to read. They do not change until the lease is finished, whatever is evicted meanwhile.
 
-    An optimistic one (see `find`) holds nothing: its slots may become another object's while they are read, and
-    `finish` says of which that is so.
+    An optimistic one (see `find`) holds nothing: its slots may get another object while they are read, and `finish`
+    says which did.
     """
 
     _settles_by = m.FinishRead
@@ -426,7 +426,7 @@ class ReadLease(Lease):
     def __init__(self, links: Links, namespace: Namespace, copying: Presence | None = None) -> None:
         super().__init__(links, namespace, copying)
         self._keys: list[bytes] = []
-        self._generations: array[int] = array("Q")  # of each key as it was granted, 0 where that cannot be told
+        self._generations: array[int] = array("Q")  # of each key when it was granted, 0 if unknown
         self._optimistic = False
 
     def ask(self, keys: Sequence[bytes], promise: int = 0, prefix: bool = True, verify: bool = False) -> None:
@@ -438,8 +438,8 @@ class ReadLease(Lease):
         )
 
     def find(self, hits: Hits, keys: Sequence[bytes], prefix: bool) -> bool:
-        """Take the slots of these keys, all of the lease, from the index: no call is made, and nobody is told. False:
-        there is no index to go by."""
+        """Take the slots of these keys, all of the lease, from the index, without a call; nobody is told. False: there
+        is no usable index."""
         found, link = hits.find(keys, self._namespace, prefix, mark=True), self._links.look()
         index = None if link is None else link.index
         layout = None if link is None else link.layout_of(self._namespace)
@@ -447,7 +447,7 @@ class ReadLease(Lease):
             return False
         try:
             self._occupancy.asking(self._holding, link)
-        except DisconnectedError:  # another thread has just made the next link: whoever is there can be asked
+        except DisconnectedError:  # another thread has just made the next link, so a server can be asked
             return False
         self._optimistic = True
         entries = [self._entry_in(index, key, layout) for key in keys[: len(found)]]
@@ -455,7 +455,7 @@ class ReadLease(Lease):
         seen = [incarnation for _, incarnation in entries] + [0] * (len(keys) - len(entries))
         self.watch(keys[: len(found)])
         there = [bool(generation) for generation in self._generations]
-        if prefix and not all(there):  # it went since it was found
+        if prefix and not all(there):  # it was evicted since it was found
             there = there[: there.index(False)]
         there += [False] * (len(keys) - len(there))
         self._offsets.extend(_ZERO * (len(keys) - len(self._offsets)))
@@ -467,14 +467,14 @@ class ReadLease(Lease):
         return True
 
     def _entry_in(self, index: Index, key: bytes, layout: int) -> tuple[int, int]:
-        """Where the object of a key is, and which incarnation; 0 for nowhere. It may have left by now: `watch` looks
+        """Where the object of a key is, and its incarnation; 0 for nowhere. It may be gone by now: `watch` checks
         again."""
         entry = index.entry(self._namespace.id, bytes(key))
         there = entry is not None and entry["layout"] == layout and entry["nbytes"] == self._namespace.layout.nbytes
         return (int(entry["offset"]), int(entry["incarnation"])) if entry is not None and there else (0, 0)
 
     def watch(self, keys: Sequence[bytes]) -> None:
-        """Note what stands in the slots of the page just asked for, for `finish`. Asks nobody."""
+        """Note what the slots of the last page contain, for `finish`. Makes no call."""
         asked = list(map(bytes, keys))
         self._keys += asked
         self._generations.extend(self._generations_of(asked, self._offsets[-len(asked) :]) if asked else ())
@@ -488,12 +488,11 @@ class ReadLease(Lease):
         return array("Q", index.generations(self._namespace.id, layout, keys, offsets))
 
     def untouched(self, positions: Sequence[int]) -> list[bool]:
-        """Of each of these: whether its slot is shown to hold what it held when it was granted, and did all the while.
-        Asks nobody."""
+        """For each of these: whether its slot provably held the same object since it was granted. Makes no call."""
         return [self._untouched([position]) for position in positions]
 
     def _untouched(self, positions: Sequence[int]) -> bool:
-        """Whether the slots at these positions hold what they held when they were granted, and did all the while."""
+        """Whether the slots at these positions held the same objects since they were granted."""
         if not all(position < len(self._generations) and self._generations[position] for position in positions):
             return False
         offsets = array("Q", [self._offsets[position] for position in positions])
@@ -501,8 +500,8 @@ class ReadLease(Lease):
         return now == array("Q", [self._generations[position] for position in positions])
 
     def damaged(self, first: int = 0) -> list[int]:
-        """Positions from `first` on whose bytes do not have the checksum that they were stored with. Only what was
-        asked for with `verify`, or adopted, and stored with one, can be told."""
+        """Positions from `first` on whose bytes do not have the checksum of the store. Only objects stored with a
+        checksum can be judged, and requested with `verify` or adopted."""
         wanted, link, nbytes = self._checksums, self._link, self._namespace.layout.nbytes
         assert link is not None
         return [
@@ -514,7 +513,7 @@ class ReadLease(Lease):
         ]
 
     def drop_damaged(self, first: int) -> None:
-        """Check what the server asks to check, and make misses of what is not what was stored."""
+        """Check the objects that the server wants checked, and turn damaged ones into misses."""
         if any(self._checksums[first:]):
             damaged = self.damaged(first)
             if damaged:
@@ -523,16 +522,16 @@ class ReadLease(Lease):
                 self.statuses[position], self.reasons[position] = Status.MISS, Reason.DAMAGED
 
     def checksums_at(self, positions: Iterable[int]) -> array[int]:
-        """Of what the slots at these positions are to hold; 0 where it is not to be checked, or not known."""
+        """The expected checksums of these positions; 0 if they need no check, or it is unknown."""
         return array("Q", [self._checksums[position] for position in positions])
 
     def unverifiable(self, first: int) -> list[int]:
-        """Positions from `first` on whose checksum nobody knows."""
+        """Positions from `first` on whose checksum is unknown."""
         return [at for at in list(self._unsettled) if at >= first and not self._checksums[at]]
 
     def report_damaged(self, positions: Sequence[int]) -> None:
-        """Let go of these, and have the server delete the objects that they hold. Where there is none now, the
-        next reader finds them again."""
+        """Release these, and have the server delete the objects that they hold. Without a server, the next reader finds
+        them again."""
         with contextlib.suppress(CacheError):
             self._settle(m.ReportDamaged, self._chosen(positions))
 
@@ -543,7 +542,7 @@ class ReadLease(Lease):
     @property
     def hits(self) -> int:
         """Length of the prefix that can be read."""
-        granted, hit = Status.GRANTED, Status.HIT  # Python 3.11 finds a member of an enum in 0.15 µs
+        granted, hit = Status.GRANTED, Status.HIT  # in Python 3.11 looking up an enum member takes 0.15 µs
         for position, status in enumerate(self.statuses):
             if status is not granted and status is not hit:
                 return position
@@ -560,12 +559,12 @@ class ReadLease(Lease):
             self.end()
 
     def finish(self, positions: Sequence[int] | None = None) -> list[Status]:
-        """Release these positions (None: all that are left). Returns the statuses of all positions of the lease: of an
-        optimistic one `MISS` where what was read cannot be trusted, as the object left while it was read.
+        """Release these positions (None: all that are left). Returns the statuses of all positions of the lease; for an
+        optimistic one `MISS` if the object was evicted while it was read, so that the bytes cannot be trusted.
 
-        Raises `DisconnectedError` or `LeaseExpiredError` where the server that kept these slots is gone and it cannot
-        be shown that they still hold what they held: its successor may have emptied them while they were read, so
-        nothing read under the lease can be trusted. Where the index shows it, what was read is right.
+        Raises `DisconnectedError` or `LeaseExpiredError` if the server that held these slots is gone and the index
+        cannot prove that they are unchanged: its successor may have reused them while they were read, so nothing read
+        under the lease can be trusted. If the index proves it, the bytes are right.
         """
         chosen = self._chosen(positions)
         try:
@@ -580,14 +579,14 @@ class ReadLease(Lease):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish what is left. Raises as `finish` does, unless the block raised already; of an optimistic lease also
-        `LeaseExpiredError` where something that was read cannot be trusted."""
+        """Finish what is left. Raises like `finish`, unless the block has already raised; for an optimistic lease also
+        `LeaseExpiredError` if bytes that were read cannot be trusted."""
         if not self._holding.over and error is None:
             read = list(self._unsettled)
             self.finish()
             gone = [position for position in read if self.statuses[position] is not Status.HIT]
             if gone:
                 raise LeaseExpiredError(
-                    f"positions {gone[:8]} left the pool while they were read: what was read there is not to be used"
+                    f"positions {gone[:8]} were evicted while they were read: do not use the bytes read there"
                 )
         super().__exit__(kind, error, trace)

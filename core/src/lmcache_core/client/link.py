@@ -1,4 +1,4 @@
-"""A link: one session with a server, and what came with it: the pool, the life lock, the namespaces."""
+"""A link: one session with a server, with its pool, life lock and namespaces."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Target:
     call_timeout_s: float = CALL_TIMEOUT_S
     connect_timeout_s: float = CONNECT_TIMEOUT_S
     wait_s: float = LINK_WAIT_PAUSE_S
-    clock: Clock = time.monotonic  # what every deadline of this client is told by
-    trace: bool = False  # requests take OpenTelemetry's current context along
+    clock: Clock = time.monotonic  # the clock for every deadline of this client
+    trace: bool = False  # whether requests carry OpenTelemetry's current context
 
     @property
     def trust(self) -> Trust:
-        """Whom we may be connected to."""
+        """Which users we may connect to."""
         return Trust.of_client(self.server_uid)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Target:
                 raise UsageError(f"{name} is {getattr(self, name)}: give a positive number of seconds")
 
     def connection(self) -> Connection:
-        """A connection that is yet to be made, step by step. Raises `DisconnectedError`."""
+        """A connection that is not made yet; it is made in steps. Raises `DisconnectedError`."""
         if self.open_pair is not None:
             return self.open_pair()
         if self.address is not None:
@@ -85,12 +85,12 @@ class Target:
 
 
 class Link:
-    """Made by a `Handshake`. Dies with its channel; the mapping and the open leases go over to the next link."""
+    """Made by a `Handshake`. Ends with its channel; the mapping and the open leases move to the next link."""
 
     def __init__(self, channel: Channel, welcome: m.Welcome, previous: Link | None, *, trace: bool = False) -> None:
         self.channel = channel
         self.epoch = welcome.epoch
-        self.index_epoch = welcome.epoch  # of whoever answers for the index: a successor in the same pool, perhaps
+        self.index_epoch = welcome.epoch  # of the server that answers for the index, maybe a successor in the pool
         self.session = welcome.session
         self.row = welcome.row
         self.uid = welcome.uid  # of the server
@@ -104,15 +104,15 @@ class Link:
         self.pool = pool_info_from_wire(welcome.pool)
         self.segment: Segment | None = None
         self.life_lock: LifeLock | None = None
-        self.index: Index | None = None  # of the segment, where this client reads it
+        self.index: Index | None = None  # of the segment, if this client reads it
         self.why_not_mapped = "it was connected with maps_pool=False"
         self._lock = threading.Lock()
         self.left = False  # the next link is open
         self._bound: dict[int, int] = {}  # namespace → layout id, as this session has registered them
-        self._binding: dict[int, Pending] = {}  # registrations that nobody waits for, one for all lookups under way
-        # The same for all sessions over this pool, where ids never change their meaning.
+        self._binding: dict[int, Pending] = {}  # registrations that nobody waits for, shared by all lookups under way
+        # The same for all sessions on this pool, where ids never change their meaning.
         self._known: dict[int, _Known] = {}
-        # Namespaces of this client instance, in earlier sessions too.
+        # Namespaces of this client instance, including those of earlier sessions.
         self.registered: dict[int, None] = {} if previous is None else dict(previous.registered)
 
     def bind(self, namespace: Namespace) -> int:
@@ -121,7 +121,7 @@ class Link:
         return self.bind_id(namespace.id, namespace.layout, namespace.model) if layout_id is None else layout_id
 
     def bind_id(self, namespace_id: int, layout: Layout, label: str = "") -> int:
-        """The same for a namespace of which only the id is known, as tools do that find it on a tier."""
+        """The same for a namespace known only by its id, for tools that find it on a tier."""
         layout_id = self._bound.get(namespace_id)
         if layout_id is None:
             reply = self.channel.call(_registering(namespace_id, layout, label))
@@ -129,14 +129,14 @@ class Link:
         return layout_id
 
     def start_binding(self, namespace: Namespace) -> Pending | None:
-        """As `bind`, for callers that must not wait: the call under way, for `note_bound`; None where none is due."""
+        """Like `bind`, for callers that must not wait: the pending call, for `note_bound`; None if none is needed."""
         if namespace.id in self._bound:
             return None
         under_way = self._binding.get(namespace.id)
         if under_way is None or not (not under_way.settled or isinstance(under_way.reply, m.LayoutRegistered)):
             make = _registering(namespace.id, namespace.layout, namespace.model)
             under_way = self.channel.start(make, blocks=False)
-            with self._lock:  # nobody may ever hear the answer: these are forgotten by age, too
+            with self._lock:  # the answer may never be heard, so these are forgotten by age, too
                 _remember(self._binding, namespace.id, under_way, NAMESPACES_PER_SESSION_MAX)
         return under_way
 
@@ -155,8 +155,8 @@ class Link:
         return self.in_namespace(namespace, lambda: self.channel.call(make, extra_s))
 
     def in_namespace(self, namespace: Namespace, call: Callable[[], m.Reply]) -> m.Reply:
-        """Make a call once its namespace is registered, and once more if the server has forgotten it by then: a session
-        that meets very many forgets the oldest, here and there."""
+        """Make a call once its namespace is registered, and again if the server has forgotten the namespace by then: a
+        session with very many forgets the oldest."""
         self.bind(namespace)
         try:
             return call()
@@ -166,25 +166,25 @@ class Link:
             return call()
 
     def remove_binding(self, namespace: Namespace) -> None:
-        """The server has forgotten it: it is to be registered again."""
+        """The server has forgotten it: register it again before the next use."""
         with self._lock:
             self._bound.pop(namespace.id, None)
 
     def traced(self, request: m.Message, traceparent: str) -> m.Message:
-        """The request with the trace that it belongs to (empty: the current one, where this client takes it along), if
-        the server takes any."""
+        """The request with its trace (empty: the current one, if this client propagates it), if the server accepts
+        any."""
         if not self._takes_traces:
             return request
         return with_trace(request, traceparent or (current_traceparent() if self._trace else ""))
 
     def layout_of(self, namespace: Namespace) -> int | None:
-        """The layout's id in this pool, if this client has learnt it. Asks nobody."""
+        """The layout's id in this pool, if this client knows it. Makes no call."""
         known = self._known.get(namespace.id)
         return None if known is None else known.layout_id
 
     def follows(self) -> bool:
-        """Whether another server answers for our very pool now: then its index is read on, before there is a link to
-        that server. Ids of layouts mean there what they meant; those that do not are forgotten."""
+        """Whether another server answers for this same pool now. Its index can be used before there is a link to that
+        server. Layout ids keep their meaning; those that do not are forgotten."""
         segment = self.segment
         if segment is None:
             return False
@@ -204,14 +204,14 @@ class Link:
         return True
 
     def mapped(self) -> Segment:
-        """The pool. Raises `NotAttachedError` with the reason why there is none."""
+        """The pool. Raises `NotAttachedError` with the reason if there is none."""
         if self.segment is None:
             raise NotAttachedError(f"this client does not map the pool: {self.why_not_mapped}")
         return self.segment
 
     def map(self, passed: Descriptor, previous: Link | None, target: Target) -> tuple[int, int]:
-        """Map the pool (or keep the mapping of the same pool) and lock our row; the row, and what shows that we map it.
-        Takes what the server has passed. Raises `PoolError`."""
+        """Map the pool (or keep the mapping of the same pool) and lock our row; returns the row, and the proof that we
+        map it. Takes the descriptor that the server has passed. Raises `PoolError`."""
         if previous is not None and previous.segment is not None and previous.pool == self.pool:
             segment = previous.segment
             self.index = previous.index or self._open_index(segment, target)
@@ -222,7 +222,7 @@ class Link:
             self.index = self._open_index(segment, target)
         self.segment = segment
         self.life_lock = LifeLock.acquire(segment, self.row)
-        row = self.life_lock.row  # over ZMQ of our own choice: the server gives one only to those who map the pool
+        row = self.life_lock.row  # over ZMQ we choose it: the server gives rows only to clients that map the pool
         segment.clear_tally(row)
         if self.index is not None:
             self.index.count_in(segment.tally_offset(row))
@@ -233,12 +233,12 @@ class Link:
         return open_index(segment) if target.use_index else None
 
     def unmap(self, why: str) -> None:
-        """Go on without the pool: a client on another machine can look up, clear and ask."""
+        """Continue without the pool: a client on another machine can look up, clear and ask."""
         self.segment, self.index, self.life_lock, self.why_not_mapped = None, None, None, why
 
     def say_goodbye(self, leases: Sequence[int] | None) -> None:
-        """End the session, so that nobody needs to prove that we are dead, and release every lease. Where only these
-        `leases` may be released, the session stays: its end is the end of its life lock."""
+        """End the session, so that nobody has to prove our death, and release every lease. If only these `leases` may
+        be released, the session stays: it ends with its life lock."""
         channel = self.channel
         if not channel.lost:
             settled = None if leases is None else list(leases)
@@ -246,21 +246,21 @@ class Link:
             channel.wait(goodbye, CONNECT_TIMEOUT_S)
 
     def close_in_child(self) -> None:
-        """In a forked child: close our copies of the descriptors. Nothing is said to the server."""
-        self._lock = threading.Lock()  # a thread that did not come along may have held it
+        """In a forked child: close our copies of the descriptors, without telling the server."""
+        self._lock = threading.Lock()  # a thread that does not exist here may have held it
         self.channel.connection.close_in_child()
         self.index = None
         self._known = {}
         self.life_lock = None  # it has closed itself
 
     def close(self) -> None:
-        """Drop the connection and the life lock, which goes on for holdings that are occupied. The mapping stays while
-        views of it are out."""
-        self.life_lock = None  # first: whoever sees the end of the connection looks at the lock
+        """Drop the connection and the life lock, which lives on for occupied holdings. The mapping stays while there
+        are views of it."""
+        self.life_lock = None  # first: whoever sees the connection end checks the lock
         self.channel.close()
 
     def __del__(self) -> None:
-        self.life_lock = None  # before the connection, which goes with the channel
+        self.life_lock = None  # before the connection, which ends with the channel
 
 
 def _map(pool: PoolInfo, passed: Descriptor, uid: int, trust: Trust) -> Segment:
@@ -270,7 +270,7 @@ def _map(pool: PoolInfo, passed: Descriptor, uid: int, trust: Trust) -> Segment:
 
 
 class _Known(NamedTuple):
-    """What a namespace's objects are in one pool."""
+    """The layout of a namespace's objects in one pool."""
 
     layout_id: int
     fingerprint: int
@@ -283,7 +283,7 @@ def _registering(namespace_id: int, layout: Layout, label: str) -> Callable[[int
 
 
 def _remember(table: dict[int, _V], namespace_id: int, value: _V, most: int) -> None:
-    """The newest last; the oldest goes when there are too many."""
+    """Add as the newest; if there are too many, remove the oldest."""
     table.pop(namespace_id, None)
     table[namespace_id] = value
     if len(table) > most:

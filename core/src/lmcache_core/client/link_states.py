@@ -1,9 +1,9 @@
 """The states of a client's link to a server, and the one table that says how it moves between them.
 
-A link is made in steps that wait for nothing: connect, say hello, map the pool, lock our row of it and say so. Every
-call that finds it half made takes the next step. Once it is open, silence is not its end: a call that was not answered
-in time leaves it SILENT, further calls answer at once that nobody is there, and the first frame that comes opens it
-again. Only an end of the connection, or a refusal, ends it; the next link begins after a pause.
+A link is made in steps that never wait: connect, say hello, map the pool, lock our row, tell the server. Every call
+that finds the link unfinished takes the next step. Once it is open, silence does not end it: a call that times out
+makes it SILENT, further calls are answered at once as unreachable, and the first frame that arrives opens it again.
+Only the end of the connection, or a refusal, ends it; the next link begins after a pause.
 
 The table feeds the code (`Channel.move` looks every step up in it), the diagram in the docs and the tests.
 """
@@ -18,12 +18,12 @@ from lmcache_core.transitions import Transitions
 class LinkState(IntEnum):
     """How far a link has come."""
 
-    CONNECTING = 0  # nothing was said yet; with a full backlog for longer than one step
-    GREETING = 1  # hello is sent, the welcome is awaited
-    MAPPING = 2  # welcome: the pool is to be mapped, the life lock taken
-    ATTACHING = 3  # the server is told so; its answer is awaited
+    CONNECTING = 0  # nothing was sent yet; longer than one step if the backlog is full
+    GREETING = 1  # hello is sent; waiting for the welcome
+    MAPPING = 2  # welcome received: map the pool and take the life lock
+    ATTACHING = 3  # the server was told; waiting for its answer
     OPEN = 4  # calls go over it
-    SILENT = 5  # a call was not answered in time; the connection stands
+    SILENT = 5  # a call timed out; the connection stands
     ENDED = 6  # hung up, refused, or closed
 
 
@@ -33,10 +33,10 @@ class LinkEvent(IntEnum):
     CONNECTED = 0
     WELCOMED = 1
     MAPPED = 2
-    UNMAPPED = 3  # there is no pool for this client: it did not want one, or cannot have it
+    UNMAPPED = 3  # this client has no pool: it did not want one, or cannot map it
     ATTACHED = 4
-    QUIET = 5  # a call waited for its time and nothing was heard meanwhile
-    HEARD = 6  # a frame came
+    QUIET = 5  # a call timed out and nothing was heard meanwhile
+    HEARD = 6  # a frame arrived
     END = 7
 
 

@@ -1,4 +1,4 @@
-"""The client's current link: made when it is needed, made again when it was lost, never shared with a fork."""
+"""The client's current link: made when needed, remade when lost, never shared with a fork."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _V = TypeVar("_V")
 
 
 class Unsent(Protocol):
-    """A call that must not wait, begun while there was no link yet."""
+    """A call that must not wait, begun while there was no link."""
 
     def get_on(self) -> None:
-        """Send it, or find out that there is nobody to send it to. Waits for nothing, and raises nothing."""
+        """Send it, or find out that there is no server. Never waits and never raises."""
         ...
 
 
 class Links:
-    """Owns the link and knows the open leases: what a thread of ours may still be copying to or from.
+    """Owns the link and knows the open leases, which threads may still be copying to or from.
 
-    A link is made in steps that do not wait, and every call that finds it half made takes them as far as they go.
-    What needs the server may then wait for it: `connect_timeout_s` at the first contact, `LINK_WAIT_S` every `wait_s`
-    later, a question that has no other answer `connect_timeout_s` again. What the index answers never waits.
+    A link is made in steps that do not wait, and every call that finds it unfinished takes as many as it can. Calls
+    that need the server may then wait for it: `connect_timeout_s` at the first contact, later `LINK_WAIT_S` once in
+    `wait_s`; a question without a fallback answer waits `connect_timeout_s` again. Answers from the index never wait.
     """
 
     def __init__(self, target: Target) -> None:
@@ -60,29 +60,29 @@ class Links:
         self._link: Link | None = None
         self._leaving: Link | None = None  # of a client that is being closed
         self._making: Handshake | None = None
-        self._met = False  # there has been a link, or one was waited for in vain
+        self._met = False  # there has been a link, or a call has waited for one in vain
         self._retry_at_s = 0.0
         self._retry_s = LINK_RETRY_S
         self._wait_at_s = 0.0  # when the next call may wait for a link
         self._look_at_s = 0.0
         self._serving_seen = 0
         self._error: CacheError = DisconnectedError("this client has not connected yet")
-        self._away = ""  # why no server can be reached, as the log was told
-        self._told: set[str] = set()  # codes of refusals that the log has
-        self._news: list[tuple[int, str]] = []  # for the log, once no lock is held
+        self._away = ""  # why no server is reachable, as last logged
+        self._told: set[str] = set()  # codes of refusals that were logged
+        self._news: list[tuple[int, str]] = []  # to log once no lock is held
         self._unsent: list[weakref.ref[Unsent]] = []
         self._closed = False
-        self._orphans = Orphans()  # what a channel that is gone had been granted may be given back over the next
+        self._orphans = Orphans()  # grants of a lost channel may be given back over the next
         self.occupancy = Occupancy()
 
     @property
     def why_unreachable(self) -> str:
-        """Why the server cannot be reached; empty while it can, and before it was tried."""
+        """Why the server is unreachable; empty while it is reachable, and before the first attempt."""
         return self._away
 
     def refused(self, error: CacheError) -> tuple[Status, Reason]:
-        """See `results.refused`. What no server would have said is in the log, once; why there is no link is there
-        already."""
+        """See `results.refused`. A refusal that is not an ordinary answer is logged once; a missing link is logged
+        elsewhere."""
         status, reason = refused(error)
         if not (isinstance(error, DisconnectedError) or self._away) and error.code not in self._told:
             self._told.add(error.code)
@@ -90,17 +90,17 @@ class Links:
         return status, reason
 
     def current(self, *, patient: bool = False) -> Link:
-        """The link, a new one if need be. Raises `DisconnectedError` while there is none, and `LimitError` where a
-        server has no place for us. `patient`: for a question, which has no such answer: it waits for a link that is
-        being made, and hears whatever a server refused it with.
+        """The link, a new one if needed. Raises `DisconnectedError` if there is none, and `LimitError` if the server
+        has no room for us. `patient`: for a question without a fallback answer: it waits for a link that is being made,
+        and raises whatever error the server refused it with.
 
-        A link that is silent is one: what is asked over it ends at once, unless the server has been heard again.
+        A silent link counts: calls over it end at once, unless the server has been heard again.
         """
         occupancy = self.occupancy
-        if occupancy.gone or occupancy.copying:  # every call comes here: a property costs 0.1 µs more
+        if occupancy.gone or occupancy.copying:  # every call comes here, and a property would cost 0.1 µs more
             occupancy.tidy()
         link = self._link
-        # A link that ended while nobody looked is noticed here, before something is asked over it in vain.
+        # A link that ended meanwhile is noticed here, before a call is sent over it in vain.
         if link is not None and not link.channel.found_lost():
             return link
         try:
@@ -109,16 +109,16 @@ class Links:
             self._afterwards()
 
     def asked(self, ask: Callable[[Link], _V], *, patient: bool = False) -> _V:
-        """What is asked over the link, as `current` gives it. Where the server has forgotten our session, and so done
-        nothing, it is asked once more over the next link."""
+        """The answer of `ask` over the link that `current` returns. If the server has forgotten our session, and so has
+        done nothing, it is asked once more over the next link."""
         try:
             return ask(self.current(patient=patient))
         except ForgottenError:
             return ask(self.current(patient=patient))
 
     def step(self) -> Link | None:
-        """The link, or None while it is being made: for callers that must not wait. Raises `DisconnectedError` where
-        there is no server, or none that answers, and `LimitError` where it has no place for us."""
+        """The link, or None while it is being made: for callers that must not wait. Raises `DisconnectedError` if no
+        server answers, and `LimitError` if it has no room for us."""
         link = self._link
         if link is not None and not link.channel.found_lost():
             return link
@@ -133,48 +133,48 @@ class Links:
             self._afterwards()
 
     def wait_unsent(self, call: Unsent) -> None:
-        """Have a call sent as soon as any other call finds the link open, in the order of these; until then `step` gave
-        None for it. It is kept weakly."""
+        """Send a call as soon as any other call finds the link open, in the order of these calls; until then `step`
+        returned None for it. It is referenced weakly."""
         self._unsent.append(weakref.ref(call))
 
     def free_later(self, promises: Sequence[int]) -> None:
-        """Promises that no server could be told of are to be freed over the next link."""
+        """Free these promises over the next link, because no server could be told."""
         self._orphans.free_later(promises)
 
     def now(self) -> float:
-        """By the client's clock."""
+        """The time on the client's clock."""
         return self._clock()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the link that is being made may get on, at most for that long."""
+        """Wait at most that long until the link that is being made can advance."""
         making = self._making
         if making is not None:
-            with contextlib.suppress(DisconnectedError):  # another thread closed it: the next step sees why
+            with contextlib.suppress(DisconnectedError):  # another thread closed it: the next step finds out why
                 making.channel.connection.poll(self._clock() + timeout_s)
 
     def look(self) -> Link | None:
-        """The link, also one that has ended: what stands in the index of a pool with a name may be right all the same.
+        """The link, even one that has ended: the index of a named pool may still be right.
 
-        Makes no system call, but for a look at the connection now and then, which begins a new one where the server
-        is gone, and for the steps of that, none of which waits: so whoever never needs the server still finds the
-        next one.
+        Makes no system call, apart from a check of the connection from time to time. If the server is gone, that check
+        begins a new link and takes its steps, none of which waits. So a caller that never needs the server still finds
+        the next one.
         """
         now = self._clock()
-        if now >= self._look_at_s and not self._lock.locked():  # whoever makes a step now does it for everybody
+        if now >= self._look_at_s and not self._lock.locked():  # one thread's step counts for everybody
             self._look(now)
         return self._link
 
     def _look(self, now: float) -> None:
         self._look_at_s = now + LINK_LOOK_S
         link = self._link
-        # What is wrong is for those to hear who ask the server; a hit is right without it.
+        # Errors are for callers that ask the server; a hit is right without it.
         with contextlib.suppress(CacheError):
             if link is not None and not link.channel.found_lost():
                 if link.channel.silent:
                     link.channel.listen()
                 return
             if link is not None and not link.pool.backing.has_name:
-                link.index = None  # no successor finds this pool, to say in it what is cleared from now on
+                link.index = None  # no successor finds this pool, so nobody would mark later clears in it
             self._step(now)
             due = now if self._making is not None else min(self._retry_at_s, self._look_at_s)
             self._look_at_s = max(due, now + LINK_STEP_S)
@@ -209,14 +209,14 @@ class Links:
         return now + LINK_WAIT_S
 
     def _get_on(self, now: float) -> Link | None:
-        """Steps, until one has to wait for the server. The link, if it is open."""
+        """Take steps until one must wait for the server. Returns the link if it is open."""
         while self._step(now):
             pass
         link = self._link
         return None if link is None or link.channel.lost else link
 
     def _step(self, now: float) -> bool:
-        """One step. False: there is a link, or one has to wait."""
+        """One step. False: there is a link, or a step must wait."""
         with self._lock:
             previous = self._link
             if previous is not None and not previous.channel.lost:
@@ -237,13 +237,13 @@ class Links:
             except UsageError:
                 self._drop_making()
                 raise
-            except CacheError as error:  # no server, or one that has no room for us now, or is not for us
+            except CacheError as error:  # no server, or one that has no room for us now, or refuses us
                 self._gave_up(error, now)
                 return False
             except OSError as error:
                 self._gave_up(DisconnectedError(f"no link to {self._target}: {error}"), now)
                 return False
-            except BaseException:  # interrupted: nobody knows how far it came
+            except BaseException:  # interrupted: nobody knows how far it got
                 self._drop_making()
                 raise
             if making.link is not None:
@@ -254,8 +254,8 @@ class Links:
     def _begin(self, previous: Link | None, now: float) -> Handshake:
         occupancy = self.occupancy
         if previous is not None and previous.channel.forgotten:
-            previous.channel.forgotten = False  # once: should it hang from now on, nobody waits for it again
-            self._met = False  # it answers, so calls wait for it as for a server that they have not met yet
+            previous.channel.forgotten = False  # once: if it hangs from now on, no call waits for it again
+            self._met = False  # it answers, so calls wait for it as for a new server
         return Handshake(
             self._target,
             self._client_id,
@@ -271,7 +271,7 @@ class Links:
         self._making, self._met = None, True
         self._retry_s, self._wait_at_s = LINK_RETRY_S, 0.0
         if previous is not None:
-            self.occupancy.hand_over(previous, link)  # only now: until here the old row had to say that we live
+            self.occupancy.hand_over(previous, link)  # only now: until here the old row had to show that we live
             previous.life_lock = None
         self._link = link
         self._note_reachable()
@@ -290,7 +290,7 @@ class Links:
             making.close("the session could not be opened")
 
     def _new_server(self, previous: Link | None) -> bool:
-        """Whether the pool says that a server has come since the last attempt: no pause is due then."""
+        """Whether the pool shows that a server has come since the last attempt: then no pause is needed."""
         if previous is None or previous.segment is None:
             return False
         serving = previous.segment.serving
@@ -312,14 +312,14 @@ class Links:
                 self._note_unreachable(str(error))
             return error
         error = self._error
-        # A limit has an answer for each key; what else a server refuses us with is for those to hear who ask questions.
+        # A limit has an answer for each key; other refusals are raised to callers that ask questions.
         told = isinstance(error, LimitError) or (patient and not isinstance(error, DisconnectedError))
         return type(error)(str(error)) if told else DisconnectedError(str(error))
 
     # --- the log --------------------------------------------------------------------------------------------
 
     def _on_silence(self) -> Callable[[str], None]:
-        """What a channel calls when its server falls silent, or is heard again. It may not keep us."""
+        """The callback of a channel whose server falls silent or is heard again. It must not reference this object."""
         ours = weakref.ref(self)
 
         def note(why: str) -> None:
@@ -338,8 +338,8 @@ class Links:
             self._news.append(
                 (
                     logging.WARNING,
-                    f"cannot reach the lmcache-core server {self._target}: {why}. Nothing is stored meanwhile, and "
-                    "only what the mapped pool's index has is found",
+                    f"cannot reach the lmcache-core server {self._target}: {why}. Until it is back, nothing is stored, "
+                    "and lookups find only what the mapped pool's index has",
                 )
             )
         self._away = why
@@ -347,10 +347,10 @@ class Links:
     def _note_reachable(self) -> None:
         if self._away:
             self._away = ""
-            self._news.append((logging.INFO, f"the lmcache-core server {self._target} can be reached again"))
+            self._news.append((logging.INFO, f"the lmcache-core server {self._target} is reachable again"))
 
     def _afterwards(self) -> None:
-        """What is due when a call has taken its steps, and holds no lock."""
+        """What to do after a call has taken its steps and holds no lock."""
         self._tell()
         if self._unsent and self._making is None:
             unsent, self._unsent = self._unsent, []
@@ -361,7 +361,7 @@ class Links:
 
     def _tell(self) -> None:
         while self._news:
-            with contextlib.suppress(IndexError):  # another thread told it
+            with contextlib.suppress(IndexError):  # another thread logged it
                 level, words = self._news.pop(0)
                 log.log(level, "%s", words)
 
@@ -373,7 +373,7 @@ class Links:
         return self._link is not None or self._leaving is not None
 
     def _noting(self) -> Callable[[LeaseExpiredNotice], None]:
-        """What a channel calls with a notice. It may not keep us: a client that is dropped ends at once."""
+        """The callback of a channel for notices. It must not reference this object: a dropped client ends at once."""
         ours = weakref.ref(self.occupancy)
 
         def note(notice: LeaseExpiredNotice) -> None:
@@ -384,18 +384,18 @@ class Links:
         return note
 
     def end_session(self, timeout_s: float) -> None:
-        """Release every lease and promise, but for what a thread is still inside of after `timeout_s`."""
+        """Release every lease and promise, except those that a thread is still inside of after `timeout_s`."""
         leases, busy = self.occupancy.end(timeout_s, "its session was ended")
         try:
             self.asked(lambda link: link.channel.call(lambda rid: m.EndSession(rid, False, leases)), patient=True)
-        except CacheError:  # it will hear of it, or is gone
+        except CacheError:  # the server will be told later, or is gone
             self.occupancy.remove_idle(busy)
             raise
-        # Not after an interrupt, for nobody knows what was said by then: each lease can still be ended by itself.
+        # Not after an interrupt, because nobody knows what was sent by then: each lease can still be ended by itself.
         self.occupancy.remove_idle(busy)
 
     def close(self, timeout_s: float) -> None:
-        """Say goodbye and end the link. Idempotent; after an interrupt, the next call does what is left."""
+        """Say goodbye and end the link. Idempotent; after an interrupt, the next call does the rest."""
         leases, busy = self.occupancy.end(timeout_s, "the client is closed: connect another", closing=True)
         with self._lock:
             link = self._leaving = self._link or self._leaving
@@ -407,14 +407,14 @@ class Links:
             # With the server gone, everything that a goodbye would release is gone, too.
             with contextlib.suppress(DisconnectedError):
                 link.say_goodbye(leases if busy else None)
-        finally:  # whatever was said: with the life lock and the connection, all that is not in use ends
+        finally:  # whatever was sent: the life lock and the connection end everything that is not in use
             self.occupancy.remove_idle(busy)
             self.occupancy.leave(busy)
             link.close()
             self._leaving = None
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the link, its leases and its memory are the parent's. Ours begin anew."""
+        """In a forked child: the link, its leases and its memory are the parent's. Ours start anew."""
         link, making, was_closed, occupancy = self._link, self._making, self._closed, self.occupancy
         self._start_over()
         self._closed = was_closed

@@ -1,4 +1,4 @@
-"""Lookups: by the index as far as that goes, paged ones that wait, and handles for callers that must not."""
+"""Lookups: from the index as far as possible, paged ones that wait, and handles for callers that must not wait."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from lmcache_core.protocol.codec import join_keys
 from lmcache_core.protocol.messages import Reply
 from lmcache_core.tokens.namespace import Namespace
 
-_UNPROMISED = frozenset((Status.UNREACHABLE, Status.QUOTA))  # no server, or none that has a place for us
-_GRANTED, _NO_REASON = Status.GRANTED, Reason.NONE  # Python 3.11 finds a member of an enum in 0.15 µs
+_UNPROMISED = frozenset((Status.UNREACHABLE, Status.QUOTA))  # no server, or one that has no room for us
+_GRANTED, _NO_REASON = Status.GRANTED, Reason.NONE  # in Python 3.11 looking up an enum member takes 0.15 µs
 
 
 class ClientLookupOptions(m.LookupOptions, frozen=True):
-    """What a lookup asks for, and what never travels with it. `if_possible`, with `hold`: where the server makes no
-    promise, the index answers without one. `traceparent`: the trace that it belongs to."""
+    """A lookup's options, including those that never travel. `if_possible`, with `hold`: if the server makes no
+    promise, the index answers without one. `traceparent`: the trace that the lookup belongs to."""
 
     if_possible: bool = False
     traceparent: str = ""
 
 
 def unserved(count: int, status: Status = Status.UNREACHABLE, reason: Reason = Reason.NONE) -> LookupResult:
-    """What a lookup answers that no server could be asked for, or that one refused."""
+    """The answer to a lookup that could not reach a server, or that one refused."""
     return LookupResult([status] * count, [reason] * count, 0)
 
 
 def result_of(reply: Reply, keys: Sequence[bytes], now: float) -> LookupResult:
-    """The result that a reply to a lookup of these keys carries."""
+    """The result that a reply to a lookup of these keys means."""
     found, count = expect(reply, m.LookupReply), len(keys)
     promise = None
-    if found.promise:  # also of what is still being loaded: it will be kept, too
+    if found.promise:  # also for what is still being loaded: it will be held, too
         promise = Promise((found.promise,) * count, tuple(map(bytes, keys)), now + found.deadline_s)
     return LookupResult(
         grant_statuses(found.statuses),
@@ -68,11 +68,11 @@ def result_of(reply: Reply, keys: Sequence[bytes], now: float) -> LookupResult:
 
 
 class Hearer:
-    """Who is to hear of promises. What was answered before they were `told` is undone when it is dropped.
+    """The owner-to-be of promises. Answers that came before they were `told` are undone when this is dropped.
 
-    `told` is set in one assignment for all pages, and whoever sets it returns at once. The interpreter looks for
-    interrupts where a function begins, a loop goes back and a call into C ends, so there is no such place between
-    that assignment and the caller's own: either the promises are freed, or the caller has them.
+    `told` is set in one assignment for all pages, and the code that sets it returns at once. The interpreter checks for
+    interrupts where a function begins, a loop jumps back and a call into C ends, so there is no such point between that
+    assignment and the caller's own: either the promises are freed, or the caller has them.
     """
 
     __slots__ = ("told",)
@@ -81,26 +81,26 @@ class Hearer:
         self.told = False
 
     def undo(self, reply: Reply) -> Callable[[int], m.Message] | None:
-        """What takes an answer back: the promise that it made. It has no time left where the answer only names one that
-        was made before, as the answer to a query does, and which somebody has heard of."""
+        """The message that undoes an answer: it frees the promise that the answer made. An answer that only names an
+        earlier promise, such as the answer to a query, gives it no time, and needs no undoing."""
         made = isinstance(reply, m.LookupReply) and reply.deadline_s > 0 and not self.told
         promise = reply.promise if made and isinstance(reply, m.LookupReply) else 0
         return (lambda rid: m.FreeLookupLocks(rid, [promise])) if promise else None
 
 
 class Answers:
-    """The answers to the pages of one lookup, whose promises are freed when this is dropped before they were told."""
+    """The answers to the pages of one lookup. Their promises are freed if this is dropped before they were told."""
 
     def __init__(self) -> None:
         self.hearer = Hearer()
-        self._pages: list[Pending] = []  # no hearer may keep these: they would never be dropped
+        self._pages: list[Pending] = []  # no hearer may reference these, or they would never be dropped
 
     def add(self, pending: Pending) -> None:
         """One more page."""
         self._pages.append(pending)
 
     def drop(self) -> None:
-        """What was answered so far is of no use."""
+        """Discard the answers so far."""
         self.hearer = Hearer()
         self._pages = []
 
@@ -123,8 +123,8 @@ def lookup_pages(
 def _lookup_window(
     link: Link, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, answers: Answers
 ) -> LookupResult:
-    """The end that counts is the last one: pages are asked from the last to the first, and each shares so many
-    keys with the next that every window is whole in one of them."""
+    """The last end counts: pages are requested from the last to the first, and each overlaps the next by so many keys
+    that every window lies within one of them."""
     window, end = _whole("window", options.window), len(keys)
     if not 0 < window <= BATCH_KEYS_MAX:
         raise UsageError(f"a window of {window} keys: give 1 to {BATCH_KEYS_MAX}")
@@ -161,7 +161,7 @@ def _page(
 
 
 def asking(namespace: Namespace, blob: bytes, options: m.LookupOptions) -> Callable[[int], m.LookupRequest]:
-    """The request, for a channel to number. Raises `UsageError` for what is of the wrong kind."""
+    """The request, for a channel to number. Raises `UsageError` for values of the wrong type."""
     sent = m.LookupOptions(
         hold=options.hold,
         prefix=bool(options.prefix),
@@ -178,7 +178,7 @@ def asking(namespace: Namespace, blob: bytes, options: m.LookupOptions) -> Calla
 
 
 def _seconds(name: str, given: Any) -> float:
-    """Whatever kind of number it is."""
+    """Any kind of number."""
     if hasattr(given, "__float__"):
         return float(given)
     raise UsageError(f"{name} is {given!r}: give a number of seconds")
@@ -218,7 +218,7 @@ def _joined(pages: Sequence[LookupResult], keys: Sequence[bytes], *, prefix: boo
 
 
 def _joined_promise(pages: Sequence[LookupResult], keys: Sequence[bytes]) -> Promise | None:
-    """One of all pages; over its share a session is promised no more, and some pages have none."""
+    """One promise for all pages; beyond its share a session gets no more, so some pages may have none."""
     parts, first = [], 0
     if any(page.promise for page in pages):
         for page in pages:
@@ -254,7 +254,7 @@ class ClientLookups:
         self._parts: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # by the server's epoch and the job
 
     def lookup(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
-        """The index first; the server is asked for what is not there and may be elsewhere."""
+        """Ask the index first, then the server for missing keys that may be elsewhere."""
         if options.hold and options.if_possible:
             held = self._ask(keys, namespace, options)
             if _UNPROMISED.isdisjoint(held.statuses):
@@ -275,7 +275,7 @@ class ClientLookups:
         return self._ask_rest(keys, rest, namespace, options)
 
     def identified(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
-        """As `lookup`, and which incarnations were found."""
+        """Like `lookup`, with the incarnations that were found."""
         if self._find(keys, namespace, options) is None:
             return self._ask(keys, namespace, options)
         seen = list(self._hits.identify(keys, namespace, options.prefix) or ())
@@ -289,10 +289,10 @@ class ClientLookups:
         return structs.replace(found, incarnations=seen)
 
     def by_index(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupResult:
-        """What the index has, and, if that is to be held, a call that holds it. What is elsewhere is a miss."""
+        """What the index has, and, if it should be held, one call to hold it. All other keys are misses."""
         for name in ("window", "pin_s", "policy"):
             if getattr(options, name):
-                raise UsageError(f"{name} is the server's business: leave it out, or ask=False")
+                raise UsageError(f"{name} needs the server: leave it out, or do not pass ask=False")
         found = self._find(keys, namespace, structs.replace(options, hold=False), 0 if options.hold else COUNT_HITS)
         if not found or not (there := found.count(1)):
             return unserved(len(keys), Status.MISS)
@@ -310,15 +310,15 @@ class ClientLookups:
 
     @property
     def unreachable(self) -> bool:
-        """Whether no server can be reached, as far as is known."""
+        """Whether no server is reachable, as far as is known."""
         return bool(self._links.why_unreachable)
 
     def hold(self, keys: Sequence[bytes], namespace: Namespace) -> LookupResult:
-        """Hold these as far as the pool has them, each for itself: no tier is asked."""
+        """Hold the keys that the pool has, each independently; tiers are not asked."""
         return self._ask(keys, namespace, ClientLookupOptions(hold=True, prefix=False, tiers=[]))
 
     def free(self, promise: Promise) -> None:
-        """It is not wanted. Waits for nothing."""
+        """Free a promise that is not wanted. Never waits."""
         link = self._links.look()
         if link is not None:
             link.channel.post(lambda rid: m.FreeLookupLocks(rid, promise.numbers))
@@ -326,7 +326,7 @@ class ClientLookups:
     def _hold(
         self, keys: Sequence[bytes], there: Sequence[int], namespace: Namespace, options: ClientLookupOptions
     ) -> LookupResult:
-        """Hold these, if they are still there: no tier is asked."""
+        """Hold these if they are still there; tiers are not asked."""
         held = self._ask([keys[at] for at in there], namespace, structs.replace(options, tiers=[], wait_s=0.0))
         if options.hold and options.if_possible and not _UNPROMISED.isdisjoint(held.statuses):
             return self.by_index(keys, namespace, structs.replace(options, hold=False))
@@ -349,7 +349,7 @@ class ClientLookups:
     def _with_index(
         self, keys: Sequence[bytes], rest: Sequence[int], namespace: Namespace, prefix: bool, asked: LookupResult
     ) -> LookupResult:
-        """The answer for the keys at `rest`, and what the index had."""
+        """The answer for the keys at `rest`, combined with what the index had."""
         count = len(keys)
         statuses, reasons = [Status.GRANTED] * count, [Reason.NONE] * count
         for at, status, reason in zip(rest, asked.statuses, asked.reasons, strict=True):
@@ -360,10 +360,11 @@ class ClientLookups:
         return LookupResult(statuses, reasons, hits, asked.done, asked.promise, asked.job, asked.incarnations)
 
     def start(self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions) -> LookupHandle:
-        """A handle, with its result where all is in the index. One frame of keys at most. Waits for nothing."""
+        """A handle, which has its result already if everything is in the index. At most one frame of keys. Never
+        waits."""
         count = len(keys)
         rest: Sequence[int] = range(count)
-        asks_for_all = options.hold or options.identify  # one moment has to say it of all of them
+        asks_for_all = options.hold or options.identify  # the answer must describe all of them at one moment
         found = self._find(keys, namespace, structs.replace(options, hold=False), 0 if asks_for_all else COUNT_HITS)
         so_far = _found_by_index(found or b"", count)
         if options.identify and so_far.hits:
@@ -375,7 +376,7 @@ class ClientLookups:
             there = len(found) if options.prefix else found.count(1)
             rest = range(there, count) if options.prefix else [at for at, byte in enumerate(found) if not byte]
         blob = join_keys(keys if len(rest) == count else [keys[at] for at in rest])
-        if rest and self._trace and not options.traceparent:  # it may be sent when something else is current
+        if rest and self._trace and not options.traceparent:  # it may be sent later, when another trace is current
             options = structs.replace(options, traceparent=current_traceparent())
         handle = LookupHandle(self, _Asking(keys, rest, namespace, options, blob), so_far)
         if not rest and count:
@@ -387,16 +388,16 @@ class ClientLookups:
         return handle
 
     def step(self) -> Link | None:
-        """See `Links.step`. Handles that have waited for the link longest are sent first, from within this."""
+        """See `Links.step`. Within this call, handles are sent in the order in which they began to wait."""
         return self._links.step()
 
     def ask_without_waiting(self, link: Link, wanted: _Asking) -> _Asked:
-        """Send a lookup. Raises what the channel does."""
-        # The server answers in order: by the time it comes to the lookup, the namespace is registered.
+        """Send a lookup. Raises the channel's errors."""
+        # The server answers in order: the namespace is registered before it gets to the lookup.
         binding = link.start_binding(wanted.namespace)
         options = wanted.options
         make = asking(wanted.namespace, wanted.blob, options)
-        undo = Hearer().undo if options.hold else None  # `Pending.tell` is how its handle tells
+        undo = Hearer().undo if options.hold else None  # the handle tells with `Pending.tell`
 
         def lookup(rid: int) -> m.Message:
             return link.traced(make(rid), options.traceparent)
@@ -404,19 +405,19 @@ class ClientLookups:
         return _Asked(link, binding, link.channel.start(lookup, undo, options.wait_s, blocks=False))
 
     def refused(self, wanted: _Asking, error: CacheError) -> LookupResult:
-        """What is answered in place of the server."""
+        """The answer if the server could not be asked or refused."""
         if wanted.options.hold and wanted.options.if_possible and isinstance(error, DisconnectedError | LimitError):
             return self._without_promise(wanted, self._links.refused(error)[0])
         return self.whole_of(wanted, unserved(len(wanted.rest), *self._links.refused(error)))
 
     def whole_of(self, wanted: _Asking, asked: LookupResult) -> LookupResult:
-        """The answer for what was asked for, and what the index had."""
+        """The answer for the requested keys, combined with what the index had."""
         if len(wanted.rest) == len(wanted.keys):
             return asked
         return self._with_index(wanted.keys, wanted.rest, wanted.namespace, wanted.options.prefix, asked)
 
     def _without_promise(self, wanted: _Asking, otherwise: Status) -> LookupResult:
-        """The index alone, with no promise."""
+        """The index's answer alone, without a promise."""
         keys, options = wanted.keys, structs.replace(wanted.options, hold=False)
         found = self._find(keys, wanted.namespace, options) or b""
         statuses = [Status.GRANTED if byte else otherwise for byte in found.ljust(len(keys), b"\0")]
@@ -424,7 +425,8 @@ class ClientLookups:
         return LookupResult(statuses, [Reason.NONE] * len(keys), hits)
 
     def status_of(self, job: int) -> m.LookupReply:
-        """How far a lookup is. The promise that this question may have made is freed unless its answer is returned."""
+        """The progress of a lookup. A promise that this question may have made is freed unless its answer is
+        returned."""
         answers = Answers()
 
         def ask(link: Link) -> Reply:
@@ -437,14 +439,14 @@ class ClientLookups:
         return found
 
     def whole(self, found: m.LookupReply) -> m.LookupReply:
-        """What the server says of a job, with the keys that it was not asked for."""
+        """The server's answer about a job, combined with the keys that it was not asked for."""
         part = self._parts.get((self._links.current(patient=True).epoch, found.job))
         if part is None:
             return found
         count, rest = len(part.keys), set(part.rest)
         had = [at for at in range(count) if at not in rest]
         options = m.LookupOptions(prefix=part.prefix, tiers=[])
-        # Looked up again, as the server does: they may have been evicted since.
+        # Looked up again, as the server does, because they may have been evicted since.
         blob = join_keys([part.keys[at] for at in had])
         make, space = asking(part.namespace, blob, options), part.namespace
         still = expect(self._links.asked(lambda link: link.ask(space, make), patient=True), m.LookupReply)
@@ -459,8 +461,8 @@ class ClientLookups:
     def _find(
         self, keys: Sequence[bytes], namespace: Namespace, options: ClientLookupOptions, counts: int = COUNT_HITS
     ) -> bytes | None:
-        """What the index says, where it may answer: promises and pins are given by the server alone, and it alone
-        knows policies, and what makes no sense."""
+        """The index's answer, if it may give one: only the server makes promises and pins, knows policies, and reports
+        invalid options."""
         if options.tiers is not None:
             _check_tiers(options.tiers)
         if options.hold or options.window or options.policy or options.pin_s != 0:
@@ -468,7 +470,7 @@ class ClientLookups:
         try:
             if not (options.wait_s >= 0 and options.deadline_s >= 0):
                 return None
-        except TypeError:  # no numbers: `asking` says so
+        except TypeError:  # not numbers: `asking` raises the error
             return None
         return self._hits.find(keys, namespace, options.prefix, False, counts)
 
@@ -487,11 +489,11 @@ class ClientLookups:
         return result
 
     def now(self) -> float:
-        """By the client's clock."""
+        """The time on the client's clock."""
         return self._links.now()
 
     def wait_for_link(self, timeout_s: float) -> None:
-        """Wait until the link that is being made may get on, at most for that long."""
+        """Wait at most that long until the link that is being made can advance."""
         self._links.wait(timeout_s)
 
     def _remember(self, job: int, part: _Part) -> None:
@@ -506,7 +508,7 @@ def _all_there(count: int) -> LookupResult:
 
 
 def _found_by_index(found: bytes, count: int) -> LookupResult:
-    """A byte a key, 1 for what is there; what stands behind its end is not."""
+    """`found` has a byte for each key, 1 if it is there; keys behind its end are missing."""
     if found.count(1) == count:
         return _all_there(count)
     statuses = [Status.GRANTED if byte else Status.MISS for byte in found.ljust(count, b"\0")]
@@ -516,12 +518,12 @@ def _found_by_index(found: bytes, count: int) -> LookupResult:
 def _scatter(found: m.LookupReply, positions: Sequence[int], statuses: bytearray, reasons: bytearray) -> None:
     for at, status in zip(positions, found.statuses, strict=True):
         statuses[at] = status
-    for at, reason in zip(positions, found.reasons, strict=False):  # none where nothing missed
+    for at, reason in zip(positions, found.reasons, strict=False):  # none if nothing missed
         reasons[at] = reason
 
 
 class _Asking(NamedTuple):
-    """A lookup that is to be sent, for the keys at `rest`: the index had the others."""
+    """A lookup to be sent, for the keys at `rest`: the index had the others."""
 
     keys: Sequence[bytes]
     rest: Sequence[int]
@@ -531,7 +533,7 @@ class _Asking(NamedTuple):
 
 
 class _Asked:
-    """A lookup that was sent, and the registration of its namespace that went before it, until that is answered."""
+    """A lookup that was sent, and the registration of its namespace that preceded it, until that is answered."""
 
     def __init__(self, link: Link, binding: Pending | None, pending: Pending) -> None:
         self.link = link
@@ -540,8 +542,8 @@ class _Asked:
 
 
 class LookupHandle:
-    """A lookup under way. `done`, `result` and `cancel` never wait; `result` is None until it is done. `so_far`: what
-    the index had when it began; nobody holds that."""
+    """A pending lookup. `done`, `result` and `cancel` never wait; `result` is None until it is done. `so_far`: what the
+    index had at the start; none of it is held."""
 
     def __init__(self, lookups: ClientLookups, wanted: _Asking, so_far: LookupResult) -> None:
         self._lookups = lookups
@@ -549,25 +551,25 @@ class LookupHandle:
         self.so_far = so_far
         self._asked: _Asked | None = None
         self._error: CacheError | None = None  # the caller's mistake
-        self._again = True  # where the server has forgotten the namespace, or our session, it is asked again, once
+        self._again = True  # it may be sent once more, if the server has forgotten the namespace or our session
         self._result: LookupResult | None = None
         self._cancelled = False
 
     def found_all(self) -> None:
-        """Nothing is left to be asked for."""
+        """Nothing is left to ask for."""
         self._result = self.so_far
 
     @property
     def done(self) -> bool:
-        """Whether `result` has it."""
+        """Whether `result` is available."""
         return self._fetch() is not None
 
     @property
     def result(self) -> LookupResult | None:
-        """The result, if it has come. A server that went away, or does not answer in its time, makes it a miss. Its
-        promise is the caller's from now on; that of a handle that is dropped unread, or cancelled, is freed."""
-        result, asked = self._fetch(), self._asked  # taken once: another thread may cancel
-        if result is not None and asked is not None:  # the server's own words: of any other result nothing is kept
+        """The result, if it has come. If the server goes away or does not answer in time, it is a miss. The caller owns
+        its promise from now on; that of a handle that is dropped unread, or cancelled, is freed."""
+        result, asked = self._fetch(), self._asked  # read once, because another thread may cancel
+        if result is not None and asked is not None:  # an answer of the server: other results hold nothing
             asked.pending.tell()
         return result
 
@@ -580,30 +582,30 @@ class LookupHandle:
 
     @property
     def sent(self) -> bool:
-        """Whether the server was asked: the first calls of a client go out when its link is made."""
+        """Whether the server was asked: the first calls of a client are sent once its link is made."""
         return self._asked is not None
 
     def wait(self, timeout_s: float) -> LookupResult | None:
-        """Wait for the result, for that long. None: it has not come, and may still."""
+        """Wait for the result, at most that long. None: it has not come yet."""
         deadline = self._lookups.now() + timeout_s
         while self._fetch() is None and (left := deadline - self._lookups.now()) > 0:
             asked = self._asked
             if asked is None:
                 self._lookups.wait_for_link(left)
             else:
-                with contextlib.suppress(CacheError):  # `result` hears of it
+                with contextlib.suppress(CacheError):  # `result` reports it
                     asked.link.channel.wait_for(asked.pending, left)
         return self.result
 
     def cancel(self) -> None:
-        """It is not wanted any more: the server stops what nobody else waits for."""
+        """Give the lookup up: the server stops loads that nobody else waits for."""
         if self._result is None:
             count = len(self._wanted.keys)
             self._result, self._cancelled = LookupResult([Status.MISS] * count, [Reason.NONE] * count, 0), True
             self._cancel_call()
 
     def _cancel_call(self) -> None:
-        """No answer is taken any more: one that comes all the same is undone."""
+        """Refuse the answer: if one comes anyway, it is undone."""
         asked, self._asked = self._asked, None
         if asked is not None:
             channel, rid = asked.link.channel, asked.pending.rid
@@ -611,19 +613,19 @@ class LookupHandle:
             channel.post(lambda own: m.Cancel(own, rid))
 
     def get_on(self) -> None:
-        """Whatever can be done without waiting."""
+        """Do everything that can be done without waiting."""
         if self._result is not None or self._error is not None:
             return
         try:
             link = self._lookups.step() if self._asked is None else None
-            if link is not None and self._asked is None:  # still: that step may have sent it
+            if link is not None and self._asked is None:  # still None: that step may have sent it
                 self._asked = self._lookups.ask_without_waiting(link, self._wanted)
-                if self._cancelled:  # by another thread, which did not find it sent
+                if self._cancelled:  # by another thread, before it was sent
                     self._cancel_call()
             if (asked := self._asked) is not None:
                 self._hear(asked)
         except ForgottenError as error:
-            self._asked = None  # it was not done: once more, over the next link
+            self._asked = None  # the server did nothing: ask once more, over the next link
             if self._again:
                 self._again = False
             else:
@@ -638,7 +640,7 @@ class LookupHandle:
             self._cancel_call()
             try:
                 self._result = self._lookups.refused(self._wanted, error)
-            except CacheError as misuse:  # for whoever asks for the result
+            except CacheError as misuse:  # raised to the caller that asks for the result
                 self._error = misuse
 
     def _hear(self, asked: _Asked) -> None:
@@ -650,6 +652,6 @@ class LookupHandle:
             asked.link.note_bound(namespace.id, namespace.layout, bound)
             asked.binding = None
         reply = channel.poll(asked.pending)
-        if reply is not None and self._asked is asked:  # another thread may have cancelled
+        if reply is not None and self._asked is asked:  # unless another thread has cancelled it
             keys = [self._wanted.keys[at] for at in self._wanted.rest]
             self._result = self._lookups.whole_of(self._wanted, result_of(reply, keys, time.monotonic()))

@@ -1,15 +1,15 @@
-"""Who is inside which slots: the one place that says when something of ours may be settled.
+"""Who uses which slots. This is the one place that decides when something of ours may be settled.
 
-Every lease of a client has a `Holding` here, from before the server is asked until the server knows that nobody
-touches its slots. Nothing is settled, said goodbye to or unlocked while a holding is *occupied*:
+Every lease of a client has a `Holding` here, from before the server is asked until the server knows that nobody uses
+its slots. Nothing is settled, given up or unlocked while a holding is *occupied*:
 
 - by a copy: the call that makes it is still on its thread's stack (`Presence`);
-- by a view or tensor: the object that lends its memory lives for as long as anything shows that memory;
+- by a view or tensor: the object that lends its memory lives as long as anything refers to that memory;
 - by threads of the extension (`Work`), which copy on while nobody waits for them: it says whether one may be inside.
 
-These are facts, which no interrupt can skip. What a lease that nobody has any more still holds is settled by whoever
-calls the server next. The life lock is kept alive by the holdings that were granted under it, and by the link: it ends,
-and with it the row, when the last of them does, in whatever way.
+These are facts that no interrupt can skip. If a lease is gone but still holds something, the next call to the server
+settles it. The life lock is kept alive by the holdings that were granted under it, and by the link: it ends, and the
+row with it, when the last of them does, in whatever way.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from lmcache_core.protocol.codec import pack_positions
 if TYPE_CHECKING:
     from lmcache_core.client.link import Link
 
-_SWEEP_AT = 64  # views of one lease, before the first look at which of them are gone
-_LOOK_S = 0.01  # whoever waits for views to go looks so often: nothing runs when the last one does
+_SWEEP_AT = 64  # views of one lease before the first check which of them are gone
+_LOOK_S = 0.01  # polling interval while waiting for views to go: nothing runs when the last one does
 
 
 class Work(Protocol):
-    """Copies by threads of the extension, which go on when the call that began them has returned."""
+    """Copies by threads of the extension, which continue after the call that began them has returned."""
 
     @property
     def running(self) -> bool:
-        """Whether a thread may be inside a slot, or in the caller's memory."""
+        """Whether a thread may be using a slot or the caller's memory."""
 
     def ask_to_stop(self, dropped: object = None, /) -> None:
         """Begin nothing more. Waits for nothing; in C, so that no interrupt comes before it."""
 
     def stop(self) -> None:
-        """Begin nothing more, and return when no thread is inside. Soon: they look up after each MiB."""
+        """Begin nothing more, and return when no thread copies. That is soon: threads check after each MiB."""
 
 
 class Page:
-    """Positions that were asked for over a link, `count` from `first` on, and whose answer the lease has not taken
-    yet."""
+    """Requested positions, `count` from `first` on, whose answer the lease has not taken yet."""
 
     __slots__ = ("count", "first", "link", "pending")
 
@@ -69,7 +68,7 @@ class Page:
         self.pending = pending
 
     def granted(self) -> tuple[int, list[int]]:
-        """The lease and the positions that its answer grants, as far as it has come."""
+        """The lease and the positions that the answer grants, if it has come."""
         return granted_by(self.pending.reply, self.first)
 
 
@@ -77,21 +76,21 @@ class Holding:
     """What one lease holds. `unsettled`: an ordered set of positions."""
 
     def __init__(self, settles_by: type[m.Settle], copying: Presence | None) -> None:
-        self.settles_by = settles_by  # what ends a position that nothing else has ended
+        self.settles_by = settles_by  # ends the positions that nothing else has ended
         self.statuses: list[Status] = []
         self.over = False
-        self.copying = copying  # the call in which slots are copied to or from, if they are not lent to the caller
-        self.work: Work | None = None  # the same, for threads of the extension
-        self.link: Link | None = None  # that the server is spoken to over
+        self.copying = copying  # the call that copies to or from the slots, if they are not lent to the caller
+        self.work: Work | None = None  # the same for threads of the extension
+        self.link: Link | None = None  # for talking to the server
         self.life_locks: tuple[LifeLock, ...] = ()  # of the rows under which the server may know it
         self.id = 0
         self.unsettled: dict[int, None] = {}
         self.page: Page | None = None
-        self.unheard: list[Page] = []  # given up with no answer: the lease may have them, at the server
-        self.expired = False  # the server said so; it waits for our answer, which is the next settling call
-        self.barred = ""  # why no slot is lent any more
-        # Those that the lease gave, and what lends the memory of slots, all weakly and by a number that is used once,
-        # so that one that is dead can be dropped while others come.
+        self.unheard: list[Page] = []  # abandoned without an answer: the server may have granted them
+        self.expired = False  # the server has said so; it waits for our answer, which is the next settling call
+        self.barred = ""  # why slots are no longer lent
+        # The lease's views, and what lends the memory of slots, all weakly and under numbers that are used once, so
+        # that a dead one can be dropped while others arrive.
         self.views: dict[int, weakref.ref[memoryview]] = {}
         self.tensors: dict[int, Callable[[], Any]] = {}
         self.lent: dict[int, weakref.ref[Any]] = {}
@@ -101,8 +100,8 @@ class Holding:
 
     @property
     def occupied(self) -> bool:
-        """Whether a thread may be inside its slots."""
-        copying = self.copying  # its thread may end it while we look
+        """Whether a thread may be using its slots."""
+        copying = self.copying  # its thread may end it while we check
         if copying is not None and copying.lasts:
             return True
         if self.worked_in:
@@ -111,13 +110,13 @@ class Holding:
 
     @property
     def worked_in(self) -> bool:
-        """Whether threads of the extension may be inside its slots."""
+        """Whether threads of the extension may be using its slots."""
         work = self.work
         return work is not None and work.running
 
     @property
     def occupied_by_others(self) -> bool:
-        """The same, but for what only this thread, which is here, can be doing."""
+        """The same, ignoring what only this thread can be doing, since it is here."""
         if not self.occupied:
             return False
         copying = self.copying
@@ -126,29 +125,29 @@ class Holding:
         return self.worked_in or bool(self.borrowers - {threading.get_ident()})
 
     def bar(self, why: str) -> None:
-        """Lend nothing from now on, and take back the views that nobody is using."""
+        """Lend nothing from now on, and revoke views that are not in use."""
         self.barred = why
         self.release_views()
 
     def release_views(self) -> None:
-        """Views raise `ValueError` from now on."""
+        """Make views raise `ValueError` from now on."""
         for each in list(self.views.values()):
             view = each()
             if view is not None:
-                with contextlib.suppress(BufferError):  # a call is at work in it, or an array lies on it
+                with contextlib.suppress(BufferError):  # a call is using it, or an array refers to it
                     view.release()
         self.views.clear()
 
     def check_lent(self) -> None:
-        """Raise `LeaseExpiredError` where no slot is ours to touch any more."""
+        """Raise `LeaseExpiredError` if slots may no longer be used."""
         if self.barred:
             raise LeaseExpiredError(f"lease {self.id:x} has ended: {self.barred}")
         if self.over:
             raise LeaseExpiredError(f"lease {self.id:x} has ended: its memory may belong to another object")
 
     def note_view(self, view: memoryview) -> memoryview:
-        """The lease gives this one. Raises `LeaseExpiredError` where another thread has ended the lease meanwhile: it
-        takes back what is noted, and what is noted after that is for us to take back."""
+        """Record a view that the lease gives out. Raises `LeaseExpiredError` if another thread has ended the lease
+        meanwhile: that thread revokes recorded views, and later ones are ours to revoke."""
         self.views[next(self._numbers)] = weakref.ref(view)
         if self.over or self.barred:
             view.release()
@@ -156,15 +155,15 @@ class Holding:
         return view
 
     def note_tensor(self, tensor: Any) -> None:
-        """The lease gives this one. Raises as `note_view`."""
+        """Record a tensor that the lease gives out. Raises like `note_view`."""
         self.tensors[next(self._numbers)] = weakly(tensor)
         if self.over or self.barred:
             tensor.set_()
         self.check_lent()
 
     def empty_tensors(self) -> None:
-        """The tensors that somebody still has show nothing from now on. For the lease's own thread: a tensor cannot be
-        taken from another one that is at work in it."""
+        """Make tensors that are still referenced empty. Only for the lease's own thread: a tensor cannot be emptied
+        while another thread may be using it."""
         for each in list(self.tensors.values()):
             tensor = each()
             if tensor is not None:
@@ -172,8 +171,8 @@ class Holding:
         self.tensors.clear()
 
     def note_lender(self, tie: weakref.ref[Any]) -> None:
-        """This lends a slot's memory. Now and then those that are gone are forgotten: a lease may give any number of
-        views, one after another."""
+        """Record an object that lends a slot's memory. From time to time dead ones are removed: a lease may give out
+        any number of views, one after another."""
         self.lent[next(self._numbers)] = tie
         if len(self.lent) >= self._sweep_at:
             tables: tuple[dict[int, Any], ...] = (self.lent, self.views, self.tensors)
@@ -184,7 +183,7 @@ class Holding:
             self._sweep_at = 2 * len(self.lent) + _SWEEP_AT
 
     def left(self) -> list[int]:
-        """The positions that the server takes to be ours, the unseen answer to the last question included."""
+        """The positions that the server considers ours, including an unseen answer to the last request."""
         page = self.page
         if page is None:
             return list(self.unsettled)
@@ -193,7 +192,7 @@ class Holding:
         return list(dict.fromkeys([*self.unsettled, *positions]))
 
     def end(self) -> None:
-        """Nothing of it is ours any more. What was not settled counts as aborted."""
+        """Give everything up. What was not settled counts as aborted."""
         self.over = True
         for position in list(self.unsettled):
             self.statuses[position] = Status.ABORTED
@@ -204,7 +203,7 @@ class Holding:
         self.life_locks = ()
 
     def leave_to_borrowers(self) -> None:
-        """The client is closed. Our life locks, and nothing else, live on with what still shows slots, or copies."""
+        """The client is closed. Only our life locks live on, with what still shows slots, or copies."""
         self._kept_by_lenders(self.life_locks)
         copying = self.copying
         if copying is None or not copying.lasts:
@@ -218,7 +217,8 @@ class Holding:
 
 
 class _Tie(weakref.ref[Any]):
-    """To a lease, or to what lends the memory of a slot. `of`: the address of its holding, which it may not keep."""
+    """A weak reference to a lease, or to what lends a slot's memory. `of`: the address of its holding, which it must
+    not reference."""
 
     __slots__ = ("of",)
 
@@ -230,23 +230,23 @@ class Occupancy:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._holdings: dict[int, Holding] = {}  # by their address
+        self._holdings: dict[int, Holding] = {}  # by address
         self._ties: dict[int, _Tie] = {}  # to their leases
-        self.copying: dict[int, Holding] = {}  # those with a call that copies, by their address
+        self.copying: dict[int, Holding] = {}  # those with a copying call, by address
         self.gone: deque[weakref.ref[Any]] = deque()  # `append` is all that runs when a lease or a view is dropped
         # That were begun, by their address, and what asks each to stop when its owner goes.
         self._works: dict[int, tuple[Work, weakref.ref[Any]]] = {}
         self._declared: Link | None = None  # the last link of which the next server is, or was, told
         self._owed: list[Callable[[int], m.Message]] = []  # what ended since it was told
         self._closed = ""
-        # Of threads in `end`. No `threading.Event`: its lock is taken in Python code, where an interrupt can leave it
-        # taken for good. Putting into one of these is a single call into C, which waits for nothing.
+        # Of threads in `end`. Not a `threading.Event`: its lock is taken in Python code, where an interrupt can leave
+        # it locked forever. Putting into one of these is a single call into C that never waits.
         self._enders: list[SimpleQueue[None]] = []
 
     # --- in -------------------------------------------------------------------------------------------------
 
     def open(self, lease: object, holding: Holding) -> None:
-        """A lease is about to be asked for: from here on it is looked after."""
+        """A lease is about to be requested: track it from now on."""
         tie = _Tie(lease, self.gone.append)
         tie.of = id(holding)
         self._ties[id(holding)] = tie
@@ -257,18 +257,18 @@ class Occupancy:
             raise UsageError(self._closed)
 
     def asking(self, holding: Holding, link: Link) -> None:
-        """A page is about to be asked for over this link, under its life lock. Raises `DisconnectedError` where that
-        has been settled: what is granted now would be nobody's."""
+        """A page is about to be requested over this link, under its life lock. Raises `DisconnectedError` if the
+        holding was settled: a grant would have no owner."""
         with self._lock:
             if holding.link is None or not holding.unsettled:
-                life_lock = link.life_lock  # whoever closes the link takes it away without asking us
+                life_lock = link.life_lock  # the thread that closes the link removes it without asking us
                 if life_lock is None:
                     raise DisconnectedError("the connection is being closed")
                 holding.link, holding.life_locks = link, (life_lock,)
 
     def granted(self, holding: Holding, link: Link, lease_id: int) -> bool:
-        """Note the lease's id. False: it comes too late for what the next link declares, and the server gives its
-        slots to others; or for whoever has ended the session meanwhile, and did not know of it."""
+        """Record the lease's id. Returns False if it comes too late for the next link's declaration, so that the server
+        gives its slots to others, or for a thread that has ended the session meanwhile and did not know about it."""
         with self._lock:
             if holding.over or (holding.id != lease_id and (link is self._declared or link.left)):
                 return False
@@ -276,8 +276,8 @@ class Occupancy:
             return True
 
     def cancel_page(self, holding: Holding, page: Page | None = None) -> None:
-        """Its answer will not be used: what it grants, should it come, goes back. `page`: for whoever asked for it, as
-        another thread may have ended the holding."""
+        """Give up the answer: what it grants, if it comes, is given back. `page`: from its requester, because another
+        thread may have ended the holding."""
         page = page or holding.page
         if page is not None:
             page.link.channel.cancel(page.pending, undoing(holding.settles_by, page.first))
@@ -287,8 +287,8 @@ class Occupancy:
         holding.page = None
 
     def _settle_unheard(self, holding: Holding) -> None:
-        """Give back what was granted in answers that were lost with their connection. The server refuses it where it
-        has not read the question either."""
+        """Give back what was granted in answers that were lost with their connection. If the server has not read the
+        request either, it refuses this."""
         link = holding.link
         if link is None or link.channel.lost or not holding.id:
             return
@@ -297,15 +297,15 @@ class Occupancy:
             holding.unheard.remove(page)
 
     def lend(self, holding: Holding, lender: Any) -> Any:
-        """Note something that lends a slot's memory. Raises `LeaseExpiredError` where none is lent any more."""
-        if len(self.gone) >= _SWEEP_AT:  # who only reads makes no call that would do it
+        """Record an object that lends a slot's memory. Raises `LeaseExpiredError` if lending has ended."""
+        if len(self.gone) >= _SWEEP_AT:  # a caller that only reads makes no call that would do it
             self.tidy()
         tie = _Tie(lender, self.gone.append)
         tie.of = id(holding)
-        lender.keeps = holding  # what shows the memory keeps the life lock, and the connection
+        lender.keeps = holding  # what shows the memory keeps the life lock and the connection alive
         holding.borrowers.add(threading.get_ident())
         holding.note_lender(tie)
-        holding.check_lent()  # only now: whoever bars, or ends it, looks at what is lent after that
+        holding.check_lent()  # only now: a thread that bars or ends the lease checks afterwards what is lent
         return lender
 
     def begin(self, work: Work, holdings: Sequence[Holding], owner: object) -> None:
@@ -329,7 +329,7 @@ class Occupancy:
     # --- out ------------------------------------------------------------------------------------------------
 
     def ended(self, holding: Holding) -> None:
-        """Everything of it is settled, or its owner says that nobody touches it."""
+        """Everything of it is settled, or its owner says that nobody uses it."""
         holding.end()
         self.copying.pop(id(holding), None)
         self._holdings.pop(id(holding), None)
@@ -338,52 +338,52 @@ class Occupancy:
             ender.put(None)
 
     def has_ended(self, work: Work) -> None:
-        """None of its threads is anywhere any more. A single operation: a finalizer may call this."""
+        """None of its threads runs any more. A single operation, because a finalizer may call this."""
         self._works.pop(id(work), None)
 
     def tidy(self) -> None:
-        """Let go of what was left behind: by a lease that is no more, by a copy that was interrupted. There is nothing
-        to do while both `gone` and `copying` are empty."""
+        """Release what was left behind: by a lease that is gone, or by a copy that was interrupted. There is nothing to
+        do while both `gone` and `copying` are empty."""
         for tie in list(self.gone):
             assert isinstance(tie, _Tie)
             holding, lease = self._holdings.get(tie.of), self._ties.get(tie.of)
             left = lease is None or lease() is None
             if holding is not None and (left or holding.barred):
                 if holding.worked_in:
-                    continue  # its threads leave soon: the next call looks again
+                    continue  # its threads finish soon: the next call checks again
                 if not holding.occupied:
                     self.settle(holding)
             with contextlib.suppress(ValueError):  # another thread was here, too
                 self.gone.remove(tie)
         for holding in list(self.copying.values()):
-            if not holding.occupied:  # its call is over, and was interrupted where it should have ended it
+            if not holding.occupied:  # its call is over, and was interrupted before it could end it
                 self.settle(holding)
 
     def settle(self, holding: Holding) -> None:
-        """Tell the server that nobody touches any of it, without waiting for its answer."""
+        """Tell the server that nobody uses any of it, without waiting for the answer."""
         self._expect_no_page(holding)
         self.tell_end(holding)
         self.ended(holding)
 
     def tell_end(self, holding: Holding) -> None:
-        """Tell the server that nobody touches what is left of it, without waiting for its answer. What is said as the
-        connection ends counts for nothing: it is said over the next link, if the lease is taken to go on there."""
+        """Tell the server that nobody uses the rest, without waiting for the answer. A message sent while the
+        connection ends is lost: it is repeated over the next link, if the lease continues there."""
         while (link := holding.link) is not None and not holding.over:
             for page in self._pages_left(holding):
                 link.channel.post(page)
             with self._lock:
                 if holding.link is link:  # otherwise there is a new one by now
                     told = self._declared
-                    if told is not None and told.epoch == link.epoch and not told.left:  # it is taken to go on
+                    if told is not None and told.epoch == link.epoch and not told.left:  # it is expected to continue
                         self._owed += self._pages_left(holding)
-                    self._holdings.pop(id(holding), None)  # within the lock, or it might be declared now
+                    self._holdings.pop(id(holding), None)  # inside the lock, or it might be declared now
                     return
 
     @staticmethod
     def _pages_left(holding: Holding) -> list[Callable[[int], m.Message]]:
-        """The messages that end what is left of it, what was granted in answers that never came included."""
+        """The messages that end what is left, including what was granted in answers that never came."""
         positions = holding.left()
-        if not holding.id:  # an optimistic one, and the server has nothing to free
+        if not holding.id:  # an optimistic one, for which the server holds nothing
             return []
         pages: list[Sequence[int]] = [
             positions[first : first + BATCH_KEYS_MAX] for first in range(0, len(positions), BATCH_KEYS_MAX)
@@ -392,8 +392,8 @@ class Occupancy:
         return [settle_page(holding.settles_by, holding.id, page) for page in pages]
 
     def end(self, timeout_s: float, why: str, *, closing: bool = False) -> tuple[list[int], list[Holding]]:
-        """All of it is to end. Waits for copies under way, `timeout_s` at most, and not for what nobody but this thread
-        can be doing. Returns the leases that may be settled now, and the holdings that are still occupied."""
+        """End everything. Waits for copies in progress, `timeout_s` at most, but not for what only this thread can be
+        doing. Returns the leases that may be settled now, and the holdings that are still occupied."""
         if closing:
             self._closed = why
         holdings = list(self._holdings.values())
@@ -408,14 +408,14 @@ class Occupancy:
         ids = []
         for holding in idle:
             self._expect_no_page(holding)
-            holding.left()  # notes the id
+            holding.left()  # records the id
             if holding.id:
                 ids.append(holding.id)
         return ids, busy
 
     def _expect_no_page(self, holding: Holding) -> None:
-        """What is granted from now on goes back; what was granted before, `left` knows. In this order: an answer that
-        came between the two would be nobody's."""
+        """Later grants are given back; `left` knows the earlier ones. The order matters: an answer that came between
+        the two would have no owner."""
         if holding.page is not None and not holding.page.pending.settled:
             self.cancel_page(holding)
 
@@ -433,12 +433,12 @@ class Occupancy:
             self._enders.remove(ended)
 
     def leave(self, busy: Sequence[Holding]) -> None:
-        """The client is closed, and these are still occupied."""
+        """The client is closed, but these are still occupied."""
         for holding in busy:
             holding.leave_to_borrowers()
 
     def remove_idle(self, busy: Sequence[Holding]) -> None:
-        """The server has been told of all but these, or need not be."""
+        """The server knows about all but these, or does not need to."""
         for holding in list(self._holdings.values()):
             if holding.barred and holding not in busy:
                 self.ended(holding)
@@ -446,9 +446,9 @@ class Occupancy:
     # --- from one link to the next --------------------------------------------------------------------------
 
     def declare(self, link: Link, life_lock: LifeLock) -> list[int]:
-        """The link is lost, and the server is about to be told of another one, with this life lock: the leases that it
-        is to go on with. Should that link never open, nobody knows whether the server was told, and under which row it
-        has them then: they keep the locks of both."""
+        """The link is lost, and the server is about to be told about another one, with this life lock. Returns the
+        leases that continue on it. If that link never opens, nobody knows whether the server was told, and under which
+        row it has the leases: so they keep the locks of both."""
         with self._lock:
             self._declared = link
             self._owed.clear()  # what is not declared now is settled by that
@@ -458,8 +458,8 @@ class Occupancy:
             return [holding.id for holding in declared]
 
     def hand_over(self, link: Link, successor: Link) -> None:
-        """The next link is open. The same server holds our leases under its new row; where it is another one, it keeps
-        their slots from everybody for as long as our old row says that we live."""
+        """The next link is open. The same server holds our leases under its new row; a different one keeps their slots
+        reserved as long as our old row shows that we live."""
         with self._lock:
             link.left = True
             new = () if successor.life_lock is None else (successor.life_lock,)
@@ -477,18 +477,19 @@ class Occupancy:
             self._settle_unheard(holding)
 
     def _held_of(self, epoch: int) -> list[Holding]:
-        """The holdings that the server of this epoch knows, or knew. Whichever link they go over: one that was opened,
-        and not taken into use as the thread that made it was interrupted, may have some of them."""
+        """The holdings that the server of this epoch knows, or knew, over whichever link: a link that was opened but
+        not put to use, because its thread was interrupted, may have some of them."""
         return [each for each in list(self._holdings.values()) if each.link is not None and each.link.epoch == epoch]
 
     def expire(self, lease_id: int) -> None:
-        """The server says that the time of this lease is up."""
+        """The server says that this lease has expired."""
         for holding in list(self._holdings.values()):
             if holding.id == lease_id:
                 holding.expired = True
 
     def leave_to_parent(self) -> None:
-        """In a forked child: all of it is the parent's. Views to write die; what was lent to read stays readable."""
+        """In a forked child everything is the parent's. Writable views become invalid; memory lent for reading stays
+        readable."""
         for holding in list(self._holdings.values()):
             if holding.settles_by is m.AbortStore:
                 holding.bar(PARENTS)
@@ -502,14 +503,14 @@ PARENTS = "it belongs to the parent of this forked process: connect again, and a
 
 
 def granted_by(reply: object, first: int) -> tuple[int, list[int]]:
-    """The lease and the positions that an answer grants; `first`: the position of the first key asked for."""
+    """The lease and the positions that an answer grants. `first`: the position of the first requested key."""
     if not isinstance(reply, m.Granted):
         return 0, []
     return reply.lease, [first + at for at, status in enumerate(reply.statuses) if status == Grant.GRANTED]
 
 
 def undoing(kind: type[m.Settle], first: int) -> Callable[[m.Reply], Callable[[int], m.Message] | None]:
-    """What gives back what a late answer grants."""
+    """Makes the message that gives back what a late answer grants."""
 
     def undo(reply: m.Reply) -> Callable[[int], m.Message] | None:
         lease_id, positions = granted_by(reply, first)
@@ -521,7 +522,8 @@ def undoing(kind: type[m.Settle], first: int) -> Callable[[m.Reply], Callable[[i
 def settle_page(
     kind: type[m.Settle], lease_id: int, page: Sequence[int], checksums: bytes = b""
 ) -> Callable[[int], m.Settle]:
-    """What settles these positions, which ascend. A run of them is said as a range: eight bytes for any number."""
+    """The message that settles these ascending positions. A run of them is sent as a range: eight bytes for any
+    number."""
     more = (checksums,) if checksums else ()
     if page and page[-1] - page[0] == len(page) - 1:
         return lambda rid: kind(rid, lease_id, page[0], len(page), b"", *more)

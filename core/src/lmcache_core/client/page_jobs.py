@@ -1,9 +1,9 @@
-"""Pages on their way: jobs that go on by threads of the extension, and get on whenever somebody asks how far they are.
+"""Page jobs: copies by threads of the extension, which advance whenever somebody asks for their progress.
 
-A client has no thread of its own (decision 0001), and neither has a job one that runs Python: its threads copy and do
-nothing else. What has to be said to the server is said, and heard, by the calls that start a job, wait for it, or look
-at it (decision 0018). Every lease of a job is looked after by the occupancy, which also knows of the job's threads: so
-whatever ends the client, its session or the server finds them.
+A client has no thread of its own (decision 0001), and no job has one that runs Python: its threads only copy. The calls
+that start a job, wait for it or look at it exchange messages with the server (decision 0018). The occupancy tracks
+every lease of a job and knows the job's threads, so they are found by whatever ends the client, its session or the
+server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("lmcache_core.client")
 
 _WRITTEN = 16  # added to what a job says of an object: some of its pages were written to
 _LOOK_S = 0.0005
-_SLICE_S = 0.05  # a wait in C hears no interrupt
+_SLICE_S = 0.05  # a wait in C notices no interrupt
 _Outcome = tuple[Status, Reason]
 
 
@@ -56,10 +56,10 @@ _Outcome = tuple[Status, Reason]
 class PagesResult:
     """What became of each key, by entry and then by key, and of the pages.
 
-    `untrusted`: for each entry the ids of the pages that were, or may have been, written to, and do not hold what their
-    keys stand for: the object left the pool meanwhile, proved damaged, or the job was cancelled. What a hit has written
-    is right, and pages of neither kind are as they were. Of a store it is always empty. `incarnations`: which
-    incarnation of each key was read, or tried, for `Client.drop`; 0 where none was, or that is not known.
+    `untrusted`: for each entry the ids of pages that were, or may have been, written to and do not hold their keys'
+    data: the object was evicted meanwhile, proved damaged, or the job was cancelled. Pages of hits are right, and all
+    other pages are unchanged. For a store it is always empty. `incarnations`: which incarnation of each key was read,
+    or tried, for `Client.drop`; 0 if none was, or it is unknown.
     """
 
     statuses: Sequence[Sequence[Status]]
@@ -74,7 +74,7 @@ class PagesResult:
 
     @property
     def stored(self) -> int:
-        """How many keys can be read now: stored by this call, or there already."""
+        """How many keys can be read now: stored by this call, or already there."""
         return sum(status in (Status.STORED, Status.EXISTS) for each in self.statuses for status in each)
 
 
@@ -87,18 +87,18 @@ class GroupKeys(NamedTuple):
 
 
 class Ground(NamedTuple):
-    """What jobs of one registration stand on."""
+    """What the jobs of one registration share."""
 
     links: Links
     hits: Hits
     threads: int
-    tables: RegionTables  # whose owners keep the memory of the pages
+    tables: RegionTables  # their owners keep the memory of the pages alive
     engine: Any  # `_native`, or `pages_plain`
     has_index: bool
 
 
 class Frame:
-    """Keys of one entry that the server is asked for in one message, and the lease that comes of it."""
+    """Keys of one entry that are requested from the server in one message, and the lease that results."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Frame:
         self._link: Link | None = None
         self._binding: Pending | None = None
         self._pending: Pending | None = None
-        self._again = True  # a namespace that the server has forgotten is registered again, once
+        self._again = True  # whether it may register a namespace once more that the server has forgotten
 
     def move(self, event: FrameEvent) -> None:
         """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
@@ -134,7 +134,8 @@ class Frame:
         return self.state is FrameState.HEARD
 
     def get_on(self, patient: bool = False) -> bool:
-        """Ask, or hear the answer, if it has come; whether it has. `patient`: wait for a link as any call does."""
+        """Send the request, or take the answer if it has come; returns whether it has. `patient`: wait for a link as
+        any call does."""
         if self.heard:
             return True
         try:
@@ -159,7 +160,7 @@ class Frame:
             return
         link.mapped()
         self._link = link
-        # The server answers in order: by the time it comes to the question, the namespace is registered.
+        # The server answers in order: the namespace is registered before it gets to the request.
         self._binding = link.start_binding(self._namespace)
         self._pending = self.lease.start(link, self._message, len(self.keys))
         self.move(FrameEvent.ASK if self._binding is None else FrameEvent.BIND)
@@ -187,7 +188,7 @@ class Frame:
         self.lease.refuse(error, len(self.keys))
 
     def cancel(self, outcome: _Outcome) -> None:
-        """No answer is wanted any more: what it grants, should it come, goes back."""
+        """Give up the answer: what it grants, if it comes, is given back."""
         if not self.heard:
             self.move(FrameEvent.CANCEL)
             self.lease.leave()
@@ -206,7 +207,7 @@ def _wait_for(link: Link, pending: Pending, timeout_s: float) -> None:
     try:
         link.channel.wait_for(pending, timeout_s)
     except CacheError:
-        return  # whoever polls it next hears of it
+        return  # the next poll reports it
 
 
 def _frames_of(
@@ -219,7 +220,7 @@ def _frames_of(
     message: Callable[[bytes, int], Callable[[int, int], m.Message]],
     promise: Promise | None = None,
 ) -> list[Frame]:
-    """`message`: from the keys and the number of the promise that keeps them, 0 for none."""
+    """`message`: makes it from the keys and the id of the promise that holds them, 0 for none."""
     frames = []
     wanted = [entry.keys[at] for at in positions]
     for first, end, kept_by in frames_of(wanted, promise, size):
@@ -229,7 +230,7 @@ def _frames_of(
 
 
 class _Answer:
-    """What the server says to the end of a lease, for positions of which nothing else shows what became of them."""
+    """The server's answer to the end of a lease, for positions whose outcome nothing else shows."""
 
     def __init__(self, frame: Frame, link: Link, pending: Pending, told: list[int], unproven: set[int]) -> None:
         self.frame = frame
@@ -261,8 +262,8 @@ def _status_of(error: CacheError) -> Status:
 
 
 class PagesJob(ABC):
-    """Keys of several groups on their way. `done`, `done_region`, `result` and `cancel` do not wait for the server. One
-    that is dropped is cancelled, and its threads leave soon after."""
+    """Keys of several groups in progress. `done`, `done_region`, `result` and `cancel` do not wait for the server.
+    Dropping a job cancels it; its threads finish soon after."""
 
     _gather: bool
 
@@ -282,10 +283,10 @@ class PagesJob(ABC):
         self._statuses = [[Status.MISS] * len(entry.keys) for entry in entries]
         self._reasons = [[Reason.NONE] * len(entry.keys) for entry in entries]
         self._seen = [array("Q", bytes(8 * len(entry.keys))) for entry in entries]  # which incarnations were read
-        self._dirty: list[set[int]] = [set() for _ in entries]  # positions of which pages were written to
+        self._dirty: list[set[int]] = [set() for _ in entries]  # positions of keys whose pages were written to
         self._works: list[Any] = []
         self._lock = threading.Lock()
-        self._inside: Presence | None = None  # the call that gets on with it
+        self._inside: Presence | None = None  # the call that advances the job
         self._given_up = False
         self._answers: list[_Answer] = []
         self._result: PagesResult | None = None
@@ -298,7 +299,7 @@ class PagesJob(ABC):
             self._occupancy.has_ended(work)
 
     def done(self) -> bool:
-        """Whether `result` is there. Whatever can be done without waiting is done by asking."""
+        """Whether `result` is available. Asking also does everything that can be done without waiting."""
         if self._result is None and self._enter():
             try:
                 if self._given_up:
@@ -312,8 +313,8 @@ class PagesJob(ABC):
         return self._result is not None
 
     def _enter(self) -> bool:
-        """Have the job get on in this call, which sets `_inside` to None at its end. False: another call does. One that
-        was interrupted before its end is over all the same."""
+        """Let this call advance the job; it sets `_inside` to None at its end. False: another call is doing so. A call
+        that was interrupted before its end counts as over."""
         with self._lock:
             inside = self._inside
             if self._result is not None or (inside is not None and inside.lasts):
@@ -327,8 +328,7 @@ class PagesJob(ABC):
         return self._result if self.done() else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, at most for that long (None: for as long as it takes). The caller's thread copies,
-        too."""
+        """Wait until it is done, at most that long (None: without a limit). The caller's thread helps to copy."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         return self._wait(self.done, -1, until)
 
@@ -338,27 +338,27 @@ class PagesJob(ABC):
             if until is not None and now >= until:
                 return False
             left = _SLICE_S if until is None else min(_SLICE_S, until - now)
-            if self._until is not None:  # past its deadline it is over as soon as the call that ends it comes back
+            if self._until is not None:  # past its deadline it is over as soon as the call that ends it returns
                 left = min(left, max(_LOOK_S, self._until - now))
             self._wait_a_while(left, region)
         return True
 
     def cancel(self) -> None:
-        """Give it up. When this returns, no thread writes to the pages, or reads them, any more; the result says what
-        was done by then, and is `ABORTED` for the rest."""
+        """Cancel the job. When this returns, no thread reads or writes the pages any more; the result says what was
+        done by then, and is `ABORTED` for the rest."""
         self._given_up = True
-        self._stop_works()  # and what another call may be about to begin is not begun any more
+        self._stop_works()  # and what another call is about to begin will not be begun
         while not self.done():
             time.sleep(_LOOK_S)
 
     def leave(self) -> None:
-        """No thread writes to the pages, or reads them, any more, and nothing else is done about it: for whoever may
-        be inside of any lock. What it held is settled by the client's next call once the job is dropped."""
+        """Stop all access to the pages and do nothing else: for callers that may be inside any lock. What the job held
+        is settled by the client's next call once the job is dropped."""
         self._given_up = True
         self._stop_works()
 
     def _begin(self, parts: Sequence[tuple[Any, ...]], by_region: bool, frames: Sequence[Frame], waits: bool) -> Any:
-        """Have these copied. Raises as `Occupancy.begin`."""
+        """Start copying these. Raises like `Occupancy.begin`."""
         ground = self._ground
         leases = [frame.lease for frame in frames if frame.lease.granted]
         # What the threads are inside of, and the locks that say that we live: closed when they have left.
@@ -407,7 +407,7 @@ class PagesJob(ABC):
         for answer in list(self._answers):
             _wait_for(answer.link, answer.pending, timeout_s)
             return
-        time.sleep(min(timeout_s, _LOOK_S))  # another thread gets on with it
+        time.sleep(min(timeout_s, _LOOK_S))  # another thread is advancing it
 
     def _finish(self) -> None:
         untrusted = []
@@ -427,15 +427,15 @@ class PagesJob(ABC):
 
     @abstractmethod
     def _get_on(self) -> bool:
-        """Whatever can be done without waiting; whether nothing is left."""
+        """Do everything that can be done without waiting; returns whether nothing is left."""
 
     @abstractmethod
     def _wait_a_while(self, timeout_s: float, region: int) -> None:
-        """For whatever comes next."""
+        """Wait for whatever comes next."""
 
     @abstractmethod
     def _end(self, status: Status, reason: Reason) -> None:
-        """Stop, and say so of what is not done."""
+        """Stop, and set this status for what is not done."""
 
 
 class _LeasedRead:
@@ -453,7 +453,7 @@ class _LeasedRead:
         self.state = LEASED_READ_TRANSITIONS[self.state, event]
 
     def over_share(self) -> list[tuple[int, Sequence[int]]]:
-        """(Entry, positions) of what is to be asked for once what is read here has been settled."""
+        """(Entry, positions) to request once what is being read here has been settled."""
         if self.asked_again:
             return []
         any_read = bool(self.parts)
@@ -466,7 +466,7 @@ class _LeasedRead:
 
 
 class RetrieveJob(PagesJob):
-    """From slots into pages: by the index what it has, under leases what the server has beyond that."""
+    """From slots to pages: through the index if it has an object, otherwise under leases of the server."""
 
     _gather = False
 
@@ -487,8 +487,8 @@ class RetrieveJob(PagesJob):
         self._by_region = by_region
         self._verify = verify
         self._waits = waits
-        self._told = False  # of a region that is done: no thread may write to it again
-        self._found: list[tuple[int, array[int]]] = []  # entry and positions, a part each
+        self._told = False  # a region was reported as done: no thread may write to it again
+        self._found: list[tuple[int, array[int]]] = []  # entry and positions, one for each part
         self._indexed: Any = None
         self._leased: list[_LeasedRead] = []
         parts, rest = self._look()
@@ -498,7 +498,7 @@ class RetrieveJob(PagesJob):
             self._indexed = self._begin(parts, by_region, (), waits)
 
     def _look(self) -> tuple[list[tuple[Any, ...]], list[tuple[int, Sequence[int]]]]:
-        """Parts for what the index has, and the positions of what it has not, by entry."""
+        """Parts for what the index has, and the positions of the rest, by entry."""
         ground = self._ground
         parts: list[tuple[Any, ...]] = []
         rest: list[tuple[int, Sequence[int]]] = []
@@ -507,7 +507,7 @@ class RetrieveJob(PagesJob):
             link = ground.links.look()
             layout = None if link is None else link.layout_of(namespace)
             there = [] if found is None else [at for at, byte in enumerate(found) if byte]
-            # A promise is redeemed by who asks the server; where nothing is to be asked, it is told what was read.
+            # Requests to the server redeem a promise; if there is nothing to request, tell the server what was read.
             if self._promises[number] and len(there) < len(keys):
                 there = []
             if link is None or link.index is None or layout is None:
@@ -547,9 +547,9 @@ class RetrieveJob(PagesJob):
     # --- on the way -----------------------------------------------------------------------------------------
 
     def done_region(self, region: int) -> bool:
-        """Whether all pages of this region have been written that are going to be. Regions are counted through all
-        groups in order. Objects that are checked are done as a whole. A key whose region is done may still fail in a
-        later one; the result says so."""
+        """Whether all pages of this region that will be written have been. Regions are numbered through all groups in
+        order. Objects that are verified are done as a whole. A key whose region is done may still fail in a later one;
+        the result says so."""
         self._check_region(region)
         if not self.done() and self._enter():
             try:
@@ -561,7 +561,7 @@ class RetrieveJob(PagesJob):
         return self._result is not None
 
     def _under_way(self) -> list[Any]:
-        """What copies, or will; None for what is not begun yet."""
+        """What copies, or will; None for what has not begun yet."""
         indexed = [] if self._indexed is None else [self._indexed]
         to_come = [None for leased in self._leased if leased.over_share()]
         leased = [each.work for each in self._leased if each.work is not None or each.state is not LeasedReadState.OVER]
@@ -572,14 +572,14 @@ class RetrieveJob(PagesJob):
         return work is not None and work.wait(0.0, region)
 
     def wait_region(self, region: int, timeout_s: float | None = None) -> bool:
-        """Wait until that region is done, at most for that long. The caller's thread copies, too."""
+        """Wait until that region is done, at most that long. The caller's thread helps to copy."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         return self._wait(lambda: self.done_region(region), region, until)
 
     def _check_region(self, region: int) -> None:
         count = sum(len(group.regions) for group in self._ground.tables.groups)
         if not 0 <= region < count:
-            raise IndexError(f"there is no region {region}: {count} are registered")
+            raise IndexError(f"no region {region}: {count} are registered")
 
     def _get_on(self) -> bool:
         finished = [self._get_leased_on(leased) for leased in self._leased]
@@ -598,7 +598,7 @@ class RetrieveJob(PagesJob):
         return self._get_on()
 
     def _note_found(self) -> list[tuple[int, Sequence[int]]]:
-        """What became of what the index had; what the server is to be asked for instead."""
+        """Record what became of the index's hits; returns what must be requested from the server instead."""
         again: list[tuple[int, Sequence[int]]] = []
         for part, (number, positions) in enumerate(self._found):
             failed, read = [], []
@@ -625,14 +625,14 @@ class RetrieveJob(PagesJob):
         return again
 
     def _count(self, number: int, hits: int) -> None:
-        """The server hears of these by the line in which this process counts."""
+        """Count these hits in this process's row, where the server finds them."""
         link = self._ground.links.look()
         if link is not None and link.index is not None:
             link.index.count_read(hits, self._entries[number].namespace.layout.nbytes)
 
     def _redeem(self, entry: GroupKeys, read: Sequence[int], promise: Promise) -> None:
-        """For what was read by the index, without an answer. It may be a slice, of a promise to another session: what
-        it keeps for others stays kept, and so does what was not read, as the job was cancelled."""
+        """Redeem what was read through the index, without an answer. The promise may be a slice of one to another
+        session: what it holds for others stays held, and so does what was not read because the job was cancelled."""
         link = self._ground.links.look()
         keys = [entry.keys[at] for at in read]
         for first, end, number in frames_of(keys, promise, BATCH_KEYS_MAX):
@@ -706,8 +706,7 @@ class RetrieveJob(PagesJob):
             self._settle_frame(frame, damaged, set(read) - set(proven))
 
     def _settle_frame(self, frame: Frame, damaged: list[int], unproven: set[int]) -> None:
-        """Tell the server; what it answers is waited for where nothing else shows that the slots were ours all the
-        while."""
+        """Tell the server; its answer is awaited only if nothing else proves that the slots were ours all the time."""
         lease = frame.lease
         left = [at for at in lease.granted if at not in damaged]
         link = lease.holding.link
@@ -745,7 +744,7 @@ class RetrieveJob(PagesJob):
 
     def _end(self, status: Status, reason: Reason) -> None:
         self._stop_works()
-        self._told = True  # nothing is asked for again
+        self._told = True  # nothing is requested again
         for leased in self._leased:
             for frame in leased.frames:
                 frame.cancel((status, reason))
@@ -757,7 +756,7 @@ class RetrieveJob(PagesJob):
                     frame.lease.leave()
                 leased.move(LeasedReadEvent.END)
         self._get_on()
-        for answer in self._answers:  # what nobody can say now is not trusted
+        for answer in self._answers:  # what nobody can confirm now is not trusted
             for position in answer.frame.positions:
                 if self._statuses[answer.frame.entry][position] is not Status.HIT:
                     self._note(answer.frame.entry, position, status, reason)
@@ -774,12 +773,12 @@ def _redemption(number: int, space: int, keys: bytes, rid: int) -> m.Message:
 
 
 def _over(work: Any) -> bool:
-    """Whether none of its threads copies any more, as it is done or was stopped."""
+    """Whether none of its threads copies any more, because it is done or was stopped."""
     return bool(work.wait(0.0)) or not work.running
 
 
 class StoreJob(PagesJob):
-    """From pages into slots. Everything is gathered when this is made; the commits are on their way."""
+    """From pages to slots. Everything is copied when this is made; the commits are pending."""
 
     _gather = True
 
@@ -823,7 +822,7 @@ class StoreJob(PagesJob):
             frame.get_on(patient=self._until is None)
 
     def _hear(self, deadline_s: float | None) -> None:
-        """All answers, or those that come in time."""
+        """Take all answers, or those that come in time."""
         del deadline_s
         for frame in self._frames:
             while not frame.get_on(patient=self._until is None):
@@ -833,7 +832,7 @@ class StoreJob(PagesJob):
                 else:
                     frame.wait(min(left, _SLICE_S))
             self._note_ungranted(frame)
-        self._until = None  # what is gathered is stored, however long the server takes to say so
+        self._until = None  # what is copied is stored, however long the server takes to confirm
 
     def _copy(self) -> None:
         granted = [frame for frame in self._frames if frame.lease.granted]
@@ -862,7 +861,7 @@ class StoreJob(PagesJob):
         lease = frame.lease
         positions, link = lease.granted, lease.holding.link
         if link is None or len(positions) != len(statuses) or statuses.count(READ | _WRITTEN) != len(statuses):
-            self._abort(frame, range(len(frame.positions)))  # it was ended from elsewhere, on the way
+            self._abort(frame, range(len(frame.positions)))  # it was ended from elsewhere meanwhile
             return
         try:
             pending = lease.tell(m.CommitStore, positions, checksums)
@@ -886,7 +885,7 @@ class StoreJob(PagesJob):
         self._wait_for_answer(timeout_s)
 
     def _end(self, status: Status, reason: Reason) -> None:
-        """What is on its way is stored all the same; nobody hears of it."""
+        """What was sent is stored anyway; nobody hears the answer."""
         self._hear_answers()
         for answer in self._answers:
             for at in answer.frame.positions:

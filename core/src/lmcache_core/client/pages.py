@@ -21,13 +21,13 @@ from lmcache_core.native import native
 
 
 class PageEntry(NamedTuple):
-    """Keys of one group, and the pages that they are about. A plain tuple does as well.
+    """Keys of one group, and their pages. A plain tuple works, too.
 
     `page_ids`: a buffer of int64 (numpy, array("q"), a torch tensor on the CPU) or a list, `pages_per_object` ids for
-    each key in order. `skip_pages`: so many pages at the front of the first object are not written to. `valid_pages`:
-    how many pages there are in all, if the last objects are not full; `page_ids` then has so many ids, or one for each
-    page of the keys, of which those behind it are not looked at. `traceparent`: the trace that a store of these belongs
-    to, where that is not the whole call's.
+    each key in order. `skip_pages`: this many pages at the front of the first object are not written to. `valid_pages`:
+    the total number of pages, if the last objects are not full; `page_ids` then has that many ids, or one for each page
+    of the keys, of which the ones after them are ignored. `traceparent`: the trace that a store of these belongs to, if
+    it differs from the whole call's.
     """
 
     group: int
@@ -39,11 +39,11 @@ class PageEntry(NamedTuple):
 
 
 class Pages:
-    """Memory that was registered with `Client.register_pages`, for as long as this object is there. Thread-safe, as
-    long as no two jobs that are under way write to one page.
+    """Memory registered with `Client.register_pages`, as long as this object lives. Thread-safe, unless two concurrent
+    jobs write to the same page.
 
-    In the pool, an object is for each region of its group in order `pages_per_object` pages of `page_bytes`, without
-    gaps. A page that is not there to be read (the null page, or one behind `valid_pages`) is stored as zeros.
+    In the pool, an object consists of `pages_per_object` pages of `page_bytes` for each region of its group in order,
+    without gaps. A page that cannot be read (the null page, or one after `valid_pages`) is stored as zeros.
     """
 
     def __init__(self, links: Links, hits: Hits, groups: Sequence[PageGroup], threads: int, verify: int) -> None:
@@ -55,12 +55,12 @@ class Pages:
 
     @property
     def groups(self) -> tuple[PageGroup, ...]:
-        """As they were registered."""
+        """The groups as registered."""
         return self._ground.tables.groups
 
     @property
     def first_regions(self) -> list[int]:
-        """Of each group, the number of its first region: `done_region` counts through all groups."""
+        """The number of each group's first region: `done_region` numbers regions through all groups."""
         return self._ground.tables.first_regions
 
     def store_start(
@@ -71,8 +71,8 @@ class Pages:
         traceparent: str = "",
         stream: int | None = None,
     ) -> StoreJob:
-        """Store one object a key. When this returns, all pages have been read, and may change; the job says what became
-        of the commits. `skip_pages` has no meaning here.
+        """Store one object for each key. When this returns, all pages have been read and may change; the job says what
+        became of the commits. `skip_pages` has no meaning here.
 
         `deadline_s`: how long the server may take to give room; what it has not given by then is `UNREACHABLE`.
         `traceparent`: the trace that this belongs to; see `Client.connect`. `stream`: of pages on a GPU, the handle of
@@ -104,7 +104,7 @@ class Pages:
         verify: str | None = None,
         stream: int | None = None,
     ) -> RetrieveJob:
-        """Begin to copy objects into pages, and return: threads of the extension go on. Each key stands for itself.
+        """Begin to copy objects into pages, and return while threads of the extension copy. Every key is independent.
 
         What the index has is read without a call; the server is asked for the rest, without waiting for its answer. So
         somebody has to look at the job now and then, by `done`, `done_region` or a wait. `promises`: for each entry
@@ -184,7 +184,7 @@ class Pages:
     def _group(self, number: int, at: int, writes: bool) -> PageGroup:
         groups = self.groups
         if type(at) is not int or not 0 <= at < len(groups):
-            raise UsageError(f"entry {number}: there is no group {at!r}; {len(groups)} are registered")
+            raise UsageError(f"entry {number}: no group {at!r}; {len(groups)} are registered")
         if writes:
             for region, place in enumerate(self._ground.tables.places[at]):
                 if place.readonly:
@@ -220,7 +220,7 @@ def _keys_of(number: int, keys: Sequence[bytes]) -> list[bytes]:
 
 
 def _ids_of(number: int, given: Any) -> Any:
-    """Something with a buffer of int64."""
+    """An object with a buffer of int64."""
     if hasattr(given, "data_ptr"):
         if str(given.dtype) != "torch.int64" or not given.is_cpu or not given.is_contiguous():
             raise UsageError(
@@ -242,7 +242,7 @@ def _ids_of(number: int, given: Any) -> Any:
 def _result_of(job: RetrieveJob | StoreJob) -> PagesResult:
     try:
         job.wait()
-    except BaseException:  # interrupted: nobody gets the job, and nobody may write for it
+    except BaseException:  # interrupted: nobody gets the job, so nobody may write for it
         job.cancel()
         raise
     result = job.result

@@ -1,5 +1,5 @@
-"""What `_native.PageTables`, `PageBatch` and `PageJob` do, without the extension: the same answers, one copy after
-another, all of them within `start`. There is no index without it, so slots are always given."""
+"""`_native.PageTables`, `PageBatch` and `PageJob` without the extension: the same results, with all copies made one
+after another within `start`. Without the extension there is no index, so slots are always given."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ class PageBatch:
         self, number: int, group_number: int, keys: int, given: Any, skip: int, valid: int
     ) -> tuple[_Group, array[int]]:
         if not 0 <= group_number < len(self.tables.groups):
-            raise ValueError(
-                f"entry {number}: there is no group {group_number}; {len(self.tables.groups)} are registered"
-            )
+            raise ValueError(f"entry {number}: no group {group_number}; {len(self.tables.groups)} are registered")
         group = self.tables.groups[group_number]
         count = keys * group.per_object
         if not (0 <= valid <= count and 0 <= skip <= group.per_object) or (skip and not keys):
@@ -99,24 +97,23 @@ class PageBatch:
         )
         if any(after[0] < before[1] for before, after in pairwise(spans)):
             raise ValueError(
-                "two pages of this call lie over one another, as groups share their memory: a page belongs to one "
-                "group at a time"
+                "two pages of this call overlap, because groups share memory: use a page in one group at a time"
             )
 
     def ids(self, entry: int) -> bytes:
-        """The page ids of an entry, as i64; -1 for those that are not touched."""
+        """The page ids of an entry, as i64; -1 for those that are skipped."""
         return self.entries[entry][1].tobytes()
 
 
 class PageJob:
-    """Objects on their way between slots and pages."""
+    """Objects in transit between slots and pages."""
 
     running = False
 
     def __init__(
         self, batch: PageBatch, parts: Sequence[tuple[Any, ...]], gather: bool, by_region: bool, keep: object
     ) -> None:
-        del by_region  # all of it is done at once
+        del by_region  # everything is done at once
         self._batch, self._parts, self._gather, self._keep = batch, parts, gather, keep
         self._sums = [array("Q", [0] * len(part[1])) for part in parts]
         self._statuses = [bytearray([4]) * len(part[1]) for part in parts]
@@ -129,7 +126,7 @@ class PageJob:
         return sum(len(part[1]) * self._batch.entries[part[0]][0].object_bytes for part in self._parts)
 
     def start(self, threads: int, waits: bool) -> None:
-        """All of it."""
+        """Copy everything."""
         del threads, waits
         if self._stopped:
             return
@@ -166,7 +163,7 @@ class PageJob:
         """Whether it is done."""
         del seconds
         if not -1 <= region < self._batch.tables.regions:
-            raise IndexError(f"there is no region {region}; {self._batch.tables.regions} are registered")
+            raise IndexError(f"no region {region}; {self._batch.tables.regions} are registered")
         return self._done
 
     def ask_to_stop(self, dropped: object = None, /) -> None:
@@ -175,15 +172,15 @@ class PageJob:
         self._stopped = True
 
     def stop(self) -> None:
-        """Begin nothing."""
+        """Do nothing more."""
         self._stopped = True
 
     def statuses(self, part: int) -> bytes:
-        """What became of the objects of a part, a byte each."""
+        """The status of each object of a part, one byte each."""
         return bytes(self._statuses[part])
 
     def incarnations(self, part: int) -> bytes:
-        """Not known here: the leases say it."""
+        """Unknown here: the leases have them."""
         return bytes(8 * len(self._parts[part][1]))
 
     def checksums(self, part: int) -> bytes:

@@ -1,7 +1,7 @@
-"""Whether a piece of code is still running in its thread: the question behind every "may this be let go of?"
+"""Whether a piece of code is still running in its thread, and so whether what it uses may be released.
 
-A `finally` answers it only while nothing interrupts the `finally`, and a reference only while no traceback keeps it.
-The interpreter knows: a call goes on as long as its frame is on its thread's stack.
+A `finally` answers that only if nothing interrupts the `finally`, and a reference only if no traceback keeps it. The
+interpreter knows: a call lasts as long as its frame is on its thread's stack.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ def runs_here(frame: FrameType) -> bool:
 
 
 def runs_elsewhere(frame: FrameType) -> bool:
-    """Whether the call with this frame goes on in another thread. The interpreter says so when it is asked to clear
-    the frame, which it does not do to one that runs; `sys._current_frames()` would say it too, but holds a lock of the
-    interpreter's while it allocates, and in Python 3.11 a garbage collection in there ends in a deadlock."""
+    """Whether the call with this frame is running in another thread. The interpreter refuses to clear the frame of a
+    running call. `sys._current_frames()` would say it, too, but allocates while it holds a lock of the interpreter, and
+    in Python 3.11 a garbage collection in there deadlocks."""
     if runs_here(frame):
         return False
     try:
-        frame.clear()  # one that has ended, and that a traceback keeps, loses its variables
+        frame.clear()  # clears the variables of a call that has ended and that a traceback keeps
     except RuntimeError:
         return True
     return False
 
 
 class Presence:
-    """The call that made it, or one of its callers: `Presence(1)` is made in the caller's name, and so on."""
+    """The call that made it, or one of its callers: `Presence(1)` stands for the caller, and so on."""
 
     __slots__ = ("_frame", "thread")
 
@@ -45,7 +45,7 @@ class Presence:
 
     @property
     def lasts(self) -> bool:
-        """Whether that call still goes on."""
+        """Whether that call is still running."""
         return runs_here(self._frame) if self.is_ours else runs_elsewhere(self._frame)
 
     @property

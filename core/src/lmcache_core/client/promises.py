@@ -1,4 +1,4 @@
-"""A promise: that what a lookup found stays in the pool until it is read, given back, or too old."""
+"""A promise: what a lookup found stays in the pool until it is read, given back, or expires."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Promise:
-    """What `lookup(hold=True)` gives for keys that it found, however many. A plain value: pickle it, and let any
+    """The result of `lookup(hold=True)` for the keys that it found, however many. A plain value: pickle it, and let any
     worker of the same namespace redeem it, or a `slice` of it, with `retrieve` or `prepare_retrieve`.
 
-    `ids`: for each key the number under which the server keeps it, 0 where it does not. `expires_at`: when it ends, by
-    `time.monotonic()`, which all processes of a machine share; `Client.renew` gives one that ends later.
+    `ids`: for each key the id under which the server holds it, 0 if it does not. `expires_at`: when it ends, on
+    `time.monotonic()`, which all processes of a machine share; `Client.renew` returns one that ends later.
     """
 
     ids: tuple[int, ...]
@@ -21,20 +21,20 @@ class Promise:
     expires_at: float
 
     def __bool__(self) -> bool:
-        """Whether it keeps anything."""
+        """Whether it holds anything."""
         return any(self.ids)
 
     @property
     def numbers(self) -> list[int]:
-        """The server's numbers, each once."""
+        """The server's ids, each once."""
         return [number for number in dict.fromkeys(self.ids) if number]
 
     def slice(self, first: int, end: int) -> Promise:
-        """Of `keys[first:end]` alone, as for one rank of many."""
+        """The part for `keys[first:end]`, for example for one rank of many."""
         return Promise(self.ids[first:end], self.keys[first:end], self.expires_at)
 
     def ids_of(self, keys: Sequence[bytes]) -> Sequence[int]:
-        """For each of these keys the number that keeps it, 0 for none."""
+        """For each of these keys the id that holds it, 0 for none."""
         if len(keys) <= len(self.keys) and tuple(keys) == self.keys[: len(keys)]:
             return self.ids[: len(keys)]
         by_key = dict(zip(self.keys, self.ids, strict=True))
@@ -42,7 +42,7 @@ class Promise:
 
     @staticmethod
     def joined(parts: Sequence[Promise]) -> Promise | None:
-        """One of all their keys; None where nothing is kept."""
+        """One promise for all their keys; None if nothing is held."""
         if not any(parts):
             return None
         ids = tuple(each for part in parts for each in part.ids)
@@ -51,7 +51,7 @@ class Promise:
 
 
 def frames_of(keys: Sequence[Any], promise: Promise | None, size: int) -> Iterator[tuple[int, int, int]]:
-    """Parts of the keys, of `size` at most, each kept by one number: (first, end, number)."""
+    """Parts of the keys, of at most `size`, each held by one id: (first, end, id)."""
     if not promise:
         for first in range(0, len(keys), size):
             yield first, min(first + size, len(keys)), 0

@@ -1,4 +1,4 @@
-"""An engine's memory as it is registered: regions of pages at a stride, in groups that may share memory."""
+"""An engine's registered memory: regions of strided pages, in groups that may share memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _DLPACK_CUDA = (2,)  # kDLCUDA
 
 @dataclass(frozen=True)
 class Region:
-    """Pages of `page_bytes` each, whose starts lie `page_stride` bytes apart, the first one `offset` bytes behind the
-    start of `buffer`.
+    """Pages of `page_bytes` each, `page_stride` bytes apart, of which the first starts `offset` bytes after the start
+    of `buffer`.
 
     `buffer`: a torch tensor (its storage counts, from its first element on, so it may be a strided view), anything with
     a contiguous buffer (numpy, bytearray, mmap, memoryview) or a contiguous `__cuda_array_interface__`, or anything
@@ -42,11 +42,11 @@ class Region:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Regions that are read and written together: an object of `namespace` is, for each region in order,
-    `pages_per_object` of its pages one behind the other. Its layout has exactly so many bytes.
+    """Regions that are read and written together: an object of `namespace` consists of `pages_per_object` pages from
+    each region in order. Its layout has exactly that many bytes.
 
     All regions have the same number of pages; a page id stands for one page in each of them. `null_page`: an id that
-    stands for no page, and is neither read nor written wherever it is given.
+    stands for no page and is never read or written.
     """
 
     namespace: Namespace
@@ -56,17 +56,17 @@ class PageGroup:
 
     @property
     def pages(self) -> int:
-        """In each region."""
+        """The number of pages in each region."""
         return self.regions[0].pages
 
     @property
     def object_bytes(self) -> int:
-        """Of one object: all its pages in all regions."""
+        """The size of one object: all its pages in all regions."""
         return self.pages_per_object * sum(region.page_bytes for region in self.regions)
 
 
 class Place(NamedTuple):
-    """Where a region lies. `owner` keeps the memory there."""
+    """Where a region is. `owner` keeps the memory alive."""
 
     base: int
     page_bytes: int
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Behind its last page."""
+        """The address after its last page."""
         return self.base + (self.pages - 1) * self.page_stride + self.page_bytes
 
 
@@ -95,7 +95,7 @@ class RegionTables(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[PageGroup]) -> RegionTables:
-        """Check the groups. Raises `UsageError` that says which region, what is wrong, and what to give."""
+        """Check the groups. Raises `UsageError` that names the region, the fault and the cure."""
         given = tuple(groups)
         if not given:
             raise UsageError("no groups: give at least one PageGroup")
@@ -114,11 +114,11 @@ class RegionTables(NamedTuple):
 
     @property
     def first_regions(self) -> list[int]:
-        """Of each group, the number of its first region among those of all groups."""
+        """The number of each group's first region among those of all groups."""
         return [sum(len(group.regions) for group in self.groups[:number]) for number in range(len(self.groups))]
 
     def words(self) -> tuple[tuple[Any, ...], ...]:
-        """What the extension takes: see `_native.PageTables`."""
+        """The arguments for the extension: see `_native.PageTables`."""
         return tuple(
             (
                 array("Q", [word for place in places for word in place[:3]]),
@@ -149,10 +149,10 @@ def _places(number: int, group: PageGroup) -> tuple[Place, ...]:
             )
     for left, right in _near(places):
         if _differences(places[left], places[right]) != set():
-            raise UsageError(f"{name}: pages of regions {left} and {right} lie over one another")
+            raise UsageError(f"{name}: pages of regions {left} and {right} overlap")
     if group.object_bytes != group.namespace.layout.nbytes:
         raise UsageError(
-            f"{name}: an object has {group.object_bytes:,} bytes ({group.pages_per_object} pages of each region) and "
+            f"{name}: an object has {group.object_bytes:,} bytes ({group.pages_per_object} pages of each region), but "
             f"its namespace's layout {group.namespace.layout} has {group.namespace.layout.nbytes:,}: opaque pages have "
             f'Layout("uint8", ({group.object_bytes},))'
         )
@@ -168,8 +168,7 @@ def _place(name: str, region: Region) -> Place:
             )
     if region.page_stride < region.page_bytes:
         raise UsageError(
-            f"{name}: page_stride is {region.page_stride:,} and page_bytes {region.page_bytes:,}: pages would lie over "
-            "one another"
+            f"{name}: page_stride is {region.page_stride:,} and page_bytes {region.page_bytes:,}: pages would overlap"
         )
     _check_device(name, region)
     address, nbytes, readonly, owner = (_device_memory if region.device == "cuda" else _memory)(name, region.buffer)
@@ -188,13 +187,13 @@ def _check_device(name: str, region: Region) -> None:
     if region.device == "pinned":
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
-            raise UsageError(f'{name}: device is "pinned", and there is no torch with CUDA here: use "cpu"')
+            raise UsageError(f'{name}: device is "pinned", but torch with CUDA is not available: use "cpu"')
         if not getattr(region.buffer, "is_pinned", lambda: False)():
-            raise UsageError(f'{name}: device is "pinned", and the buffer is not a pinned tensor: call .pin_memory()')
+            raise UsageError(f'{name}: device is "pinned", but the buffer is not a pinned tensor: call .pin_memory()')
 
 
 def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
-    """Address, length, whether it is read-only, and what keeps it there."""
+    """Address, length, whether it is read-only, and the object that keeps it alive."""
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "untyped_storage"):
         if not buffer.is_cpu:
             raise UsageError(f'{name}: the tensor is on {buffer.device}: say device="cuda" for memory of a GPU')
@@ -205,13 +204,13 @@ def _memory(name: str, buffer: Any) -> tuple[int, int, bool, Any]:
         if hasattr(buffer, "__dlpack__"):
             return _memory(name, _by_dlpack(name, buffer))
         raise UsageError(
-            f"{name}: the buffer is a {type(buffer).__name__}: give a torch tensor, or something with a buffer or "
+            f"{name}: the buffer is a {type(buffer).__name__}: pass a torch tensor, or an object with a buffer or "
             "DLPack"
         ) from None
     except ValueError as error:
         raise UsageError(f"{name}: the buffer cannot be used: {error}") from error
     if not view.contiguous:
-        raise UsageError(f"{name}: the buffer is not contiguous: give the array that it is a part of, with an offset")
+        raise UsageError(f"{name}: the buffer is not contiguous: pass the whole array, with an offset")
     return address_of(view) if view.nbytes else 0, view.nbytes, view.readonly, view
 
 
@@ -293,8 +292,8 @@ def _state_of(storage: Any, start: int, device: bool) -> object:
 
 
 def _differences(a: Place, b: Place) -> set[int] | None:
-    """By how much the ids of pages in `b` differ from those of the pages in `a` that they share memory with; None: it
-    is not one of a few numbers. Empty: nothing is shared."""
+    """The differences between ids of pages in `b` and of the pages in `a` that they share memory with; None: there are
+    too many different ones. Empty: nothing is shared."""
     if a.base >= b.end or b.base >= a.end:
         return set()
     if a.page_stride != b.page_stride:
@@ -309,7 +308,7 @@ def _differences(a: Place, b: Place) -> set[int] | None:
 
 
 def _meet(a: Place, b: Place) -> bool:
-    """Whether any page of the one shares memory with any of the other."""
+    """Whether any page of one shares memory with any page of the other."""
     left = right = 0
     while left < a.pages and right < b.pages:
         first, second = a.base + left * a.page_stride, b.base + right * b.page_stride
@@ -323,7 +322,7 @@ def _meet(a: Place, b: Place) -> bool:
 
 
 def _near(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
-    """Pairs of places that begin and end over one another: few, where regions lie behind each other."""
+    """Pairs of places that overlap: few, if regions follow each other."""
     order = sorted(range(len(places)), key=lambda at: places[at].base)
     for index, left in enumerate(order):
         for right in order[index + 1 :]:
@@ -333,8 +332,8 @@ def _near(places: Sequence[Place]) -> Iterator[tuple[int, int]]:
 
 
 def _sharing(places: Sequence[Sequence[Place]]) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """See `Tables`. Groups that share by equal ids are put together, where that holds for any two of them; all others
-    that share are told apart by the places of their pages."""
+    """See `RegionTables`. Groups that share pages with equal ids are put together, if that holds for any two of them;
+    all other sharing groups are compared by the places of their pages."""
     flat = [(number, place) for number, group in enumerate(places) for place in group]
     shared: dict[tuple[int, int], set[int] | None] = {}
     for left, right in _near([place for _, place in flat]):

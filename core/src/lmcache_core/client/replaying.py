@@ -22,16 +22,16 @@ REQUEST = "request"  # of a public trace: look up, read what is there, store the
 
 @dataclass
 class ReplayResult:
-    """What a replay made of a recording. `hit_rate` counts keys of lookups, as the recording's own does."""
+    """The result of a replay. `hit_rate` counts keys of lookups, as the recording's own does."""
 
     operations: int = 0
     keys: int = 0
     hits: int = 0
     recorded_keys: int = 0
     recorded_hits: int = 0
-    refused: int = 0  # objects that a store was not granted, and had no equal
+    refused: int = 0  # objects that a store was not granted and that were not there already
     seconds: float = 0.0
-    late_s: float = 0.0  # the most that an operation began behind its time
+    late_s: float = 0.0  # the longest delay of an operation
     took_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -40,7 +40,7 @@ class ReplayResult:
 
     @property
     def recorded_hit_rate(self) -> float | None:
-        """None: the trace does not say."""
+        """None if the trace does not say."""
         return self.recorded_hits / self.recorded_keys if self.recorded_keys else None
 
 
@@ -52,9 +52,9 @@ def replay_trace(
     object_bytes: int | None = None,
     retrieves: bool = True,
 ) -> ReplayResult:
-    """Do the same again with as many clients as were recorded, `speed` times as fast; 0: one after the other, at once
-    and in the recorded order, so that every run gives the same hits. `object_bytes`: of every object, rather than as
-    recorded. Raises what a client raises."""
+    """Repeat the operations with as many clients as were recorded, `speed` times as fast; 0: one after another without
+    pauses, in the recorded order, so that every run gives the same hits. `object_bytes`: the size of every object,
+    instead of the recorded one. Raises what a client raises."""
     result = ReplayResult()
     lock = threading.Lock()
     by_worker: dict[int, list[Operation]] = defaultdict(list)
@@ -87,7 +87,7 @@ def replay_trace(
 
 
 class _Worker:
-    """One client, and the operations of one recorded worker."""
+    """One client, with the operations of one recorded worker."""
 
     def __init__(self, client: Client, object_bytes: int | None, *, retrieves: bool) -> None:
         self._client = client
@@ -129,7 +129,7 @@ class _Worker:
         source = self._buffers.setdefault(nbytes, bytearray(nbytes))
         statuses = self._client.store(keys, [source] * len(keys), namespace=namespace).statuses
         if Status.UNREACHABLE in statuses:
-            raise DisconnectedError("the server has gone in the middle of the replay")
+            raise DisconnectedError("the server went away during the replay")
         return sum(status not in (Status.STORED, Status.EXISTS) for status in statuses)
 
 

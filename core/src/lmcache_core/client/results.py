@@ -1,4 +1,4 @@
-"""What operations answer: a status for each key. Ordinary results are values."""
+"""Results of operations: a status for each key. Ordinary results are values."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Status(StrEnum):
 
     STORED = "stored"
     HIT = "hit"
-    GRANTED = "granted"  # a slot was given; two-phase calls only
-    EXISTS = "exists"  # it was there already: nothing to do
-    BUSY = "busy"  # someone else is writing it
-    FULL = "full"  # no room now
+    GRANTED = "granted"  # a slot was granted; two-phase calls only
+    EXISTS = "exists"  # it was there already, so there is nothing to do
+    BUSY = "busy"  # another client is writing it
+    FULL = "full"  # no room at the moment
     WARMING = "warming"  # the pool is still being populated
     TOO_LARGE = "too_large"  # an object of this layout never fits in the pool
     QUOTA = "quota"  # a cap was reached; `status` says whose
     MISS = "miss"
     LOADING = "loading"  # on its way from a tier
     CLEARED = "cleared"  # a clear came before the commit
-    EXPIRED = "expired"  # the lease did not live until the commit
+    EXPIRED = "expired"  # the lease expired before the commit
     ABORTED = "aborted"
-    DRAINING = "draining"  # the server is about to end, and takes nothing new
-    UNREACHABLE = "unreachable"  # no server; stores and lookups go on without it
+    DRAINING = "draining"  # the server is shutting down and accepts nothing new
+    UNREACHABLE = "unreachable"  # no server; stores and lookups continue without it
 
 
 FROM_GRANT = {
@@ -79,8 +79,8 @@ def settled_statuses(blob: bytes) -> list[Status]:
 
 
 def refused(error: CacheError) -> tuple[Status, Reason]:
-    """What each key of an operation answers that met this error: a limit is a quota, and whatever else keeps the
-    server from serving is as if it were not there. Raises the error where it is the caller's mistake."""
+    """The status of each key of an operation that failed with this error: a limit is a quota, and anything else that
+    prevents service counts as an unreachable server. Raises the error if it is the caller's mistake."""
     if isinstance(error, LimitError):
         return Status.QUOTA, Reason.QUOTA
     if isinstance(error, _MISUSE) and not isinstance(error, DisconnectedError):
@@ -89,30 +89,30 @@ def refused(error: CacheError) -> tuple[Status, Reason]:
 
 
 def numbers_of(blob: bytes, count: int) -> array[int]:
-    """The u64 of a reply, 0 where it has none."""
+    """The u64 values of a reply, 0 if it has none."""
     return unpack_u64(blob) if blob else array("Q", bytes(8 * count))
 
 
 def miss_reasons(blob: bytes, count: int) -> list[Reason]:
-    """The reasons of a reply; an empty blob means that nothing missed."""
+    """The reasons in a reply; an empty blob means that nothing missed."""
     return [_REASONS[byte] for byte in blob] if blob else [Reason.NONE] * count
 
 
 class StoreResult(msgspec.Struct, frozen=True):
-    """One status a key, in order."""
+    """One status for each key, in order."""
 
     statuses: Sequence[Status]
 
     @property
     def stored(self) -> int:
-        """How many keys can be read now: stored by this call, or there already."""
+        """How many keys can be read now: stored by this call, or already there."""
         return sum(status in (Status.STORED, Status.EXISTS) for status in self.statuses)
 
 
 class RetrieveResult(msgspec.Struct, frozen=True):
-    """One status and one miss reason a key, in order. `incarnations`: which incarnation of the key was read, a number
-    that it never has twice, for `Client.drop` and `Client.report_damaged`; 0 where none was read, or that is not
-    known."""
+    """One status and one miss reason for each key, in order. `incarnations`: which incarnation of the key was read, a
+    number that is unique for the key, for `Client.drop` and `Client.report_damaged`; 0 if none was read, or it is
+    unknown."""
 
     statuses: Sequence[Status]
     reasons: Sequence[Reason]
@@ -120,16 +120,16 @@ class RetrieveResult(msgspec.Struct, frozen=True):
 
     @property
     def hits(self) -> int:
-        """How many keys were read, counted as a lookup's hits are. With `prefix` that is its length: nothing behind the
+        """How many keys were read, counted like a lookup's hits. With `prefix` that is its length: nothing after the
         first miss is a hit."""
         return list(self.statuses).count(Status.HIT)
 
 
 class LookupResult(msgspec.Struct, frozen=True):
     """`hits`: length of the prefix that can be served, now or, while not `done`, once its loads have ended. Without
-    `prefix` it counts all keys that can be served; of a window it is the end: `keys[hits - window:hits]` are there.
-    `promise`, of a lookup with `hold`, is redeemed by `prepare_retrieve` or `retrieve` of its keys, or given back
-    by `free_lookup_locks`. `incarnations`, of a lookup with `identify`: which incarnation of each key was found, as in
+    `prefix` it counts all keys that can be served; for a window it is the end: `keys[hits - window:hits]` are there.
+    `promise`, with `hold`, is redeemed by `prepare_retrieve` or `retrieve` of its keys, or given back with
+    `free_lookup_locks`. `incarnations`, with `identify`: which incarnation of each key was found, as in
     `RetrieveResult`."""
 
     statuses: Sequence[Status]

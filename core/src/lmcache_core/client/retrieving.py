@@ -1,4 +1,4 @@
-"""Retrieves: what the index has is read without a call, the rest under a lease."""
+"""Retrieves: objects in the index are read without a call, the rest under a lease."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Retriever:
         promise: Promise | None,
         verify: int,
     ) -> RetrieveResult:
-        """A status a key. `verify`: see `hits.VERIFY`."""
-        # A promise is redeemed by who asks the server.
+        """A status for each key. `verify`: see `hits.VERIFY`."""
+        # Only a request to the server redeems a promise.
         seen = array("Q", bytes(8 * len(keys)))
         read = None if promise else self._hits.read(keys, targets, namespace, prefix, verify, seen)
         if read is None:
@@ -50,7 +50,7 @@ class Retriever:
             rest: Sequence[int] = [at for at, byte in enumerate(read) if byte != READ]
         else:
             rest = range(len(read) - len(read.lstrip(bytes((READ,)))), count)
-        # Also what was damaged: only a lease names the incarnation that is to go, and the key may have a sound one.
+        # Damaged ones, too: only a lease names the incarnation to drop, and the key may have an intact one.
         asked = self._under_lease(
             [keys[at] for at in rest], [targets[at] for at in rest], namespace, prefix, None, verify
         )
@@ -65,8 +65,8 @@ class Retriever:
         promise: Promise | None,
         verify: int,
     ) -> RetrieveResult:
-        """As much at a time as this session may keep from eviction: what is over that is asked for again once the first
-        of it has been copied."""
+        """Read as much at a time as this session may keep from eviction; the rest is requested again once the first
+        part has been copied."""
         found = asked = self._one_lease(keys, targets, namespace, prefix, promise, verify)
         while over := over_share(found.statuses, any_read=Status.HIT in asked.statuses):
             rest: Sequence[int] = range(over[0], len(keys)) if prefix else over
@@ -109,8 +109,8 @@ class Retriever:
     def _copy_out(
         self, lease: ReadLease, first: int, without: Sequence[int], targets: Sequence[Span], layout: Layout
     ) -> list[int]:
-        """Copy what was granted from `first` on, but for positions `without`. Those of which the copy does not have the
-        checksum that it should."""
+        """Copy what was granted from `first` on, except positions `without`. Returns those whose copy has the wrong
+        checksum."""
         mapping, slots = lease.slots(first)
         if without:
             slots = [slot for slot in slots if slot[0] not in without]
@@ -123,15 +123,15 @@ class Retriever:
 
 
 def over_share(statuses: Sequence[Status], *, any_read: bool) -> list[int]:
-    """Positions of what the server refused since this session held as much as it may, and that are to be asked for
-    again once what was read has been let go of. Where nothing was, somebody else of the session holds it: then none."""
+    """Positions that the server refused because this session held as much as it may, and that should be requested again
+    once what was read has been released. If nothing was read, another thread of the session holds it: then none."""
     if not any_read or Status.QUOTA not in statuses:
         return []
     return [at for at, status in enumerate(statuses) if status is Status.QUOTA]
 
 
 def _with(whole: RetrieveResult, positions: Sequence[int], part: RetrieveResult) -> RetrieveResult:
-    """`whole`, and at these positions what became of them in `part`."""
+    """`whole`, with the results of `part` at these positions."""
     statuses, reasons, seen = list(whole.statuses), list(whole.reasons), array("Q", whole.incarnations)
     for at, status, reason, one in zip(positions, part.statuses, part.reasons, part.incarnations, strict=True):
         statuses[at], reasons[at], seen[at] = status, reason, one
@@ -145,7 +145,7 @@ def _make_misses(
     reasons: list[Reason],
     prefix: bool,
 ) -> None:
-    """They are misses; with `prefix`, so is everything behind the first of them."""
+    """Turn them into misses; with `prefix`, everything after the first of them, too."""
     for at in damaged:
         statuses[at], reasons[at] = Status.MISS, Reason.DAMAGED
     for at in unverifiable:

@@ -1,4 +1,4 @@
-"""Waiting until the tiers have what was stored."""
+"""Wait until the tiers have what was stored."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lmcache_core.tokens.namespace import Namespace
 
 @dataclass(frozen=True)
 class StoredKey:
-    """What has become of one key. `tiers` have it; to those `waiting` it is still on its way; `lost` say why they do
-    not have it and, unless it is stored again, never will. `why`: all of it in a sentence."""
+    """What became of one key. `tiers` have it; it is on its way to those `waiting`; `lost` say why they do not have it
+    and, unless it is stored again, never will. `why`: all of it in a sentence."""
 
     key: bytes
     tiers: tuple[str, ...]
@@ -30,13 +30,13 @@ class StoredKey:
 
     @property
     def stored(self) -> bool:
-        """Some tier has it, and every tier that was to have it. A tier that the store policy does not send it to, and
-        one that has none of it for other reasons than a failure, does not count."""
+        """Whether some tier has it, and every tier that should have it. Tiers to which the store policy does not send
+        it, and tiers that lack it for reasons other than a failure, do not count."""
         return bool(self.tiers) and not self.waiting and not self.lost
 
 
 def wait_stored(links: Links, keys: Sequence[bytes], namespace: Namespace, timeout_s: float) -> list[StoredKey]:
-    """Ask a frame at a time; each answer comes when nothing of it is on its way, or when its time is up."""
+    """Ask one frame at a time; each answer comes when none of its keys is on its way, or at the timeout."""
     if not isinstance(timeout_s, int | float) or not timeout_s >= 0:
         raise UsageError(f"timeout_s is {timeout_s!r}: give seconds, 0 or more")
     end = time.monotonic() + timeout_s
@@ -53,7 +53,7 @@ def wait_stored(links: Links, keys: Sequence[bytes], namespace: Namespace, timeo
 def _ask(links: Links, keys: Sequence[bytes], namespace: Namespace, end: float) -> list[StoredKey]:
     blob = join_keys(keys)
 
-    def wait_s() -> float:  # less, where it is asked once more: of a server that had forgotten who we are
+    def wait_s() -> float:  # less if the server is asked again because it had forgotten our session
         return min(STORED_WAIT_S_MAX, max(0.0, end - time.monotonic()))
 
     def ask(link: Link) -> m.Reply:

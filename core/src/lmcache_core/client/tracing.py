@@ -1,4 +1,4 @@
-"""The trace that a call belongs to: the caller gives it, or OpenTelemetry knows which one is current."""
+"""The trace that a call belongs to: given by the caller, or OpenTelemetry's current one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TRACED: dict[type[m.Message], type[m.TracedLookup | m.TracedPrepareStore]] = {
 
 
 def check_traceparent(given: object) -> str:
-    """The text, or nothing where it names no trace: it may come from a user's header, and the standard has such ones
-    ignored. Raises `UsageError` for what is no text."""
+    """The text, or "" if it does not name a trace: it may come from a user's header, and the standard says to ignore
+    such ones. Raises `UsageError` for other types."""
     if not isinstance(given, str):
         raise UsageError(f"traceparent is {given!r}: give the text of W3C Trace Context, 00-TRACE-SPAN-FLAGS")
     return given if given and parse_traceparent(given) is not None else ""
 
 
 def current_traceparent() -> str:
-    """Of the span that OpenTelemetry calls current in this thread; empty where there is none, or no API of it."""
+    """Of OpenTelemetry's current span in this thread; empty without one, or without its API."""
     try:
         from opentelemetry import trace
     except ImportError:
@@ -35,7 +35,7 @@ def current_traceparent() -> str:
 
 
 def with_trace(request: m.Message, traceparent: str) -> m.Message:
-    """The request as one of a trace, where it is of a kind that belongs to any."""
+    """The request with a trace, if requests of its kind can have one."""
     kind = _TRACED.get(type(request))
     if kind is None or not traceparent:
         return request

@@ -1,4 +1,4 @@
-"""The first pass: which tiers there are, in which order, and which component each place names."""
+"""The first pass: the tiers, their order, and the component chosen in each place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = "none"
 
 
 def choose(sources: Sequence[Source], tables: Collection[str] = ()) -> Choices:
-    """`sources`: the strongest first. `tables`: names of companions and helpers; a table of that name chooses it.
+    """`sources`: strongest first. `tables`: names of companions and helpers; a table with such a name enables it.
     Raises SettingsError for tiers without a type or without an order."""
     tiers = {}
     for name in _ordered_tiers(sources):
@@ -54,9 +54,9 @@ def _tables(sources: Sequence[Source], known: Collection[str]) -> tuple[str, ...
 
 
 def _rows(sources: Sequence[Source], table: str) -> tuple[str, ...]:
-    """The tables in this one."""
+    """The names of the tables within `table`."""
     named: dict[str, None] = {}
-    for source in reversed(sources):  # in the order of the file, and then what stronger origins add
+    for source in reversed(sources):  # in the order of the file, then what stronger origins add
         for path, leaf in source.leaves.items():
             if path[0] == table and len(path) > 1:
                 if len(path) == 2 and leaf.value != {}:
@@ -67,14 +67,14 @@ def _rows(sources: Sequence[Source], table: str) -> tuple[str, ...]:
 
 
 def component_paths(choices: Choices) -> Iterator[SettingPath]:
-    """Where one policy is named."""
+    """The path of each setting that names a single policy."""
     yield from (L1_EVICTION, STORE_POLICY, PREFETCH_POLICY)
     for name in choices.tiers:
         yield ("l2", name, "eviction")
 
 
 def stated_type(source: Source, path: SettingPath) -> str | None:
-    """The component that a source names at `path`, by a bare name, by `type`, or in JSON; None: it names none."""
+    """The component that a source names at `path`, by a bare name, by `type`, or in JSON; None if it names none."""
     for at in (path, (*path, "type")):
         leaf = source.leaves.get(at)
         if leaf is None:
@@ -105,7 +105,7 @@ def _link(value: Any, leaf: Leaf, path: SettingPath) -> str:
     name = value.get("type") if isinstance(value, Mapping) else value
     if not isinstance(name, str):
         raise SettingsError(
-            f"{dotted(path)} ({leaf.where}): {value!r} names no serde", cure="give a name or a table with type"
+            f"{dotted(path)} ({leaf.where}): {value!r} does not name a serde", cure="give a name or a table with type"
         )
     return name
 
@@ -119,7 +119,7 @@ def _listed(leaf: Leaf, path: SettingPath) -> Sequence[Any]:
             else [part.strip() for part in value.split(",") if part.strip()]
         )
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise SettingsError(f"{dotted(path)} ({leaf.where}) is not a list", cure='write it as ["…", "…"]')
+        raise SettingsError(f"{dotted(path)} ({leaf.where}) is not a list", cure='write ["…", "…"]')
     return value
 
 
@@ -145,7 +145,7 @@ def _ordered_tiers(sources: Sequence[Source]) -> list[str]:
     loose = [name for name in known if name not in stable]
     if len(loose) > 1:
         raise SettingsError(
-            f"the tiers {' and '.join(loose)} are named by the environment alone, which has no order",
+            f"the tiers {' and '.join(loose)} are configured only by environment variables, which have no order",
             cure=f"set {spelled(('l2_order',), Origin.ENVIRONMENT)}={','.join(known)}",
         )
     return known
@@ -177,7 +177,7 @@ def _check_order(order: Sequence[str], known: Sequence[str]) -> None:
         if name not in known:
             raise SettingsError(
                 f"l2_order names the tier {name!r}, which is not configured",
-                cure=suggestion(name, known).removeprefix(": ") or f"take it out, or set l2.{name}.type",
+                cure=suggestion(name, known).removeprefix(": ") or f"remove it, or set l2.{name}.type",
             )
     if len(set(order)) != len(order):
         raise SettingsError(f"l2_order names a tier twice: {', '.join(order)}", cure="name each once")

@@ -1,4 +1,5 @@
-"""Settings from everywhere, in two passes: first which components there are, then one concrete model.
+"""Compose settings from all sources in two passes: find out which components there are, then build one concrete
+model.
 
 Precedence: command line > environment > file > default. A bare name (`eviction = "lru"`) replaces a table that a
 weaker origin gave for another type; settings of the same type are merged.
@@ -53,7 +54,7 @@ class Provenance(NamedTuple):
 
 @dataclass(frozen=True)
 class Composed:
-    """Valid settings; `origins` has every setting's dotted name; `warnings` are lines for people."""
+    """Valid settings. `origins` has the dotted name of every setting; `warnings` are lines for people."""
 
     settings: Settings
     origins: Mapping[str, Provenance]
@@ -69,13 +70,13 @@ def compose(
 ) -> Composed:
     """The settings of a server. `argv_options` are flags such as `--l1.size_bytes`, `8GiB`.
 
-    Raises SettingsError for what is unknown, missing or wrong, and PluginError for a component that is not there.
+    Raises SettingsError for unknown, missing or wrong settings, and PluginError for a component that is not installed.
     """
     return compose_sources(registry, [read_flags(argv_options), read_environment(environ), read_file(config_path)])
 
 
 def compose_from(registry: Registry, values: Mapping[str, Any]) -> Composed:
-    """The same from a program's own values; neither environment nor file is read."""
+    """The same from a program's own values; the environment and files are not read."""
     return compose_sources(registry, [read_values(values)])
 
 
@@ -85,14 +86,14 @@ def make_settings(registry: Registry | None = None, **values: Any) -> Settings:
 
 
 def prepare(registry: Registry, sources: Sequence[Source]) -> tuple[Schema, type[Settings], Choices]:
-    """The first pass and the concrete model, without any value: what a help page needs."""
+    """The first pass and the concrete model, without values, for a help page."""
     choices = choose(sources, registry.tables)
     concrete = concrete_model(registry, choices)
     return schema_of(concrete), concrete.model, choices
 
 
 def compose_sources(registry: Registry, sources: Sequence[Source]) -> Composed:
-    """`sources`: the strongest first."""
+    """`sources`: strongest first."""
     unknown = take_unknown_variables(sources, registry.tables)
     schema, model, choices = prepare(registry, sources)
     sources = _without_replaced(sources, choices)
@@ -106,7 +107,7 @@ def compose_sources(registry: Registry, sources: Sequence[Source]) -> Composed:
 
 
 def _merged(schema: Schema, sources: Sequence[Source]) -> dict[str, Any]:
-    """One tree of all sources, with texts read as their types."""
+    """One tree of all sources, with texts parsed as their types."""
     tree: dict[str, Any] = {}
     for source in reversed(sources):
         leaves = {}
@@ -134,7 +135,7 @@ def _read(schema: Schema, path: tuple[str, ...], leaf: Leaf) -> Any:
 
 
 def _without_replaced(sources: Sequence[Source], choices: Choices) -> list[Source]:
-    """Drop what weaker origins say about a component that a stronger one has replaced by another."""
+    """Drop what weaker sources say about a component if a stronger source chose another one."""
     kept = [Source(source.origin, dict(source.leaves)) for source in sources]
     for path in component_paths(choices):
         stated: str | None = None

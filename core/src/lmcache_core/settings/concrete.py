@@ -17,7 +17,7 @@ from lmcache_core.settings.model import Component, L1Settings, Section, Settings
 
 @dataclass(frozen=True)
 class TierChoice:
-    """What the first pass found out about one tier."""
+    """What the first pass found for one tier."""
 
     type: str
     eviction: str | None
@@ -26,7 +26,7 @@ class TierChoice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What the first pass found out: every component by name, and the tiers in their order."""
+    """What the first pass found: every component by name, and the tiers in order."""
 
     eviction: str
     store_policy: str
@@ -47,7 +47,7 @@ class Concrete:
 
 
 def concrete_model(registry: Registry, choices: Choices) -> Concrete:
-    """Raises PluginError where a component that is named is not there or its settings model is not sound."""
+    """Raises PluginError if a named component is not installed, or its settings model is broken."""
     tiers = {name: _tier(registry, name, choice) for name, choice in choices.tiers.items()}
     eviction = component_model(registry, Kind.EVICTION_POLICY, choices.eviction)
     l1 = create_model("L1Settings", __base__=L1Settings, eviction=_chosen(L1Settings, "eviction", eviction))

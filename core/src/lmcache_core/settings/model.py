@@ -31,10 +31,10 @@ _TIER_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 def check_tier_name(name: str) -> None:
-    """Raises `SettingsError`. A tier's name stands in threads, logs, metrics and every status."""
+    """Raises `SettingsError`. A tier's name appears in threads, logs, metrics and every status."""
     if len(name) > limits.TIER_NAME_CHARS_MAX:
         raise SettingsError(
-            f"{name[:20]!r}… is not a tier name: it has {len(name):,} of {limits.TIER_NAME_CHARS_MAX} characters"
+            f"{name[:20]!r}… is not a tier name: it has {len(name):,} of at most {limits.TIER_NAME_CHARS_MAX} characters"
         )
     if not _TIER_NAME.fullmatch(name):
         raise SettingsError(f"{name!r} is not a tier name", cure="use lower-case words joined by single underscores")
@@ -65,10 +65,10 @@ class Section(BaseModel):
 
 
 class Component(Section):
-    """A policy or serde that was chosen: its name, or a table of its name and its own settings.
+    """A chosen policy or serde: its name, or a table of its name and its own settings.
 
-    In the table the component's settings stand beside `type`; here they are gathered in `settings`, an instance
-    of the component's own model (None where it has none). Build it with
+    In the table, the component's settings stand beside `type`; here they are gathered in `settings`, an instance of the
+    component's own model (None if it has none). Build it with
     `registry.build(kind, component.type, component.settings)`.
     """
 
@@ -89,7 +89,7 @@ def has_own(model: type[BaseModel], inner: str) -> bool:
 
 
 def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offers: bool) -> Any:
-    """One flat table, as people write it, split into ours and, under `inner`, the component's own settings."""
+    """Split one flat table, as users write it, into our settings and, under `inner`, the component's own."""
     if not isinstance(value, Mapping) or isinstance(value, isinstance_of) or not offers:
         return value
     split: dict[str, Any] = {name: part for name, part in value.items() if name in ours}
@@ -98,12 +98,12 @@ def gather(value: Any, ours: set[str], inner: str, *, isinstance_of: type, offer
 
 
 class AdoptSettings(Section):
-    """How a pool that a former server left is taken over."""
+    """How to take over a pool left by a dead server."""
 
     verify: Literal["first", "background", "never"] = Field(
         default="first",
-        description="first: drop what has no checksum, and have each worker check what it reads there, once; "
-        "background: the same, and the server checks all of it beside serving; never: believe it",
+        description="first: drop objects without a checksum, and have each worker check each object on its first read; "
+        "background: the same, and the server also checks all objects while it serves; never: check nothing",
     )
 
 
@@ -118,23 +118,23 @@ class L1Settings(Section):
     )
     evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="fraction of the pool to free at once")
     access: Literal["owner", "group"] = Field(
-        default="owner", description="who may attach: our uid only, or the groups in gids"
+        default="owner", description="who may attach: only the server's uid, or also the groups in gids"
     )
     gids: tuple[int, ...] = Field(default=(), description="group ids that may attach when access is group")
     index_entries: int = Field(
-        default=0, ge=0, description="entries of the index, a power of two; 0: enough for objects of 8 KiB and more"
+        default=0, ge=0, description="entries of the index, a power of two; 0: enough for objects of 8 KiB or more"
     )
     on_stale: Literal["adopt", "recreate", "refuse"] = Field(
         default="adopt",
         description="what to do with a pool left by a dead server: adopt it, recreate it, or refuse to start",
     )
     adopt: AdoptSettings = AdoptSettings()
-    keep_pool: bool = Field(default=False, description="leave the pool to the next server at an orderly end")
+    keep_pool: bool = Field(default=False, description="keep the pool for the next server at a clean shutdown")
 
     @model_validator(mode="after")
     def _kept(self) -> Self:
         if self.keep_pool and self.backing != "shm":
-            raise ValueError(f'keep_pool needs a pool with a name, and {self.backing} has none: set backing = "shm"')
+            raise ValueError(f'keep_pool needs a named pool, which {self.backing} is not: set backing = "shm"')
         if self.index_entries & (self.index_entries - 1):
             raise ValueError(f"index_entries is {self.index_entries}: use a power of two, or 0")
         return self
@@ -144,12 +144,12 @@ class L1Settings(Section):
         if self.access == "group" and not self.gids:
             raise ValueError('access = "group" needs the ids of the groups: set gids')
         if self.gids and self.access == "owner":
-            raise ValueError('gids are given and access is "owner": set access = "group"')
+            raise ValueError('gids are given, but access is "owner": set access = "group"')
         return self
 
 
 class LeaseSettings(Section):
-    """How long a worker may be silent."""
+    """How long a worker may stay silent."""
 
     write_ttl_s: Seconds = Field(default=limits.WRITE_TTL_S, description="time until a write lease expires")
     read_ttl_s: Seconds = Field(default=limits.READ_TTL_S, description="time until a read lease expires")
@@ -157,61 +157,61 @@ class LeaseSettings(Section):
 
 
 class QuarantineSettings(Section):
-    """How much memory may wait for writers that may still be writing, as a part of the pool."""
+    """How much memory may wait for writers that may still be writing, as a fraction of the pool."""
 
     fraction_max: Fraction = Field(
         default=limits.QUARANTINE_FRACTION_MAX,
-        description="share of the pool in quarantine, all sessions",
+        description="fraction of the pool in quarantine, all sessions together",
     )
     fraction_per_uid_max: Fraction = Field(
-        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the same, one uid, or over ZMQ one CURVE key"
+        default=limits.QUARANTINE_FRACTION_PER_UID_MAX, description="the same for one uid, or over ZMQ one CURVE key"
     )
 
 
 class HoldingSettings(Section):
-    """How much one session, and all sessions of one uid (over ZMQ: of one CURVE key), may keep from eviction, as a part
-    of the pool."""
+    """How much one session, and all sessions of one uid (over ZMQ: of one CURVE key), may keep from eviction, as a
+    fraction of the pool."""
 
     promised_fraction_max: Fraction = Field(
         default=limits.PROMISED_FRACTION_MAX,
-        description="share of the pool promised to one uid or key",
+        description="fraction of the pool promised to one uid or key",
     )
     promised_fraction_per_session_max: Fraction = Field(
-        default=limits.PROMISED_FRACTION_PER_SESSION_MAX, description="the same, for one session"
+        default=limits.PROMISED_FRACTION_PER_SESSION_MAX, description="the same for one session"
     )
     read_fraction_max: Fraction = Field(
-        default=limits.READ_FRACTION_MAX, description="share of the pool under read leases of one uid or key"
+        default=limits.READ_FRACTION_MAX, description="fraction of the pool under read leases of one uid or key"
     )
     read_fraction_per_session_max: Fraction = Field(
-        default=limits.READ_FRACTION_PER_SESSION_MAX, description="the same, for one session"
+        default=limits.READ_FRACTION_PER_SESSION_MAX, description="the same for one session"
     )
     pinned_fraction_max: Fraction = Field(
-        default=limits.PINNED_FRACTION_MAX, description="share of the pool pinned, by everybody"
+        default=limits.PINNED_FRACTION_MAX, description="fraction of the pool pinned by everybody"
     )
     pinned_fraction_per_holder_max: Fraction = Field(
         default=limits.PINNED_FRACTION_PER_HOLDER_MAX,
-        description="the same, one uid or key, ended sessions included",
+        description="the same for one uid or key, including its ended sessions",
     )
     pinned_fraction_per_session_max: Fraction = Field(
-        default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="the same, by one session"
+        default=limits.PINNED_FRACTION_PER_SESSION_MAX, description="the same for one session"
     )
     shared_fraction_per_holder_max: Fraction = Field(
         default=limits.SHARED_FRACTION_PER_HOLDER_MAX,
-        description="of worker rows, layouts, namespaces, and of what may wait, for one uid or key; less where others "
-        "have some",
+        description="fraction of worker rows, layouts, namespaces and waiting requests for one uid or key; "
+        "less if others use some",
     )
 
 
 class ZmqSettings(Section):
-    """The carrier for those who do not share our runtime directory."""
+    """The carrier for clients that do not share our runtime directory."""
 
     ipc: Annotated[bool | Path, BeforeValidator(_switch_or_path)] = Field(
-        default=False, description="serve on a Unix socket: true for one in the runtime directory, or its path"
+        default=False, description="serve on a Unix socket: true for one in the runtime directory, or a path"
     )
     tcp: str | None = Field(default=None, description="serve on this address, as host:port; needs the CURVE keys")
     curve_secret_key_file: Path | None = Field(default=None, description="file with the server's secret CURVE key")
     curve_clients_dir: Path | None = Field(
-        default=None, description="directory of the public keys of clients allowed in"
+        default=None, description="directory with the public keys of the clients that may connect"
     )
 
     @field_validator("tcp")
@@ -227,43 +227,43 @@ class ZmqSettings(Section):
     @model_validator(mode="after")
     def _keys(self) -> Self:
         if self.tcp is not None and (self.curve_secret_key_file is None or self.curve_clients_dir is None):
-            raise ValueError("tcp is served only with CURVE: set curve_secret_key_file and curve_clients_dir")
+            raise ValueError("tcp requires CURVE: set curve_secret_key_file and curve_clients_dir")
         return self
 
 
 class TierSettings(Section):
-    """One L2 tier. The settings of its adapter stand in the same table, and here in `settings`, an
-    instance of the adapter's own model (None where it has none)."""
+    """One L2 tier. The settings of its adapter stand in the same table, and here in `settings`, an instance of the
+    adapter's own model (None if it has none)."""
 
     type: str = Field(description="the adapter")
-    capacity_bytes: Size | None = Field(default=None, description="bytes that it may use; none: no limit of ours")
+    capacity_bytes: Size | None = Field(default=None, description="bytes that the tier may use; none: no limit")
     eviction: Component | None = Field(
-        default=Component(type="lru"), description="which objects are evicted first; none: never any"
+        default=Component(type="lru"), description="which objects are evicted first; none: none are evicted"
     )
     watermark: Fraction = Field(default=limits.L1_WATERMARK, description="fill level at which eviction starts")
     evict_ratio: Fraction = Field(default=limits.EVICT_RATIO, description="fraction of the capacity to free at once")
     serde: tuple[Component, ...] = Field(default=(), description="codec chain, in the order of encoding")
-    connections: int = Field(default=4, ge=1, le=1024, description="requests that may be under way at once")
+    connections: int = Field(default=4, ge=1, le=1024, description="concurrent requests")
     deadline_s: Seconds = Field(default=limits.TIER_DEADLINE_S, description="time limit of one batch")
     wrap: tuple[str, ...] = Field(
         default=(),
-        description="wrappers for drills, the first outermost: latency:SECONDS, faults:RULE; RULE, record",
+        description="wrappers for drills, outermost first: latency:SECONDS, faults:RULE; RULE, record",
     )
     rescan_s: Seconds | None = Field(
-        default=None, description="how often to count the medium again, where several servers share it; none: never"
+        default=None, description="how often to recount the medium if several servers share it; none: never"
     )
     store_cpu_share: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = Field(
-        default=None, description="cores that stores to it may keep busy on average; none: a quarter of all"
+        default=None, description="cores that stores to the tier may use on average; none: a quarter of all cores"
     )
     store_io: Literal["idle", "normal"] = Field(
-        default="idle", description="whether what is stored waits for a disk that others read or write"
+        default="idle", description="whether stores wait while other programs read or write the disk"
     )
     settings: Any = None
 
     @property
     def adapter(self) -> Any:
-        """The former name of `settings`. Deprecated since 0.1, gone in 0.2."""
-        said = "a tier's own settings are its `.settings`, as those of a policy or serde are; `.adapter` goes in 0.2"
+        """The former name of `settings`. Deprecated since 0.1, removed in 0.2."""
+        said = "use `.settings` for a tier's own settings, as for a policy or serde; `.adapter` will be removed in 0.2"
         warnings.warn(said, DeprecationWarning, stacklevel=2)
         return self.settings
 
@@ -298,27 +298,29 @@ def _listed(value: Any) -> Any:
 
 
 class HelperSettings(Section):
-    """A process beside the server."""
+    """A process that the server runs."""
 
     command: Annotated[tuple[str, ...], BeforeValidator(_words), Field(min_length=1)] = Field(
-        description="program and arguments; it is run without a shell"
+        description="program and arguments; run without a shell"
     )
     environment: Annotated[tuple[str, ...], BeforeValidator(_listed)] = Field(
-        default=(), description="names of variables of the server's environment that it gets, too"
+        default=(), description="names of environment variables that are also passed from the server to it"
     )
 
 
 class StoreQuota(Section):
-    """What a tenant has of one store."""
+    """What a tenant may use of one store."""
 
     reserved_bytes: Annotated[Size, Field(ge=0)] | None = Field(
         default=None, description="bytes that no other tenant can take"
     )
-    limit_bytes: Annotated[Size, Field(ge=0)] | None = Field(default=None, description="bytes that it may have at most")
+    limit_bytes: Annotated[Size, Field(ge=0)] | None = Field(
+        default=None, description="bytes that the tenant may use at most"
+    )
 
 
 class TenantQuota(Section):
-    """A tenant: its namespaces, and what it has of the pool (`l1`) and of tiers, by name."""
+    """A tenant: its namespaces, and what it may use of the pool (`l1`) and of tiers, by name."""
 
     namespaces: Annotated[
         tuple[Annotated[str, Field(pattern="^[0-9a-fA-F]{1,16}$")], ...], BeforeValidator(_listed), Field(min_length=1)
@@ -330,15 +332,18 @@ class OtelSettings(Section):
     """Spans for OpenTelemetry, sent to a collector over OTLP (http/protobuf)."""
 
     endpoint: str | None = Field(
-        default=None, description="base URL of the collector, as http://127.0.0.1:4318; none: nothing is exported"
+        default=None, description="base URL of the collector, for example http://127.0.0.1:4318; none: no export"
     )
     headers: Mapping[str, SecretStr] = Field(default={}, description="headers of each request, such as a token")
     service_name: str = Field(default="lmcache-core", min_length=1, description="service.name of the spans")
     sample_ratio: float = Field(
-        default=1.0, ge=0, le=1, description="fraction of requests without a trace of their own that start one"
+        default=1.0,
+        ge=0,
+        le=1,
+        description="fraction of requests that start a trace, among those that come without one",
     )
     timeout_s: Annotated[Seconds, Field(le=limits.OTEL_TIMEOUT_S_MAX)] = Field(
-        default=2.0, description="how long a batch may take to reach the collector"
+        default=2.0, description="time limit for sending a batch to the collector"
     )
 
     @field_validator("endpoint")
@@ -350,13 +355,13 @@ class OtelSettings(Section):
 
     @property
     def traces_url(self) -> str:
-        """Where spans go, as the standard has it below a base URL."""
+        """Where spans are sent: the standard's path below the base URL."""
         base = (self.endpoint or "").rstrip("/")
         return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
 
 
 class RecordSettings(Section):
-    """A recording of what the server is asked for."""
+    """A recording of the requests to the server."""
 
     dir: Path | None = Field(default=None, description="directory of the recording; none: nothing is recorded")
     file_bytes: Annotated[Size, Field(gt=0)] = Field(default=64 << 20, description="begin a new file at this size")
@@ -364,11 +369,11 @@ class RecordSettings(Section):
 
 
 class Settings(BaseModel):
-    """Everything a server is told. Frozen; unknown names are refused."""
+    """All settings of a server. Frozen; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, validate_default=True)
-    companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: those of its tables that are companions'
-    helper_names: ClassVar[tuple[str, ...]] = ()  # and helpers'
+    companion_names: ClassVar[tuple[str, ...]] = ()  # of a concrete model: which of its tables belong to companions
+    helper_names: ClassVar[tuple[str, ...]] = ()  # and which to helpers
 
     name: str = Field(default="default", description="name of the server and of its pool")
     l1: L1Settings = L1Settings()
@@ -379,29 +384,31 @@ class Settings(BaseModel):
         default=limits.CHUNK_TOKENS, ge=1, le=1 << 20, description="tokens whose KV makes one object"
     )
     prefetch_in_flight_max: int = Field(
-        default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="prefetch jobs under way at once"
+        default=limits.PREFETCH_IN_FLIGHT_MAX, ge=1, le=4096, description="concurrent prefetch jobs"
     )
-    store_policy: Component = Field(default=Component(type="default"), description="which tiers get what was committed")
+    store_policy: Component = Field(
+        default=Component(type="default"), description="which tiers get each committed object"
+    )
     store_in_flight_bytes_max: Size = Field(
         default=limits.STORE_IN_FLIGHT_BYTES_MAX, gt=0, description="bytes on their way to the tiers at once"
     )
     dirty: Literal["drop", "keep", "wait"] = Field(
         default="drop",
-        description="objects that a tier does not have yet: drop evicts them last, and counts them as lost; "
-        "keep refuses new stores instead; wait has new stores wait",
+        description="objects that a tier does not have yet: drop evicts them last and counts them as lost; "
+        "keep refuses new stores instead; wait makes new stores wait",
     )
     store_wait_s: Annotated[Seconds, Field(le=limits.STORE_WAIT_S_MAX)] = Field(
-        default=limits.STORE_WAIT_S, description="how long a store waits for tiers to make room, where dirty is wait"
+        default=limits.STORE_WAIT_S, description="how long a store waits for tiers to make room if dirty is wait"
     )
     prefetch_policy: Component = Field(
-        default=Component(type="default"), description="which tier loads what the L1 lacks"
+        default=Component(type="default"), description="which tier loads objects that the L1 does not have"
     )
-    l2: Mapping[str, TierSettings] = Field(default={}, description="the tiers, in their order")
+    l2: Mapping[str, TierSettings] = Field(default={}, description="the tiers, in order")
     l2_order: tuple[str, ...] = Field(default=(), description="order of the tiers; none: the order in the file")
-    drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to write to the tiers when the server ends")
+    drain_s: Seconds = Field(default=limits.DRAIN_S, description="time to write to the tiers at shutdown")
     runtime_dir: Path | None = Field(default=None, description="directory of the lifeline sockets")
     state_dir: Path = Field(
-        default_factory=lambda: default_state_dir(), description="directory for what outlives the server"
+        default_factory=lambda: default_state_dir(), description="directory for files that outlive the server"
     )
     zmq: ZmqSettings = ZmqSettings()
     subscribers: Mapping[str, Any] = Field(default={}, description="event subscribers: a table of settings for each")
@@ -412,7 +419,7 @@ class Settings(BaseModel):
         default={}, description="helper processes: a table of settings for each"
     )
     quotas: Mapping[str, TenantQuota] = Field(
-        default={}, description="tenants: a table of namespaces and figures for each"
+        default={}, description="tenants: a table of namespaces and quotas for each"
     )
     record: RecordSettings = RecordSettings()
     otel: OtelSettings = OtelSettings()
@@ -438,15 +445,15 @@ class Settings(BaseModel):
         return value
 
     def companions(self) -> dict[str, Any]:
-        """The settings of each companion, by its name: an instance of its own model."""
+        """The settings of each companion by name: an instance of its own model."""
         return {name: getattr(self, name) for name in self.companion_names}
 
     def plugin_helpers(self) -> dict[str, Any]:
-        """The settings of each helper that a plugin brings, by its name: an instance of its own model."""
+        """The settings of each helper that a plugin brings, by name: an instance of its own model."""
         return {name: getattr(self, name) for name in self.helper_names}
 
     def components(self) -> Iterator[tuple[Kind, str]]:
-        """Every component that these settings name."""
+        """Every component named in these settings."""
         for name in self.companion_names:
             yield Kind.COMPANION, name
         for name in self.helper_names:
@@ -467,7 +474,7 @@ class Settings(BaseModel):
 
 
 def default_state_dir() -> Path:
-    """`XDG_STATE_HOME/lmcache-core`, else `~/.local/state/lmcache-core`; in a container without a home, one in
+    """`XDG_STATE_HOME/lmcache-core`, else `~/.local/state/lmcache-core`; in a container without a home, a directory in
     /var/tmp that carries the user's id."""
     root, home = os.environ.get("XDG_STATE_HOME"), os.environ.get("HOME")
     if root:

@@ -1,4 +1,4 @@
-"""Nobody's misspelt setting is dropped in silence."""
+"""Misspelt settings are never dropped silently."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lmcache_core.settings.sources import Origin, SettingPath, Source, dotted, f
 
 
 def take_unknown_variables(sources: Sequence[Source], companions: Collection[str] = ()) -> dict[SettingPath, str]:
-    """Take variables that are not settings out of the sources; their paths and names, for `warnings_about`.
+    """Remove variables that are not settings from the sources; their paths and names, for `warnings_about`.
     `companions`: names of tables besides those that every server has.
 
-    The prefix is ours, but the environment is everybody's: what lies below no section of ours is a warning, and
-    what Kubernetes injects for a Service is not even that.
+    The prefix is ours, but anyone may set variables: one outside all of our sections causes a warning, and one that
+    Kubernetes injects for a Service does not even cause that.
     """
     taken = {}
     for source in sources:
@@ -34,8 +34,8 @@ def take_unknown_variables(sources: Sequence[Source], companions: Collection[str
 
 
 def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str]:
-    """A line for each variable that is not a setting. Raises SettingsError for one that differs from a setting only
-    in its underscores: it was meant to be that one, and a server without it is not what was asked for."""
+    """A line for each variable that is not a setting. Raises SettingsError for one that differs from a setting only in
+    its underscores: it was meant as that setting, so a server without it would be wrong."""
     flat = {"_".join(known): known for known in schema}
     meant = {name: flat.get("_".join(part for part in path if part)) for path, name in taken.items()}
     wrong = [
@@ -52,7 +52,7 @@ def warnings_about(taken: Mapping[SettingPath, str], schema: Schema) -> list[str
 
 
 def check_names(schema: Schema, sources: Iterable[Source]) -> None:
-    """Raise SettingsError for every name that is not a setting, with what was probably meant."""
+    """Raise SettingsError for every name that is not a setting, with a suggestion for each."""
     problems = []
     for source in sources:
         for path, leaf in source.leaves.items():
@@ -68,7 +68,7 @@ def check_names(schema: Schema, sources: Iterable[Source]) -> None:
 
 
 def _all_of(problems: Sequence[tuple[str, str]]) -> SettingsError:
-    """One error for all, each with its cure. Several cures stand where each belongs, in the message."""
+    """One error for all problems. Several cures stand in the message, each after its problem."""
     if len(problems) == 1:
         said, cure = problems[0]
         return SettingsError(said, cure=cure)
@@ -76,7 +76,7 @@ def _all_of(problems: Sequence[tuple[str, str]]) -> SettingsError:
 
 
 def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, str] | None:
-    """What a name is that is not a setting, and the cure where it needs no guess."""
+    """What is wrong with a name that is not a setting, and the cure if it needs no guess."""
     setting = schema.get(path)
     if setting is not None:
         return None
@@ -87,7 +87,7 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, st
         for length in range(1, len(path))
     ):
         return None
-    if empty and path[0] in ("subscribers", "operations") and len(path) <= 2:  # one may have no settings
+    if empty and path[0] in ("subscribers", "operations") and len(path) <= 2:  # a component may have no settings
         return None
     below = [known for known in schema if known[: len(path)] == path]
     if below or path == ("l2",):
@@ -98,12 +98,12 @@ def _problem(schema: Schema, path: SettingPath, *, empty: bool) -> tuple[str, st
 
 
 def near(path: SettingPath, known: Iterable[SettingPath], origin: Origin) -> str:
-    """Compared without regard to how many underscores stand where: those are what people get wrong."""
+    """A suggestion that ignores the number of underscores, because those are what people get wrong."""
     flat = {"_".join(each): each for each in known}
     told = suggestion("_".join(path), flat)
     if not told:
         return ""
     nearest = flat[told.split("'")[1]]
-    if path[: len(nearest)] == nearest:  # it is there already, and what is misspelt stands below it
+    if path[: len(nearest)] == nearest:  # the prefix is right, and the misspelt part stands below it
         return ""
     return f": did you mean {spelled(nearest, origin)!r}?"

@@ -1,4 +1,4 @@
-"""Settings as people and machines read them: secrets hidden, sizes short, components by name."""
+"""Settings as shown to people and machines: secrets hidden, sizes short, components by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN = "**********"
 
 
 class Row(NamedTuple):
-    """One setting. `value` is plain data for JSON, `text` is for people."""
+    """One setting. `value` is plain data for JSON; `text` is for people."""
 
     name: str
     value: Any
@@ -53,7 +53,7 @@ def value_at(settings: Settings, path: SettingPath) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON takes it. No secret passes."""
+    """The value as plain data for JSON. Secrets are hidden."""
     if isinstance(value, SecretStr | SecretBytes):
         return HIDDEN
     if isinstance(value, Component):
@@ -87,7 +87,7 @@ def text_of(name: str, value: Any) -> str:
 
 
 def default_text(setting: SettingField) -> str:
-    """A setting's default on one line; a home directory stays a `~`, so that help is the same for everyone."""
+    """A setting's default on one line. A home directory is shown as `~`, so that help is the same for everyone."""
     value = plain(setting.default)
     if isinstance(setting.default, Path):
         value = str(setting.default).replace(str(Path("~").expanduser()), "~", 1)

@@ -1,4 +1,4 @@
-"""What pydantic refuses, in words that name the setting, its origin and the cure, and never a secret."""
+"""pydantic's errors, reworded to name the setting, its origin and the cure, and never a secret."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HIDDEN = "**********"
 
 
 def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Source]) -> SettingsError:
-    """One SettingsError for all that pydantic found."""
+    """One SettingsError for everything that pydantic found."""
     problems = []
     details = error.errors(include_url=False, include_context=False, include_input=False)
     for detail in details:
@@ -28,14 +28,14 @@ def settings_error(error: ValidationError, schema: Schema, sources: Sequence[Sou
     for secret in sorted(_secrets(schema, sources), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     if len(details) == 1 and details[0]["type"] == "value_error" and ": " in details[0]["msg"]:
-        said, _, cure = text.rpartition(": ")  # a validator of ours, or of a plugin, ends with what to do
+        said, _, cure = text.rpartition(": ")  # a validator's message, ours or a plugin's, ends with what to do
         return SettingsError(said, cure=cure)
     return SettingsError(text)
 
 
 def _sentence(kind: str, message: str, path: SettingPath, schema: Schema, sources: Sequence[Source]) -> str:
     known = next((path[:length] for length in range(len(path), 0, -1) if path[:length] in schema), path)
-    # What pydantic appends to a known name is an index, worth saying, or the branch of a union, which is not.
+    # pydantic appends either an index, which is worth showing, or the branch of a union, which is not.
     name = dotted(known if path[len(known) :] and not path[len(known)].isdigit() else path)
     if kind == "missing":
         return f"{dotted(path)} is missing: {_how_to_set(path)}"
@@ -53,13 +53,13 @@ def _how_to_set(path: SettingPath) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    """What pydantic says, without the words by which it speaks of its own work."""
+    """pydantic's message without the parts that describe its own work."""
     said = message.removeprefix("Value error, ").partition(", unable to ")[0]
     return "must" + said.removeprefix("Input should") if said.startswith("Input should ") else said
 
 
 def _as_written(location: Sequence[int | str]) -> SettingPath:
-    """pydantic's location without the rooms in which we gather a component's own settings."""
+    """pydantic's location without the attributes that hold a component's own settings."""
     path = [str(part) for part in location]
     if path[:1] == ["l2"] and path[2:3] == ["settings"]:
         del path[2]

@@ -1,6 +1,5 @@
-"""The flat view of a concrete model: every setting with its path. Names are checked, texts are read and help is
-written from it.
-"""
+"""A flat view of a concrete model: every setting with its path. It is used to check names, parse texts and write
+help."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from lmcache_core.settings.concrete import Concrete
 from lmcache_core.settings.model import Component, Settings, TierSettings
 from lmcache_core.settings.sources import SettingPath
 
-_INNER = (Component, TierSettings)  # whose `settings` stand in the same table as what is theirs
+_INNER = (Component, TierSettings)  # their `settings` stand in the same table as their own fields
 
 
 @dataclass(frozen=True)
 class SettingField:
-    """One setting. `default` is None where `required`; `example`: what its model gives for a file to begin with."""
+    """One setting. `default` is None if `required`; `example`: the model's example for a new settings file."""
 
     path: SettingPath
     annotation: Any
@@ -36,12 +35,12 @@ class SettingField:
 
     @property
     def secret(self) -> bool:
-        """Whether its value is never shown."""
+        """Whether its value is hidden."""
         return any(_is_class(each, (SecretStr, SecretBytes)) for each in parts(self.annotation))
 
     @property
     def type_text(self) -> str:
-        """Its type in a few letters, for people."""
+        """A short name of its type, for people."""
         text = annotation_text(self.annotation)
         return text.replace("int", "size") if self.path[-1].endswith(("_bytes", "_bytes_max")) else text
 
@@ -52,7 +51,7 @@ class SettingField:
 
     @property
     def open(self) -> bool:
-        """Whether names below its path are values of its own, as in a mapping."""
+        """Whether names below its path are values rather than settings, as in a mapping."""
         kinds = (Mapping, BaseModel)
         return any(each is Any or _is_class(get_origin(each) or each, kinds) for each in _alternatives(self.annotation))
 
@@ -74,7 +73,7 @@ def schema_of(concrete: Concrete) -> Schema:
 
 
 def fields_of(model: type[BaseModel], at: SettingPath = ()) -> list[SettingField]:
-    """The settings of one model, for a plugin's own."""
+    """The settings of one model, for a plugin's own settings."""
     return list(_walk(model, at))
 
 
@@ -128,7 +127,7 @@ def parts(annotation: Any) -> Iterator[Any]:
 
 
 def annotation_text(annotation: Any) -> str:
-    """A type in a few letters: `int`, `text`, `shm|memfd|hugetlb`, `list of text`, …"""
+    """A short name of a type: `int`, `text`, `shm|memfd|hugetlb`, `list of text`, …"""
     named = {str: "text", int: "int", float: "number", bool: "true|false", Path: "path", types.NoneType: "none"}
     texts = []
     for each in _alternatives(annotation):
@@ -151,7 +150,7 @@ def annotation_text(annotation: Any) -> str:
 
 
 def read_text(field: SettingField, text: str) -> Any:
-    """A text from a flag or a variable, as far as pydantic would not read it itself: lists, tables, none."""
+    """Parse a text from a flag or a variable if pydantic would not: lists, tables, none."""
     alternatives = _alternatives(field.annotation)
     takes_text = any(_is_class(each, (str, bytes, SecretStr, SecretBytes)) for each in alternatives)
     if not takes_text and text.strip().lower() in ("none", "null") and types.NoneType in alternatives:
@@ -170,8 +169,8 @@ def read_text(field: SettingField, text: str) -> Any:
 
 
 def read_text_within(field: SettingField, text: str) -> Any:
-    """A text for something within the table `field`: JSON's lists and tables are read, unless the table's values are
-    texts themselves."""
+    """Parse a text for a value within the table `field`: JSON lists and tables are parsed unless the table's values are
+    texts."""
     tables = [each for each in _alternatives(field.annotation) if _is_class(get_origin(each) or each, Mapping)]
     values = [kind for each in tables for kind in _alternatives((get_args(each) or (None, Any))[1])]
     if not text.lstrip().startswith(("[", "{")) or any(_is_class(kind, (str, SecretStr)) for kind in values):

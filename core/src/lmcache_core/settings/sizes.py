@@ -18,7 +18,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def parse_size(value: Any) -> Any:
-    """Bytes for a text like `8GiB` (1024³) or `8GB` (1000³); anything that is no text passes as it is."""
+    """Bytes for a text like `8GiB` (1024³) or `8GB` (1000³); a value that is not a text is returned as it is."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -29,7 +29,7 @@ def parse_size(value: Any) -> Any:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-"""A setting in bytes. For plugins' settings models too."""
+"""A setting in bytes, also for plugins' settings models."""
 
 
 def size_text(nbytes: int) -> str:

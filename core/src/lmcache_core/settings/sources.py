@@ -1,5 +1,5 @@
-"""The places settings come from: command line, environment, file, a caller's own values. Each is read into flat
-leaves, path → value, so that origins are known and one check of names serves them all.
+"""The sources of settings: command line, environment, file, a caller's own values. Each is read into flat leaves, path
+→ value, so that origins are known and one check of names covers all of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lmcache_core.trust import SERVER_UID_VARIABLE
 
 PREFIX = "LMCACHE_CORE_"
 DEFAULT_FILE = "lmcache.toml"
-ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, SERVER_UID_VARIABLE, *BUILD_VARIABLES})  # ours, and not settings
+ELSEWHERE = frozenset({ALLOW_LIST, MODE_VARIABLE, SERVER_UID_VARIABLE, *BUILD_VARIABLES})  # ours, but not settings
 
 SettingPath = tuple[str, ...]
 
 
 class Origin(StrEnum):
-    """Where a value came from; the strongest first."""
+    """Where a value came from, strongest first."""
 
     FLAG = "flag"
     ENVIRONMENT = "environment"
@@ -35,7 +35,7 @@ class Origin(StrEnum):
 
 
 class Leaf(NamedTuple):
-    """One value, and the name under which its writer knows it. `text`: it still has to be read as its type."""
+    """One value, and the name under which its source has it. `text`: it is not parsed as its type yet."""
 
     value: Any
     where: str
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 @dataclass
 class Source:
-    """Everything one origin says."""
+    """Everything from one origin."""
 
     origin: Origin
     leaves: dict[SettingPath, Leaf] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def dotted(path: SettingPath) -> str:
 
 
 def spelled(path: SettingPath, origin: Origin) -> str:
-    """A setting's name as one writes it there."""
+    """How a setting's name is written in that origin."""
     if origin is Origin.ENVIRONMENT:
         return PREFIX + "__".join(path).upper()
     return f"--{dotted(path)}" if origin is Origin.FLAG else dotted(path)
@@ -91,12 +91,12 @@ _KUBERNETES_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 def from_kubernetes(name: str, value: str) -> bool:
-    """Whether a variable is one that Kubernetes puts into every pod for a Service called lmcache-core-…"""
+    """Whether Kubernetes sets such a variable in every pod, for a Service called lmcache-core-…"""
     return bool(_KUBERNETES_NAME.search(name) or (_KUBERNETES_PORT.search(name) and _KUBERNETES_URL.match(value)))
 
 
 def read_environment(environ: Mapping[str, str]) -> Source:
-    """`LMCACHE_CORE_L2__COLD__BUCKET`; two underscores go one table down. Names are lower-cased."""
+    """`LMCACHE_CORE_L2__COLD__BUCKET`; two underscores separate tables. Names are lower-cased."""
     source = Source(Origin.ENVIRONMENT)
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in ELSEWHERE:
@@ -109,7 +109,7 @@ def read_environment(environ: Mapping[str, str]) -> Source:
 
 
 def find_file(given: str | Path | None) -> Path | None:
-    """The file to read: the one that was named, else `lmcache.toml` here, else none."""
+    """The file to read: the given one, else `lmcache.toml` in the current directory, else None."""
     if given is not None:
         return Path(given)
     here = Path(DEFAULT_FILE)
@@ -117,7 +117,7 @@ def find_file(given: str | Path | None) -> Path | None:
 
 
 def read_file(path: Path | None) -> Source:
-    """A TOML file. Raises SettingsError where it is not there or is not valid TOML."""
+    """A TOML file. Raises SettingsError if it is missing or is not valid TOML."""
     source = Source(Origin.FILE)
     if path is None:
         return source
@@ -147,7 +147,7 @@ def _flattened(table: Mapping[str, Any], at: SettingPath) -> Iterator[tuple[Sett
 
 
 def tree_of(leaves: Mapping[SettingPath, Any]) -> dict[str, Any]:
-    """Leaves back in their tables. Of a table and a value at one path, the table stands."""
+    """Leaves back in their tables. If a path has both a table and a value, the table is kept."""
     tree: dict[str, Any] = {}
     for path, value in leaves.items():
         table = tree
@@ -162,7 +162,7 @@ def tree_of(leaves: Mapping[SettingPath, Any]) -> dict[str, Any]:
 
 
 def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two trees in one: tables are merged, and of two values that above stands."""
+    """Merge two trees: tables are merged, and values of `above` override those of `below`."""
     tree = dict(below)
     for name, value in above.items():
         there = tree.get(name)

@@ -1,4 +1,4 @@
-"""The settings of one tier alone: composed as those of a whole server are, for tiers that come or change later."""
+"""The settings of a single tier, composed like those of a whole server, for tiers that are added or changed later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from lmcache_core.settings.compose import compose_sources
 from lmcache_core.settings.model import Component, TierSettings, check_tier_name
 from lmcache_core.settings.sources import Leaf, Origin, Source, read_values
 
-# Settings that a running tier can take over; any other means a new adapter, lanes or codec chain.
+# A running tier can take over changes of these settings; any other change needs a new adapter, new lanes or a new codec
+# chain.
 FIGURES = frozenset({"capacity_bytes", "watermark", "evict_ratio", "deadline_s", "rescan_s", "store_cpu_share"})
 
 
@@ -23,9 +24,9 @@ def tier_settings(
     texts: Mapping[str, str],
     before: TierSettings | None = None,
 ) -> TierSettings:
-    """Settings from values (as in a file's table) and texts (as in flags, by dotted name), over those of `before`.
+    """Settings from values (as in a file's table) and texts (as in flags, by dotted name), on top of those of `before`.
 
-    Raises SettingsError for what is unknown, missing or wrong, and PluginError for a component that is not there.
+    Raises SettingsError for unknown, missing or wrong settings, and PluginError for a component that is not installed.
     """
     check_tier_name(name)
     flags = Source(Origin.FLAG)
@@ -44,8 +45,8 @@ def tier_settings(
 
 
 def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:
-    """What was set, as one table again. `own`: with what belongs to the adapter. Secrets are in the open, as in the
-    sources of all settings: whoever words a refusal knows them by that, and leaves them out. Never show this."""
+    """The explicitly set values as one table. `own`: include the adapter's settings. Secrets are in clear text, so that
+    they can be recognized and left out of error messages. Never show this."""
     values = {name: getattr(settings, name) for name in settings.model_fields_set if name != "settings"}
     if "eviction" in values:
         values["eviction"] = "none" if settings.eviction is None else _component(settings.eviction)
@@ -55,12 +56,12 @@ def values_of(settings: TierSettings, *, own: bool = True) -> dict[str, Any]:
 
 
 def same_but_for_figures(one: TierSettings, other: TierSettings) -> bool:
-    """Whether a tier of the one settings can take over the other while it runs."""
+    """Whether a running tier can change from the one settings to the other."""
     return all(_plain(one, name) == _plain(other, name) for name in TierSettings.model_fields if name not in FIGURES)
 
 
 def _plain(settings: TierSettings, name: str) -> Any:
-    value = getattr(settings, name)  # each composition makes models of its own: they are compared by what they hold
+    value = getattr(settings, name)  # each composition makes new models, so compare their contents
     if isinstance(value, BaseModel):
         return value.model_dump()
     return [each.model_dump() for each in value] if name == "serde" else value

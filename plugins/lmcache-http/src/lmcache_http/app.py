@@ -127,10 +127,12 @@ class QuotaBody(Body):
     """A tenant's quotas. Stores that are not named stay as they are."""
 
     namespaces: list[Annotated[str, Field(json_schema_extra={"pattern": ID})]] | None = Field(
-        default=None, max_length=TENANT_NAMESPACES_MAX, description="ids; of a new tenant, or all it is to have now"
+        default=None,
+        max_length=TENANT_NAMESPACES_MAX,
+        description="namespace ids; required for a new tenant; replaces those of an old one",
     )
     stores: dict[str, StoreQuota] = Field(
-        default={}, max_length=STORES_MAX, description="by l1, the pool, or a tier's name"
+        default={}, max_length=STORES_MAX, description="a table for l1, and for each tier, by name"
     )
 
 

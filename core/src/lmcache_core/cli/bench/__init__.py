@@ -1,7 +1,7 @@
-"""`lmcache-core bench NAME`: how a package adds a bench. The benches of the core itself come with lmcache-bench.
+"""`lmcache-core bench NAME`: how a package adds a bench. Benches of the core itself are in lmcache-bench.
 
 A bench is a module with `add_options(parser)` and `run(options, bench)`, where `bench` is a
-`lmcache_core.cli.bench.harness.Bench`. It is imported when it was chosen, so that `--help` imports none.
+`lmcache_core.cli.bench.harness.Bench`. The module is imported when a user chooses the bench, so `--help` imports none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["add_bench"]
 def add_bench(benches: argparse._SubParsersAction[Any], name: str, summary: str, module: str) -> None:
     """Add the bench `name`, implemented by `module` (an import path), to `lmcache-core bench`.
 
-    For the `lmcache_add_commands` hook of plugin packages too. Imports nothing until the bench is chosen.
+    Plugin packages call this in their `lmcache_add_commands` hook. Nothing is imported until the bench is chosen.
     """
     parser = benches.add_parser(
         name,

@@ -1,4 +1,4 @@
-"""What every bench shares: results with their floors and targets, progress, the table, the JSON object."""
+"""Shared by every bench: results with their floors and targets, progress, the table and the JSON object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmcache_core.cli.table import print_table, rich_or_none
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One figure. `ratio` is value ÷ floor, both in `unit`; None where there is no floor."""
+    """One figure. `ratio` is value ÷ floor, both in `unit`; None if there is no floor."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class BenchResult:
     ratio: float | None
     target: float | None
     met: bool | None  # None: no target
-    doubt: str = ""  # why the target cannot be judged by this run; then it is not met
+    doubt: str = ""  # why this run cannot judge the target, which then counts as not met
 
 
 class Bench:
@@ -61,10 +61,10 @@ class Bench:
     ) -> BenchResult:
         """Add one figure.
 
-        `floor` is what the bare machine does, in the same unit, measured in the same run. The target is
-        compared with the ratio where a floor is given and with the value otherwise; `target_on` says it
-        outright. It is met at `<= target` where lower is better (times), at `>= target` otherwise (rates).
-        `doubt`: why this run cannot tell ("too noisy"); it is shown in place of yes or no, and the target is not met.
+        `floor` is what the bare machine does, in the same unit, measured in the same run. The target is compared with
+        the ratio if a floor is given, and with the value otherwise; `target_on` sets this explicitly. A target is met
+        at `<= target` if lower is better (times), at `>= target` otherwise (rates). `doubt` says why this run cannot
+        tell ("too noisy"): it is shown instead of yes or no, and the target counts as not met.
         """
         ratio = value / floor if floor else None
         compared = ratio if (target_on or ("ratio" if floor else "value")) == "ratio" else value
@@ -83,13 +83,13 @@ class Bench:
         return all(result.met is not False for result in self.results)
 
     def steps(self, total: int) -> None:
-        """Say how many times `step` will be called."""
+        """Announce how many times `step` will be called."""
         self._steps_total = total
         if self._progress is not None:
             self._progress.update(self._task, total=total)
 
     def step(self, label: str) -> None:
-        """Say what is measured now; the steps before it are done. Costs a line, so call it between timings."""
+        """Say what is measured next; earlier steps are done. Prints a line, so call it between timings."""
         self._steps_done += 1
         if self._progress is not None:
             self._progress.update(self._task, completed=self._steps_done - 1, description=label)
@@ -146,7 +146,7 @@ class Bench:
 
 
 def number(value: float | None) -> str:
-    """Three to four significant digits, or nothing."""
+    """The value with three to four significant digits; empty for None."""
     if value is None:
         return ""
     if value == 0 or 0.01 <= abs(value) < 1000:
@@ -155,7 +155,7 @@ def number(value: float | None) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on. `memory` in bytes."""
+    """The machine that the figures were measured on. `memory` is in bytes."""
     from lmcache_core import __version__
 
     return {
