@@ -130,7 +130,7 @@ class World:
         assert self.client.report_block_allocation(self.new(), blocks, namespace=self.node.namespace) == 1
 
     def breaks_a_request(self) -> None:
-        with pytest.raises(CacheError, match="its log says how"):
+        with pytest.raises(CacheError, match="its log has the traceback"):
             self.client.operate("brittle", "anything")
 
     def changes_a_tier(self) -> None:

@@ -159,7 +159,7 @@ def test_a_pool_that_a_hung_lane_may_write_to_is_not_kept_and_the_log_says_so(
         with caplog.at_level(logging.WARNING):
             first.stop()
     assert "is not kept" in caplog.text
-    assert "a tier's call is still out" in caplog.text
+    assert "a tier's call has not returned" in caplog.text
     assert not segment_path(first.settings.name).exists()
     adapter.set_faults()
     second = serve()

@@ -186,7 +186,7 @@ def test_a_reserve_is_free_for_who_has_it_in_a_pool_that_others_filled(node: Run
     assert served.resident(CHAT, 0, reserve) == reserve
     with pytest.raises(UsageError, match="do not fit: reserve less"):
         served.client.quota_set("more", {"l1": {"reserved_bytes": pool_bytes}}, [SEARCH.id])
-    with pytest.raises(UsageError, match="is tenant 'chat''s"):
+    with pytest.raises(UsageError, match="belongs to tenant 'chat''s"):
         served.client.quota_set("more", {}, [CHAT.id])
 
 
@@ -289,10 +289,10 @@ def test_what_was_set_at_run_time_goes_before_the_settings_until_it_is_deleted(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (QUOTAS.replace("stores.disk", "stores.nowhere"), "there is no store 'nowhere'"),
+        (QUOTAS.replace("stores.disk", "stores.nowhere"), "no store is named 'nowhere'"),
         (QUOTAS.replace("8MiB", "65MiB").replace("16MiB", "66MiB"), "do not fit"),
-        (QUOTAS.replace("8MiB", "17MiB"), "more than the limit"),
-        (QUOTAS + QUOTAS.replace("quotas.team", "quotas.other"), "is tenant '"),
+        (QUOTAS.replace("8MiB", "17MiB"), "exceeds limit_bytes"),
+        (QUOTAS + QUOTAS.replace("quotas.team", "quotas.other"), "belongs to tenant '"),
         (QUOTAS.replace('["', '["not hex '), "namespaces"),
         (QUOTAS.replace("limit_bytes", "limit"), "limit"),
     ],

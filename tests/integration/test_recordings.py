@@ -244,5 +244,5 @@ def test_what_is_no_recording_is_refused_with_words(serve: Callable[..., Any], t
     with pytest.raises(UsageError, match="it does not begin with"):
         read_recording(Path(__file__))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="holds no recording"):
+    with pytest.raises(UsageError, match="is not a recording"):
         read_recording(tmp_path / "empty")

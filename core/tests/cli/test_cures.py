@@ -20,7 +20,7 @@ WRONG: list[tuple[list[str], str, str]] = [
     (["--l1.size_bytes", "0"], "pool 'check' of 0 bytes is smaller than one slab", "give it at least 1,048,576"),
     (["--l1.eviction.type", "lru", "--chunk_tokens", "0"], "chunk_tokens", "correct it where it is set"),
     (["--l1.eviction.type", "lrrru"], "there is no eviction_policy 'lrrru'", "did you mean 'lru'?"),
-    (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that brings it"),
+    (["--l1.eviction.type", "zzz"], "there is no eviction_policy 'zzz'", "install the package that has it"),
     (["--l2.cold.connections", "3"], "the tier 'cold' has no type", "set l2.cold.type to the name of an adapter"),
     (["--l2.COLD.type", "fs"], "'COLD' is not a tier name", "use lower-case words"),
     (["--l2", "cold"], "--l2 is a table", "set one of its settings"),

@@ -287,7 +287,7 @@ def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
 
 def test_what_makes_no_sense_is_refused_with_words(serve: Callable[..., Any], tmp_path: Path) -> None:
     client, _ = serve()
-    with pytest.raises(UsageError, match="as many for each key"):
+    with pytest.raises(UsageError, match="same number for each key"):
         client.report_block_allocation(keys(0, 2), EngineBlocks(hashes(0, 3), 16), namespace=SPACE)
     with pytest.raises(UsageError, match="give all, or none"):
         client.report_block_allocation(keys(0, 1), EngineBlocks(hashes(0, 1), 16, token_ids=[1]), namespace=SPACE)

@@ -196,7 +196,7 @@ def test_its_operations_are_the_server_s_own_user_s(client, server, monkeypatch)
         client.operate("else", "echo")
     for session in server.sessions:
         monkeypatch.setattr(session, "uid", 12345)
-    with pytest.raises(UsageError, match="by the server's own user"):
+    with pytest.raises(UsageError, match="only the server's own user"):
         client.operate("shadow", "echo")
 
 

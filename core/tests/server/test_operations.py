@@ -166,7 +166,7 @@ def test_one_in_a_lane_keeps_nobody_waiting_but_its_like(client: Client) -> None
 def test_what_it_raises_is_told_and_the_server_goes_on(client: Client, name: str) -> None:
     with pytest.raises(UsageError, match="ask for something else"):
         client.call_operation(name, Ask(SPACE.id, KEY, "refuse"), Told)
-    with pytest.raises(CacheError, match="log says how"):
+    with pytest.raises(CacheError, match="log has the traceback"):
         client.call_operation(name, Ask(SPACE.id, KEY, "raise"), Told)
     client.store([KEY], [bytes(4096)], namespace=SPACE)
     with pytest.raises(LimitError, match="at most 4096"):
@@ -198,9 +198,9 @@ def test_settings_of_an_operation_are_checked_like_all_others(registry: Registry
 
 @pytest.mark.parametrize("name", ["look", "slow_look"])
 def test_an_answer_that_is_no_reply_of_its_is_a_fault(client: Client, name: str, caplog: Any) -> None:
-    with pytest.raises(CacheError, match="failed; the server's log says how"):
+    with pytest.raises(CacheError, match="failed; the server's log has the traceback"):
         client.call_operation(name, Ask(SPACE.id, KEY, "another"), Told)
-    assert "it answered with a Ask, and Told is its reply" in caplog.text
+    assert "it returned a Ask instead of a Told" in caplog.text
     assert client.status()["operations"][name]["failed"] == 1
 
 

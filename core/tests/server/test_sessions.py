@@ -130,7 +130,7 @@ def test_vanished_hellos_of_one_origin_leave_room_for_everybody_else(
     with caplog.at_level(logging.WARNING):
         on_loop(server, vanish)
     assert on_loop(server, lambda: len(server.sessions)) == SESSIONS_PER_ORIGIN_MAX
-    assert "held nothing, and is ended" in caplog.text
+    assert "held nothing, and was ended" in caplog.text
     with server.connect() as client:
         client.ping()
 
@@ -259,7 +259,7 @@ def test_over_zmq_a_hello_takes_no_row_and_nobody_is_believed_without_a_proof(se
     with Segment.attach_fd(server.segment.worker_fd(), server.segment.info) as mapped:
         lock = LifeLock.acquire(mapped, NO_ROW)
         for row, nonce in ((lock.row, 1234), (0, mapped.shown(0)), (WORKERS_MAX, mapped.shown(0)), (-1, 0)):
-            with pytest.raises(NotAttachedError, match="was not shown to be mapped"):
+            with pytest.raises(NotAttachedError, match="has not proved that it maps row"):
                 on_loop(server, lambda row=row, nonce=nonce: server.sessions.attach(last, row, nonce, [], 0.0))
         assert last.state is SessionState.OPEN
         on_loop(server, lambda: server.sessions.attach(last, lock.row, mapped.shown(lock.row), [], server.clock.now))

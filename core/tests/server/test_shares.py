@@ -251,7 +251,7 @@ def test_one_user_has_most_layouts_and_leaves_some_to_others(server: Server) -> 
 
     first = on_loop(server, crowd)
     second, stranger = on_loop(server, lambda: (join(server, "key A"), join(server, "key B")))
-    with pytest.raises(LimitError, match=f"{LAYOUTS_ALONE} of these came with key A"):
+    with pytest.raises(LimitError, match=f"{LAYOUTS_ALONE} of these belong to key A"):
         on_loop(server, lambda: register(second, 5000))
     on_loop(server, lambda: register(second, 7))  # one that is there costs nothing
     on_loop(server, lambda: register(stranger, 6000))

@@ -33,7 +33,7 @@ def test_a_file_is_read_in_order_and_named_after_itself(tmp_path: Path) -> None:
         ('{"hash_ids": [true]}\n', "list of whole numbers"),
         ('{"hash_ids": [-1]}\n', "from 0 up"),
         ('{"hash_ids": "12"}\n', "no usable hash_ids"),
-        ("\n\n", "holds no request"),
+        ("\n\n", "has no requests"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, text: str, words: str) -> None:

@@ -280,5 +280,5 @@ def test_an_extra_of_no_chunk_is_refused(extra: Any, words: str) -> None:
 
 
 def test_an_extra_of_the_whole_prompt_is_not_given_again_to_its_continuation() -> None:
-    with pytest.raises(UsageError, match="previous has it"):
+    with pytest.raises(UsageError, match="previous includes it"):
         chunk_keys([1, 2], NAMESPACE, 1, previous=bytes(32), extra=b"adapter 7")

@@ -203,7 +203,7 @@ class Rooms:
         except CacheError as error:  # the lease that it was to be a page of is gone, for instance
             first.error = error
         except BaseException:  # a bug of ours: who waits is told of it, and nothing of the grant is left
-            first.error = CacheError("the server failed on this grant; its log says how")
+            first.error = CacheError("the server failed on this grant; its log has the traceback")
             raise
         finally:
             self._free(first)

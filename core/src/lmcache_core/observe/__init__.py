@@ -1,1 +1,1 @@
-"""What happens in a server, for whoever wants to see it: events, who hears them, and figures."""
+"""What happens in a server: events, their subscribers, and metrics."""

@@ -1,4 +1,4 @@
-"""The bus: what happened on the loop, bounded, and one thread that tells the subscribers.
+"""The event bus: a bounded queue of what happened on the loop, and one thread that calls the subscribers.
 
 Nobody waits for anybody: a full bus drops what comes, keeps what it has, and counts; a subscriber that raises, or does
 not come back, is put aside, and the others go on. One that has raised and may recover is tried again after a pause.
@@ -42,7 +42,7 @@ class _Happened(NamedTuple):
 
 
 class _Heard:
-    """One subscriber, and how it fares."""
+    """One subscriber and its state."""
 
     def __init__(self, subscriber: EventSubscriber) -> None:
         self.subscriber = subscriber
@@ -72,7 +72,7 @@ class _Heard:
 
 
 class EventBus:
-    """`emit` and `check` are the loop's; `status` is for any thread; all else happens on the bus's own."""
+    """`emit` and `check` are for the loop, `status` for any thread; everything else runs on the bus's own thread."""
 
     def __init__(
         self,
@@ -92,23 +92,23 @@ class EventBus:
         self._now = now
         self._heard = {name: _Heard(subscriber) for name, subscriber in subscribers.items()}
         self._queue: deque[_Happened] = deque()
-        self._objects_in = 0  # only the loop counts this one,
-        self._objects_out = 0  # and only the bus's thread this one
+        self._objects_in = 0  # changed only by the loop
+        self._objects_out = 0  # changed only by the bus's thread
         self._awake = False
         self._wake = threading.Event()
         self._stopping = threading.Event()
-        self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # a batch, to those who have not heard it yet
-        self._lock = threading.Lock()  # of the next two, for a moment
-        self._busy: tuple[str, float] | None = None  # who is being told, and since when
-        self._turn = 0  # threads that were left behind with a subscriber have another number
+        self._owed: deque[tuple[str, Sequence[CacheEvent]]] = deque()  # a batch for each subscriber still without it
+        self._lock = threading.Lock()  # guards the next two, briefly
+        self._busy: tuple[str, float] | None = None  # who is being called, and since when
+        self._turn = 0  # threads that were abandoned with a subscriber have another number
         self._thread = self._start()
 
     # --- the loop's side ------------------------------------------------------------------------------------
 
     def emit(self, make: Maker, *arguments: Any, keeps: int = 0, **more: Any) -> None:
-        """Leave what happened: `make(at_s, *arguments, **more)` gives its events. Never waits, and builds nothing. What
-        is given is not changed any more. `keeps`: how many objects it keeps in memory until it is told; no event has a
-        field of that name."""
+        """Queue what happened: `make(at_s, *arguments, **more)` will make its events. Never waits and builds nothing.
+        The arguments must not change afterwards. `keeps`: how many objects it keeps in memory until it is delivered; no
+        event has a field of that name."""
         waiting = self._objects_in - self._objects_out
         if len(self._queue) >= self.queue_size or (waiting and waiting + keeps > EVENT_BUS_OBJECTS_MAX):
             self.dropped += 1
@@ -124,7 +124,7 @@ class EventBus:
             self._wake.set()
 
     def check(self) -> None:
-        """Put a subscriber aside that has not come back for too long, and go on without it. Call it now and then."""
+        """Disable a subscriber that has hung too long, and continue without it. Call this regularly."""
         if self._untold and len(self._queue) < self.queue_size:
             self._tell_missed()
             self._wake.set()
@@ -132,18 +132,18 @@ class EventBus:
             busy = self._busy
             if busy is None or time.monotonic() - busy[1] <= SUBSCRIBER_HANG_S:
                 return
-            self._turn += 1  # its thread ends the subscriber, and itself, when it comes back
+            self._turn += 1  # its thread closes the subscriber and ends when it returns
             self._busy = None
         self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s", may_recover=False)
         self._thread = self._start()
 
     def _tell_missed(self) -> None:
-        """In its place: behind what was left before, and before what is left from now on."""
+        """In order: after everything queued before, and before everything queued from now on."""
         self._queue.append(_Happened(self._now(), one, (EventsMissed,), {"events": self._untold}, 0))
         self._untold = 0
 
     def close(self) -> None:
-        """Tell what is left, and end the subscribers; a hanging one is waited for no longer than a moment."""
+        """Deliver the rest and close the subscribers; waits only briefly for one that hangs."""
         self._stopping.set()
         self._wake.set()
         self._thread.join(EVENTS_CLOSE_S)
@@ -151,7 +151,7 @@ class EventBus:
             with self._lock:
                 self._turn += 1
                 name = self._busy[0] if self._busy is not None else "none"
-            log.warning("not all events were told at the end: the subscriber %s did not come back", name)
+            log.warning("not all events were delivered at shutdown: the subscriber %s did not return", name)
 
     def status(self) -> dict[str, Any]:
         """For `status`."""
@@ -175,7 +175,7 @@ class EventBus:
 
     def _run(self, turn: int) -> None:
         while self._turn == turn:
-            ended = self._stopping.is_set()  # looked at first: what was left before it is told
+            ended = self._stopping.is_set()  # checked first, so that everything queued before it is delivered
             self._awake = False
             began_s = time.monotonic()
             while self._tell_owed(turn) and self._take():
@@ -192,7 +192,7 @@ class EventBus:
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
 
     def _take(self) -> bool:
-        """Make the next batch, and owe it to everybody. False: there is none."""
+        """Make the next batch, to be delivered to every subscriber. False: there is none."""
         batch: list[CacheEvent] = []
         objects = 0
         while self._queue and len(batch) < EVENT_BATCH_MAX and objects < EVENT_BATCH_OBJECTS:
@@ -205,7 +205,7 @@ class EventBus:
         return bool(batch)
 
     def _tell_owed(self, turn: int) -> bool:
-        """Tell what is owed. False: this thread was left behind meanwhile, and is to touch nothing any more."""
+        """Deliver what is owed. False: this thread was abandoned meanwhile, and must not touch anything."""
         while self._owed:
             name, batch = self._owed.popleft()
             heard = self._heard[name]
@@ -221,7 +221,7 @@ class EventBus:
             except BaseException as error:  # noqa: BLE001  # a plugin's fault, perhaps in Rust: told by `_failed`
                 failure = error
             if not self._comes_back(turn):
-                self._close_one(name)  # it was put aside meanwhile, and only this thread knows that it is idle
+                self._close_one(name)  # it was disabled meanwhile, and only this thread knows that it is idle
                 return False
             if failure is not None:
                 heard.miss(len(batch))
@@ -276,7 +276,7 @@ class EventBus:
         try:
             self._heard[name].subscriber.close()
         except BaseException:
-            log.exception("the event subscriber %s did not end in order", name)
+            log.exception("the event subscriber %s failed while closing", name)
 
 
 def _made(happened: _Happened) -> Iterable[CacheEvent]:

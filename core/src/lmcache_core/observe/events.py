@@ -1,8 +1,8 @@
-"""Everything that a server says of itself as it happens: one list of typed events.
+"""Everything that a server reports as it happens: one list of typed events.
 
-The loop builds none of them. It leaves what happened on the bus as it is, and the bus's thread calls the makers below.
-Keys, sizes and names are told, and never the content of an object, a token or a salt. The class's tag is the name of
-the event, everywhere.
+The loop does not build them. It queues what happened on the bus, and the bus's thread calls the makers below. Events
+contain keys, sizes and names, and never the content of an object, a token or a salt. The class's tag is the event's
+name everywhere.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CacheEvent(msgspec.Struct, tag_field="event", frozen=True, kw_only=True):
 
 
 class ObjectsEvent(CacheEvent, frozen=True):
-    """Of objects of one namespace. `nbytes`: of their slots, together."""
+    """Objects of one namespace. `nbytes`: total bytes of their slots."""
 
     namespace: int
     keys: list[bytes]
@@ -63,15 +63,15 @@ class ObjectsEvent(CacheEvent, frozen=True):
 
 
 class ObjectsAdmitted(ObjectsEvent, tag="admitted", frozen=True):
-    """Workers stored these: readers may find them."""
+    """Workers stored these: readers can find them."""
 
 
 class ObjectsLoaded(ObjectsEvent, tag="loaded", frozen=True):
-    """These came from tiers: readers may find them."""
+    """These were loaded from tiers: readers can find them."""
 
 
 class ObjectsEvicted(ObjectsEvent, tag="evicted", frozen=True):
-    """These left the L1 to make room. `policy`: which chose them."""
+    """These left the L1 to make room. `policy`: the eviction policy that chose them."""
 
     policy: str
 
@@ -89,8 +89,8 @@ class ObjectsTiered(ObjectsEvent, tag="tier_stored", frozen=True):
 
 
 class ObjectsUntiered(CacheEvent, tag="tier_removed", frozen=True):
-    """A tier does not have these any more: evicted, damaged, or deleted by others. What a clear has made unreachable is
-    not told."""
+    """A tier no longer has these: evicted, damaged, or deleted by others. What a clear has made unreachable is not
+    reported."""
 
     namespace: int
     keys: list[bytes]
@@ -98,9 +98,9 @@ class ObjectsUntiered(CacheEvent, tag="tier_removed", frozen=True):
 
 
 class BlocksReported(CacheEvent, tag="blocks_reported", frozen=True):
-    """An engine said which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in the order of a
-    prefix: each block follows the one before it, the first one `parent`. `media`: of each key, a bit for each place
-    that has it, 1 for the L1 and 2 for any tier. `token_ids`: of all blocks, where it was to be told; never shown."""
+    """An engine said which of its blocks these keys hold, `len(hashes) // len(keys)` blocks each, in prefix order: each
+    block follows the one before it, the first one `parent`. `media`: for each key, a bit for each place that has it, 1
+    for the L1 and 2 for any tier. `token_ids`: of all blocks, if they were to be reported; never shown."""
 
     namespace: int
     keys: list[bytes]
@@ -115,13 +115,13 @@ class BlocksReported(CacheEvent, tag="blocks_reported", frozen=True):
 
 
 class EventsMissed(CacheEvent, tag="missed", frozen=True):
-    """So many things that happened are not told: the bus was full."""
+    """This many events were not delivered because the bus was full."""
 
     events: int
 
 
 class TierStateChanged(CacheEvent, tag="tier_state", frozen=True):
-    """A tier's breaker moved. `what`: reads or writes; `state`: closed (it is used), open (it is left alone)."""
+    """A tier's breaker moved. `what`: reads or writes; `state`: closed (the tier is used), open (it is left alone)."""
 
     tier: str
     what: str
@@ -130,16 +130,16 @@ class TierStateChanged(CacheEvent, tag="tier_state", frozen=True):
 
 
 class TierListChanged(CacheEvent, tag="tier_changed", frozen=True):
-    """A running server was given a tier, or told to drain, remove or reconfigure one."""
+    """A tier was added to a running server, drained, removed or reconfigured."""
 
     tier: str
     action: str
 
 
 class LookupAnswered(CacheEvent, tag="lookup", frozen=True):
-    """A lookup that the server was asked for: hits by the index are not among these. `hits`: of its keys, those that
-    are in the L1 now; `loaded`: of these, those that tiers brought for it; `reasons`: why the others missed, and
-    `behind_a_miss` for those behind the end of a prefix; `tiers`: whether any was asked."""
+    """A lookup that reached the server, so not one answered by the index. `hits`: its keys that are in the L1 now;
+    `loaded`: of these, those that tiers loaded for it; `reasons`: why the others missed, and `behind_a_miss` for those
+    after the end of a prefix; `tiers`: whether any was asked."""
 
     namespace: int
     keys: int
@@ -159,7 +159,7 @@ class LeaseTimedOut(CacheEvent, tag="lease_expired", frozen=True):
 
 
 class SlotsQuarantined(CacheEvent, tag="quarantined", frozen=True):
-    """Slots wait for a writer that may still be writing. `row`: of the worker; -1: a tier's lane."""
+    """Slots wait for a writer that may still be writing. `row`: the worker's; -1: a tier's lane."""
 
     slots: int
     row: int
@@ -176,7 +176,7 @@ class SessionOpened(CacheEvent, tag="session_opened", frozen=True):
 
 
 class SessionClosed(CacheEvent, tag="session_ended", frozen=True):
-    """A session is over. `how`: goodbye, die, drop, return (it came back as another), shut (the server ends)."""
+    """A session has ended. `how`: goodbye, die, drop, return (it came back as another), shut (the server stops)."""
 
     session: int
     client: str
@@ -184,14 +184,14 @@ class SessionClosed(CacheEvent, tag="session_ended", frozen=True):
 
 
 class PoolAdopted(CacheEvent, tag="adopted", frozen=True):
-    """The server goes on with the pool of a dead one."""
+    """The server continues with the pool of a dead one."""
 
     objects: int
     nbytes: int
 
 
 class CacheCleared(CacheEvent, tag="cleared", frozen=True):
-    """A clear has begun: nothing of its scope is found any more. `namespace` None: everything."""
+    """A clear has begun: nothing in its scope is found any more. `namespace` None: everything."""
 
     namespace: int | None
     tiers: bool
@@ -199,13 +199,13 @@ class CacheCleared(CacheEvent, tag="cleared", frozen=True):
 
 
 class DrainBegun(CacheEvent, tag="drain", frozen=True):
-    """The server takes nothing new, and ends within `drain_s`."""
+    """The server accepts nothing new, and ends within `drain_s`."""
 
     drain_s: float
 
 
 class ServerFault(CacheEvent, tag="fault", frozen=True):
-    """A fault of the server, or of a plugin in it, that it survived; its log has the trace."""
+    """A fault that the server survived, in itself or in a plugin; its log has the traceback."""
 
     where: str
 
@@ -233,13 +233,13 @@ EVENTS: tuple[type[CacheEvent], ...] = (
 )
 
 Maker = Callable[..., Iterable[CacheEvent]]
-"""`maker(at_s, *arguments)`: the events of what the loop has left. Called on the bus's thread."""
+"""`maker(at_s, *arguments)`: makes the events of what the loop queued. Called on the bus's thread."""
 
 _NAMESPACE = attrgetter("namespace")
 
 
 class _Object(Protocol):
-    """What never changes of an object, so that another thread may look at it."""
+    """The fields of an object that never change, so that another thread may read them."""
 
     @property
     def key(self) -> bytes: ...
@@ -252,7 +252,7 @@ class _Object(Protocol):
 def of_objects(
     at_s: float, kind: type[ObjectsEvent], objects: Sequence[_Object], /, **more: str
 ) -> Iterator[CacheEvent]:
-    """An event for each namespace among them, in their order."""
+    """An event for each namespace among them, in order."""
     for namespace, run in groupby(objects, key=_NAMESPACE):
         items = list(run)
         keys, nbytes = [item.key for item in items], sum([item.nbytes for item in items])

@@ -1,5 +1,5 @@
-"""The metrics as text, by `prometheus-client` (extra [metrics]). A helper process or a command makes it, never the
-server: it takes milliseconds of Python."""
+"""The metrics as text, made by `prometheus-client` (extra [metrics]). That takes milliseconds of Python, so a helper
+process or a command does it, never the server."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def text_of(figures: Figures) -> str:
-    """In Prometheus' text format, from what `status` answers. Raises `UsageError` where the library is missing."""
+    """Prometheus' text format, from the answer of `status`. Raises `UsageError` if the library is missing."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError as error:
         raise UsageError("metrics need prometheus-client: pip install 'lmcache-core[metrics]'") from error
     registry = CollectorRegistry(auto_describe=False)
-    collector: Any = _Collector(figures)  # by its methods: its base class is the library's, imported late
+    collector: Any = _Collector(figures)  # duck-typed: the base class belongs to the library, which is imported late
     registry.register(collector)
     text: str = generate_latest(registry).decode()
     return text
 
 
 class _Collector:
-    """One look at a server."""
+    """One reading of a server."""
 
     def __init__(self, figures: Figures) -> None:
         self._figures = figures

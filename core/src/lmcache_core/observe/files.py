@@ -1,4 +1,4 @@
-"""Events as lines of JSON in a file that is rotated."""
+"""Events as JSON lines in a rotated file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def line_of(event: CacheEvent) -> bytes:
 
 
 def plain(event: CacheEvent) -> Any:
-    """An event in plain values, keys as hexadecimal digits; namespaces too, as they are shown everywhere."""
+    """An event as plain values. Keys and namespaces are hexadecimal, as they are shown everywhere."""
     fields = msgspec.to_builtins(event, builtin_types=(bytes,))
     if "keys" in fields and isinstance(fields["keys"], list):
         fields["keys"] = b"".join(fields["keys"]).hex(",", KEY_BYTES).split(",") if fields["keys"] else []

@@ -1,8 +1,9 @@
-"""KV events for routers: which blocks of the engines this server's cache has, published as vLLM publishes its own.
+"""KV events for routers: which engine blocks this server's cache has, published in vLLM's format.
 
-Keys cannot be turned back into an engine's hashes, so an engine reports them (`client.report_block_allocation`); what
-it has said of an object is kept for as long as the object is anywhere. A router that subscribes learns what is stored
-and removed from then on, asks for what it missed (`replay`), or for everything there is (`snapshot`, which vLLM lacks).
+Keys cannot be turned back into an engine's hashes, so engines report them (`client.report_block_allocation`); the
+server keeps a report as long as the object is in the pool or on a tier. A router that subscribes learns what is stored
+and removed from then on, and can ask for what it missed (`replay`) or for everything there is (`snapshot`, which vLLM
+lacks).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lmcache_core.settings.model import Section
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT = b"lmcache.snapshot"  # in the place of a sequence number: longer than one
+SNAPSHOT = b"lmcache.snapshot"  # used instead of a sequence number, and longer than one
 _CPU, _STORAGE = 1, 2
 _MEDIA = ((_CPU, "CPU"), (_STORAGE, "STORAGE"))
 _CLOSE_S = 1.0
@@ -55,19 +56,26 @@ _Key = tuple[int, bytes]
 
 
 class KvEventsSettings(Section):
-    """Where routers connect, and what they read."""
+    """Where routers connect, and what they get."""
 
-    endpoint: str = Field(default="tcp://127.0.0.1:5557", description="of the PUB socket: tcp or ipc; port + dp_rank")
-    replay_endpoint: str | None = Field(
-        default="tcp://127.0.0.1:5558", description="of the ROUTER for replays and snapshots; none: no such socket"
+    endpoint: str = Field(
+        default="tcp://127.0.0.1:5557", description="address of the PUB socket: tcp or ipc; port + dp_rank"
     )
-    topic: str = Field(default="", max_length=256, description="what each message begins with")
-    dp_rank: int | None = Field(default=None, ge=0, le=4095, description="data parallel rank that batches say")
-    format: Literal["map", "array"] = Field(default="map", description="of events: maps (vLLM 0.32), or tagged arrays")
-    hashes: Literal["int", "bytes"] = Field(default="int", description="block hashes: low 64 bits, or as they are")
+    replay_endpoint: str | None = Field(
+        default="tcp://127.0.0.1:5558",
+        description="address of the ROUTER socket for replays and snapshots; none: no such socket",
+    )
+    topic: str = Field(default="", max_length=256, description="topic at the start of each message")
+    dp_rank: int | None = Field(default=None, ge=0, le=4095, description="data parallel rank in each batch")
+    format: Literal["map", "array"] = Field(
+        default="map", description="format of events: maps (vLLM 0.32), or tagged arrays"
+    )
+    hashes: Literal["int", "bytes"] = Field(default="int", description="block hashes: low 64 bits, or all bytes")
     token_ids: bool = Field(default=False, description="pass on the tokens of blocks; they are content")
-    batches_kept: int = Field(default=10_000, ge=1, le=1_000_000, description="batches that a replay can have")
-    blocks_max: int = Field(default=1_000_000, ge=1, description="objects whose blocks are known; the oldest go")
+    batches_kept: int = Field(default=10_000, ge=1, le=1_000_000, description="batches kept for replays")
+    blocks_max: int = Field(
+        default=1_000_000, ge=1, description="objects whose blocks are remembered; the oldest are dropped"
+    )
 
     @field_validator("endpoint", "replay_endpoint")
     @classmethod
@@ -78,7 +86,7 @@ class KvEventsSettings(Section):
 
 
 class _Blocks(NamedTuple):
-    """What an engine has said of one object."""
+    """An engine's report about one object."""
 
     hashes: tuple[bytes, ...]
     parent: bytes | None
@@ -98,8 +106,8 @@ class _KnownBlocks:
 
 
 class KvEvents(EventSubscriber):
-    """Turns what happens to objects into what happens to an engine's blocks. `hear` builds and leaves batches; a thread
-    of its own has the sockets."""
+    """Turns events about objects into events about an engine's blocks. `hear` makes and queues batches; a separate
+    thread owns the sockets."""
 
     wants_blocks = True
 
@@ -147,9 +155,9 @@ class KvEvents(EventSubscriber):
                 keys = [key for owner, key in self._known if owner == namespace]
                 self._left(namespace, keys, _STORAGE, told)
             case EventsMissed():
-                self._forget_all(told)  # better to say too little than what may not be so
+                self._forget_all(told)  # better to report too little than something wrong
             case TierListChanged(action="remove" | "replace"):
-                for owner, key in list(self._known):  # which tier had what is not kept: engines report again
+                for owner, key in list(self._known):  # which tier had what is not recorded: engines report again
                     self._left(owner, [key], _STORAGE, told)
 
     def _reported(self, event: BlocksReported, told: list[KvEvent]) -> None:
@@ -236,7 +244,7 @@ class KvEvents(EventSubscriber):
         return KvBlocksRemoved([as_hash(each, shape) for each in blocks.hashes], dict(_MEDIA)[medium], blocks.group)
 
     def _snapshot(self) -> tuple[int, list[KvEvent]]:
-        """Everything that is there, and the number of the last batch that is in it; -1: of none."""
+        """Everything that is stored, and the number of the last batch it includes; -1: none."""
         with self._lock:
             there = [
                 self._stored(known.blocks, medium)
@@ -248,7 +256,7 @@ class KvEvents(EventSubscriber):
 
 
 def _merged(events: Iterable[KvEvent]) -> list[KvEvent]:
-    """Runs that follow each other as one event; they change nothing else."""
+    """Consecutive runs joined into one event; nothing else changes."""
     merged: list[KvEvent] = []
     for event in events:
         last = merged[-1] if merged else None
@@ -278,14 +286,14 @@ def _follows(last: KvBlocksStored, event: KvBlocksStored) -> bool:
 
 
 class _Publisher:
-    """The sockets, and the thread that has them. A subscriber that reads too slowly misses batches, sees a gap in their
-    numbers, and asks for them."""
+    """The sockets, and the thread that owns them. A subscriber that reads too slowly misses batches, sees a gap in
+    their numbers, and asks for a replay."""
 
     def __init__(self, settings: KvEventsSettings, snapshot: Any) -> None:
         self._settings = settings
         self._snapshot = snapshot
         self._topic = settings.topic.encode()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=settings.batches_kept)  # the publisher's thread alone
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=settings.batches_kept)  # for the publisher's thread only
         self._queue: deque[tuple[int, bytes]] = deque()
         self.last_seq = -1
         self._context = zmq.Context()
@@ -316,7 +324,7 @@ class _Publisher:
         return sock
 
     def publish(self, at_s: float, events: list[KvEvent]) -> None:
-        """Leave one batch for the thread; never waits."""
+        """Queue one batch for the thread; never waits."""
         self.last_seq += 1
         settings = self._settings
         self._queue.append((self.last_seq, encode_batch(at_s, events, settings.dp_rank, settings.format)))
@@ -324,14 +332,14 @@ class _Publisher:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Publish what is left; waits no longer than a moment."""
+        """Publish the rest; waits only briefly."""
         if not self._stopping:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
             self._thread.join(_CLOSE_S)
 
     def forget(self) -> None:
-        """In a child: the thread is not here, and closing would end the parent's connections."""
+        """In a child: the thread does not exist here, and closing would end the parent's connections."""
         self._stopping = True
 
     # --- the thread -----------------------------------------------------------------------------------------
@@ -350,7 +358,7 @@ class _Publisher:
                 if self._router is not None:
                     self._answer_all(self._router)
         except Exception:
-            log.exception("the KV events ended; `status` says nothing of it, routers hear no more")
+            log.exception("KV events have stopped: routers get no more of them, and `status` does not show this")
         finally:
             self._context.destroy(linger=int(1e3 * _CLOSE_S))
             os.close(self._wake)
@@ -365,7 +373,7 @@ class _Publisher:
         while int(router.get(zmq.EVENTS)) & zmq.POLLIN:
             frames = router.recv_multipart(zmq.DONTWAIT)
             if len(frames) != 3 or frames[1] or (len(frames[2]) != 8 and frames[2] != SNAPSHOT):
-                continue  # no request of ours: who sent it waits for nothing that it knows
+                continue  # not one of our requests: its sender expects nothing that we could answer
             for seq, payload in self._asked_for(frames[2]):
                 self._answer(router, frames[0], self._topic, seq.to_bytes(8, "big", signed=seq < 0), payload)
             self._answer(router, frames[0], b"", END_SEQ, b"")
@@ -377,7 +385,7 @@ class _Publisher:
             return
         settings = self._settings
         seq, events = self._snapshot()
-        for at in range(0, max(1, len(events)), KV_EVENT_BATCH_HASHES):  # one says the number at least
+        for at in range(0, max(1, len(events)), KV_EVENT_BATCH_HASHES):  # at least one, for the number
             part = events[at : at + KV_EVENT_BATCH_HASHES]
             yield seq, encode_batch(0.0, part, settings.dp_rank, settings.format)
 
@@ -385,12 +393,12 @@ class _Publisher:
     def _answer(router: zmq.Socket[bytes], who: bytes, *frames: bytes) -> None:
         try:
             router.send_multipart((who, b"", *frames), zmq.DONTWAIT)
-        except zmq.Again:  # it asks for more than it reads: it sees by the numbers what is missing
+        except zmq.Again:  # it asks for more than it reads: the numbers show what is missing
             return
 
 
 def offset_endpoint(endpoint: str, rank: int | None) -> str:
-    """Each data parallel rank has a port, or a path, of its own."""
+    """Each data parallel rank has its own port or path."""
     if not rank:
         return endpoint
     if endpoint.startswith("ipc://"):

@@ -1,7 +1,7 @@
-"""The KV event format of vLLM, in structs of our own: what routers for LLM engines read.
+"""vLLM's format of KV events, as our own structs: what routers for LLM engines read.
 
 A batch is an array `[ts, [events], data_parallel_rank]`. Events are maps with `type` (vLLM 0.32), or arrays that begin
-with it (earlier ones, and consumers that lag): the same fields in the same order.
+with it (earlier versions, and consumers that lag behind): the same fields in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 BlockHash = int | bytes
 Medium = Literal["CPU", "STORAGE"]
-END_SEQ = (-1).to_bytes(8, "big", signed=True)  # behind the last batch of a replay
+END_SEQ = (-1).to_bytes(8, "big", signed=True)  # after the last batch of a replay
 
 
 class KvBlocksStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
@@ -30,7 +30,7 @@ class KvBlocksStored(msgspec.Struct, omit_defaults=True, tag="BlockStored"):
 
 
 class KvBlocksRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
-    """These are not on `medium` any more."""
+    """These are no longer on `medium`."""
 
     block_hashes: list[BlockHash]
     medium: str | None
@@ -38,14 +38,14 @@ class KvBlocksRemoved(msgspec.Struct, omit_defaults=True, tag="BlockRemoved"):
 
 
 class KvAllCleared(msgspec.Struct, tag="AllBlocksCleared"):
-    """Nothing is anywhere any more."""
+    """No blocks are stored anywhere any more."""
 
 
 KvEvent = KvBlocksStored | KvBlocksRemoved | KvAllCleared
 
 
 class KvEventBatch(msgspec.Struct, array_like=True):
-    """As it is published."""
+    """One batch, as published."""
 
     ts: float
     events: list[Any]
@@ -59,7 +59,7 @@ def encode_batch(at_s: float, events: list[KvEvent], rank: int | None, shape: Li
 
 
 def as_hash(value: bytes, shape: Literal["int", "bytes"]) -> BlockHash:
-    """As engines tell them: by default the low 64 bits of a hash."""
+    """The form in which engines publish a hash: by default its low 64 bits."""
     return int.from_bytes(value, "big") & (1 << 64) - 1 if shape == "int" else value
 
 

@@ -1,4 +1,4 @@
-"""The server's log as lines of JSON, for those who collect logs."""
+"""The server's log as JSON lines, for log collectors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from datetime import UTC, datetime
 
 
 def named(name: str, **fields: object) -> dict[str, object]:
-    """`extra` of a line in an operator's life: the name that stays while words change, and its figures."""
+    """The `extra` of an operational log line: a name that stays stable when the wording changes, and its figures."""
     return {"event": {"event": name, **fields}}
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: `time` (ISO 8601, UTC), `level`, `logger`, `message`; `event` with the stable name and the
-    fields of what happened, in lines of an operator's life and in those of the subscriber `log`; `exception` with the
-    trace, where there is one."""
+    """One object on each line: `time` (ISO 8601, UTC), `level`, `logger`, `message`; `event` with the stable name and
+    the fields of what happened, in operational lines and in those of the subscriber `log`; `exception` with the
+    traceback, if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of one record."""

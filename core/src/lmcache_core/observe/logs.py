@@ -27,15 +27,19 @@ _TROUBLE = (LeaseTimedOut, ServerFault, SlotsQuarantined)
 
 
 class LogSettings(Section):
-    """Which events, and how loud."""
+    """Which events are logged, and at which level."""
 
-    level: Literal["debug", "info", "warning"] = Field(default="info", description="of events that mean no trouble")
-    objects: bool = Field(default=False, description="also what becomes of objects, and lookups: many lines")
-    lines_max: int = Field(default=100, ge=1, description="lines of one kind of event within 10 s; more are counted")
+    level: Literal["debug", "info", "warning"] = Field(
+        default="info", description="level of events that report no problem"
+    )
+    objects: bool = Field(default=False, description="also log events of objects and lookups: many lines")
+    lines_max: int = Field(
+        default=100, ge=1, description="lines for one kind of event within 10 s; further ones are counted"
+    )
 
 
 class _Window:
-    """Events of one kind since a moment."""
+    """Events of one kind since a certain time."""
 
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
@@ -46,11 +50,11 @@ class _Window:
 
 
 class LogEvents(EventSubscriber):
-    """One line an event, with its stable name first; keys are counted. What means trouble is a warning. Of one kind no
-    more than `lines_max` within 10 s have a line, and then one line says how many had none."""
+    """One line for each event, with its stable name first; keys are counted. Problems are warnings. At most `lines_max`
+    events of one kind are logged within 10 s, then one line says how many were not."""
 
     def __init__(self, settings: LogSettings, context: SubscriberContext) -> None:
-        del context  # the log knows whose it is
+        del context  # the log already names the server
         self._level = logging.getLevelNamesMapping()[settings.level.upper()]
         self._objects = settings.objects
         self._lines_max = settings.lines_max
@@ -83,7 +87,7 @@ class LogEvents(EventSubscriber):
         log.log(level, "%s", _line(fields), extra={"event": fields})
 
     def _end(self, name: str) -> None:
-        """The window of these is over: say what had no line."""
+        """The window of these has ended: log how many had no line."""
         window = self._windows.pop(name, None)
         if window is not None and window.events > self._lines_max:
             fields = {"event": "left_out", "of": name, "events": window.events - self._lines_max}
@@ -91,7 +95,7 @@ class LogEvents(EventSubscriber):
 
 
 def _fields(event: CacheEvent) -> dict[str, Any]:
-    """As in a file of events, with keys counted."""
+    """The fields as in an event file, with keys counted."""
     fields: dict[str, Any] = plain(event)
     if isinstance(fields.get("keys"), list):
         fields["keys"] = len(fields["keys"])

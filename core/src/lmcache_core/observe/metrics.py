@@ -1,8 +1,8 @@
-"""The metrics: one table of what there is, each read from what `status` answers.
+"""The metrics: one table, each read from the answer of `status`.
 
-Names follow Prometheus' conventions: base units, `_total` for what only grows. Labels are few: tiers and policies as
-they are configured, reasons and states as the code has them, the 50 namespaces with most traffic and `other`. Nothing
-here holds a key, a token or a salt. docs/operating/metrics.md has this table; a test compares them.
+Names follow Prometheus' conventions: base units, `_total` for counters. Labels are few: tiers and policies as
+configured, reasons and states as in the code, the 50 namespaces with most traffic and `other`. No label contains a key,
+a token or a salt. docs/operating/metrics.md has this table; a test compares them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sample(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """A histogram: how many there are in each bucket alone, the last above all bounds; and all seconds together."""
+    """A histogram: the count in each bucket by itself, the last one above all bounds; and the sum of all seconds."""
 
     labels: tuple[str, ...]
     bounds_s: tuple[float, ...]
@@ -33,7 +33,7 @@ class Buckets(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """`read` gives its samples from a status; for what the server does not have (tiers, subscribers) none."""
+    """`read` returns its samples from a status; none for what the server does not have (tiers, subscribers)."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -43,7 +43,7 @@ class Metric:
 
     @property
     def full_name(self) -> str:
-        """As it is exposed."""
+        """The exposed name."""
         return PREFIX + self.name
 
 
@@ -66,7 +66,7 @@ def _value(path: str, *, scale: float = 1) -> Callable[[Figures], Iterator[Sampl
 
 
 def _by_key(path: str, *, prefix: str = "") -> Callable[[Figures], Iterator[Sample]]:
-    """A value for each key of the table at `path` that begins with `prefix`."""
+    """A value for each key that begins with `prefix`, in the table at `path`."""
 
     def read(figures: Figures) -> Iterator[Sample]:
         for key, value in sorted((_at(figures, path) or {}).items()):
@@ -77,7 +77,7 @@ def _by_key(path: str, *, prefix: str = "") -> Callable[[Figures], Iterator[Samp
 
 
 def _rows(path: str, *fields: str) -> Callable[[Figures], Iterator[Sample]]:
-    """For each row of the table at `path` its `fields`: one label, or where there are several, a second one."""
+    """The `fields` of each row of the table at `path`: one label, or with several fields a second one."""
 
     def read(figures: Figures) -> Iterator[Sample]:
         for key, row in sorted((_at(figures, path) or {}).items()):
@@ -161,7 +161,7 @@ def _hit_tokens(figures: Figures) -> Iterator[Sample]:
 
 
 def _split(table: str, field: str) -> Callable[[Figures], Iterator[Sample]]:
-    """By the index, and as calls."""
+    """By the index, and by calls."""
 
     def read(figures: Figures) -> Iterator[Sample]:
         row = figures["traffic"][table]
@@ -191,7 +191,7 @@ def _missed(figures: Figures) -> Iterator[Sample]:
 
 
 def _one_of(path: str) -> Callable[[Figures], Iterator[Sample]]:
-    """A counter that stands in a table only once it has counted."""
+    """A counter that appears in a table only once it has counted."""
     table, _, name = path.rpartition(".")
 
     def read(figures: Figures) -> Iterator[Sample]:
@@ -202,7 +202,7 @@ def _one_of(path: str) -> Callable[[Figures], Iterator[Sample]]:
 
 def _companions(figures: Figures) -> Iterator[tuple[str, Figures]]:
     for name, row in sorted((figures["companions"] or {}).items()):
-        if isinstance(row, Mapping):  # third parties fill it in
+        if isinstance(row, Mapping):  # third parties fill this in
             yield name, row
 
 
@@ -234,7 +234,7 @@ def _waited(figures: Figures) -> Iterator[Buckets]:
 
 
 def _tenant(field: str) -> Callable[[Figures], Iterator[Sample]]:
-    """Of each tenant in each store; the one without a name is all namespaces without a tenant."""
+    """For each tenant in each store; the one without a name covers all namespaces without a tenant."""
 
     def read(figures: Figures) -> Iterator[Sample]:
         stores = [("l1", figures["l1"]["tenants"]), *((tier["name"], tier["tenants"]) for tier in _tiers(figures))]

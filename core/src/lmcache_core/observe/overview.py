@@ -1,4 +1,4 @@
-"""What an operator looks at again and again: the figures of `top`, from one `status` and the one before."""
+"""What an operator watches: the figures of `top`, from the current `status` and the previous one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Figures = Mapping[str, Any]
 
 
 def overview(status: Figures, before: Figures | None = None) -> dict[str, Any]:
-    """Plain values. Sizes in bytes; `hit_rate` since the server's start; `now` is of the time since `before`: what
-    happened in a second, and the hit rate, None where nothing was looked up. It is None without a `before` of the same
-    server, or where no time has passed."""
+    """Plain values. Sizes in bytes; `hit_rate` since the server's start; `now` covers the time since `before`: rates
+    per second, and the hit rate, None without lookups. `now` is None without a `before` of the same server, or if no
+    time has passed."""
     server, l1, lookups = status["server"], status["l1"], status["traffic"]["lookups"]
     return {
         "name": server["name"],
@@ -101,7 +101,7 @@ def _mean(latency: Figures) -> float | None:
 
 
 def _tenants(status: Figures) -> list[dict[str, Any]]:
-    """One row for each store of each tenant; the one without a name is all namespaces that no tenant has."""
+    """One row for each store of each tenant; the one without a name covers all namespaces without a tenant."""
     stores = [("l1", status["l1"]["tenants"]), *((tier["name"], tier["tenants"]) for tier in _tiers(status))]
     fields = ("used_bytes", "reserved_bytes", "limit_bytes")
     rows = [

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Figures formatted for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def size(nbytes: float) -> str:
-    """Rounded, in the unit that keeps it short."""
+    """Rounded, in the unit that makes it short."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -24,12 +24,12 @@ def duration(seconds: float) -> str:
 
 
 def hits_of_keys(figures: Mapping[str, Any]) -> str:
-    """Of the lookups or the retrieves of a `status`, since the server's start."""
+    """For the lookups or the retrieves of a `status`, since the server's start."""
     if figures["hit_rate"] is None:
         return "none yet"
     return f"{figures['hit_rate']:.1%} of {figures['keys']:,} keys hit"
 
 
 def plain(text: str) -> str:
-    """For a terminal: names and errors of others may hold what moves its cursor or changes its colours."""
+    """Safe for a terminal: names and errors from others may contain codes that move the cursor or change colours."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -1,7 +1,7 @@
-"""Spans for OpenTelemetry: what of a trace happened here, exported over OTLP (http/protobuf) beside the loop.
+"""Spans for OpenTelemetry: this server's part of a trace, exported over OTLP (http/protobuf) off the loop.
 
-The SDK is imported when a server is told to export, and never else. A span says how many keys, how many bytes, which
-tier and which namespace's id; no key, token or salt, and no byte of an object.
+The SDK is imported only if a server exports. A span says how many keys, how many bytes, which tier and the namespace's
+id; it has no key, token or salt, and no byte of an object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SpanType(NamedTuple):
     kind: SpanKind
     parent: str
     help: str
-    attributes: Mapping[str, str]  # each with what it says
+    attributes: Mapping[str, str]  # each with its meaning
 
 
 _NAMESPACE = {"lmcache.namespace": "the namespace's id, 16 hexadecimal digits"}
@@ -96,14 +96,14 @@ SPANS = (LOOKUP, TIER_LOAD, COMMIT, STORE, TIER_STORE)
 
 
 class SpanEnded(CacheEvent, tag="span", frozen=True):
-    """A span. For the exporter alone, and never on the bus of events. `parent` 0: it has none. `failed`: in a word why
-    not all of it succeeded."""
+    """A span. Only for the exporter, never on the event bus. `parent` 0: none. `failed`: one word for why not all of it
+    succeeded."""
 
     type: SpanType
     trace: int
     span: int
     parent: int
-    remote: bool  # the parent is of another process
+    remote: bool  # the parent is in another process
     began_s: float  # Unix
     ended_s: float
     attributes: dict[str, str | int]
@@ -111,9 +111,9 @@ class SpanEnded(CacheEvent, tag="span", frozen=True):
 
 
 class SpanExporter(EventSubscriber):
-    """Sends spans to a collector. What it does not take in time is counted as `failed`, and not sent again.
+    """Sends spans to a collector. Spans that it does not accept in time are counted as `failed`, and not sent again.
 
-    Raises `SettingsError` where the SDK is not installed.
+    Raises `SettingsError` if the SDK is not installed.
     """
 
     def __init__(self, settings: OtelSettings, server: str) -> None:
@@ -126,8 +126,8 @@ class SpanExporter(EventSubscriber):
             from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         except ImportError as error:
             raise SettingsError(
-                f"otel.endpoint is set, and OpenTelemetry's SDK cannot be imported ({error}): "
-                "pip install 'lmcache-core[otel]', or leave otel.endpoint out"
+                f"otel.endpoint is set, but OpenTelemetry's SDK cannot be imported ({error}): "
+                "pip install 'lmcache-core[otel]', or remove otel.endpoint"
             ) from error
         self.exported = 0
         self.failed = 0
@@ -141,7 +141,8 @@ class SpanExporter(EventSubscriber):
         )
         headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
         self._exporter = OTLPSpanExporter(self._endpoint, headers=headers or None, timeout=settings.timeout_s)
-        # It says of every batch that it failed: we do, now and then. What an engine in this process exports is its own.
+        # The SDK logs every failed batch; we log it from time to time. Exports of an engine in this process are not
+        # affected.
         _THEIR_LOG.addFilter(_not_ours)
 
     def hear(self, events: Sequence[CacheEvent]) -> None:
@@ -153,7 +154,7 @@ class SpanExporter(EventSubscriber):
         except Exception as error:  # noqa: BLE001  # whatever it is, the next batch may get there
             well, said = False, f"{type(error).__name__}: {error}"
         else:
-            said = "it did not take them in time, or refused them"
+            said = "it did not accept them in time, or refused them"
         if well:
             self.exported += len(spans)
             return

@@ -1,4 +1,4 @@
-"""Events for processes on this node, over a Unix socket: whoever connects hears what happens from then on."""
+"""Events for processes on this node, over a Unix socket: a reader gets everything from its connection on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lmcache_core.observe.subscriber import EventSubscriber, SubscriberContext
 from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.settings.model import Section
 
-KEYS_MAX = 256  # of one event: its line has to fit into a packet
-PACKET_BYTES = 32 << 10  # a packet ends once it is as large; with its last line it is not twice that
+KEYS_MAX = 256  # of one event: its line must fit into a packet
+PACKET_BYTES = 32 << 10  # a packet is sent once it has this size; its last line adds less than that again
 PACKET_BYTES_MAX = 2 * PACKET_BYTES  # what a reader's buffer must hold
-TEXT_CHARS_MAX = 2000  # of a text in an event
+TEXT_CHARS_MAX = 2000  # of a text field in an event
 
 
 class StreamSettings(Section):
     """Where readers connect."""
 
     path: Path | None = Field(default=None, description="the socket; none: NAME-events.sock in state_dir")
-    readers_max: int = Field(default=64, ge=1, le=1024, description="readers at once; others are turned away")
+    readers_max: int = Field(default=64, ge=1, le=1024, description="concurrent readers; others are refused")
 
 
 def stream_path(path: Path | None, state_dir: Path, server: str) -> Path:
@@ -37,9 +37,9 @@ def stream_path(path: Path | None, state_dir: Path, server: str) -> Path:
 
 
 class EventStream(EventSubscriber):
-    """Packets (SOCK_SEQPACKET) of whole lines of JSON, as in a file of events; of an event's keys the first 256 and in
-    `more_keys` how many there are beside them. Nobody is waited for: what a reader has no room for it misses, and the
-    next it reads is `{"event": "missed", "events": n}`. Lines are made only while somebody reads."""
+    """Packets (SOCK_SEQPACKET) of whole JSON lines, as in an event file; an event has at most 256 keys, and `more_keys`
+    says how many were left out. Nobody waits for a reader: events for which it has no room are lost, and the next line
+    it reads is `{"event": "missed", "events": n}`. Lines are made only while somebody reads."""
 
     def __init__(self, settings: StreamSettings, context: SubscriberContext) -> None:
         self._path = stream_path(settings.path, context.state_dir, context.server)
@@ -55,7 +55,7 @@ class EventStream(EventSubscriber):
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """Readers would wait for a child that tells them nothing."""
+        """Otherwise readers would wait for a child that sends nothing."""
         self._sock.close()
         for reader in self._readers:
             reader.close()
@@ -86,7 +86,7 @@ class EventStream(EventSubscriber):
         while True:
             try:
                 sock, _ = self._sock.accept()
-            except OSError:  # nobody waits, or it hung up, or there is no descriptor for it: it waits
+            except OSError:  # nobody is connecting, or it hung up, or there is no descriptor for it: it waits
                 return
             if len(self._readers) < self._readers_max:
                 self._readers.append(_Reader(sock))
@@ -100,7 +100,7 @@ class _Packet(NamedTuple):
 
 
 class _Reader:
-    """One connection, and how much it has missed since it was last told so."""
+    """One connection, and how many events it has missed since it was last told."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -108,7 +108,7 @@ class _Reader:
         self._missed = 0
 
     def tell(self, packets: Sequence[_Packet]) -> bool:
-        """False: it is gone."""
+        """Returns False if the reader is gone."""
         try:
             for packet in packets:
                 if not (self._owes_nothing() and self._send(packet.data)):
@@ -121,13 +121,13 @@ class _Reader:
         self._sock.close()
 
     def _owes_nothing(self) -> bool:
-        """Whether it knows of all that it has missed."""
+        """Whether it has been told about everything that it missed."""
         if self._missed and self._send(_line({"event": "missed", "events": self._missed})):
             self._missed = 0
         return not self._missed
 
     def _send(self, data: bytes) -> bool:
-        """A packet as a whole; False: there is no room for it."""
+        """Send one whole packet; False: there is no room for it."""
         try:
             self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:
@@ -136,12 +136,12 @@ class _Reader:
 
 
 def _listen(sock: socket.socket, path: Path) -> int:
-    """For this user alone; the socket's inode. What a dead server of this name has left is replaced."""
+    """Listen for this user only; returns the socket's inode. A leftover of a dead server with this name is replaced."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if path.is_socket():
             path.unlink()
-        sock.bind(f"/proc/self/fd/{directory}/{path.name}")  # a path of any length
+        sock.bind(f"/proc/self/fd/{directory}/{path.name}")  # works for paths of any length
         path.chmod(stat.S_IRUSR | stat.S_IWUSR)
         sock.setblocking(False)
         sock.listen()

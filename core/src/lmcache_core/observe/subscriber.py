@@ -1,7 +1,7 @@
-"""The contract of event subscribers: who is told what happens in a server, beside the loop and never in its way.
+"""The contract of event subscribers, which are told what happens in a server, off its loop.
 
-A subscriber is offered by a plugin (`Kind.EVENT_SUBSCRIBER`), and a table of its name in the settings,
-`[subscribers.NAME]`, brings it to life.
+A plugin offers a subscriber (`Kind.EVENT_SUBSCRIBER`), and a table with its name in the settings, `[subscribers.NAME]`,
+enables it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SubscriberContext:
-    """What a subscriber may know of its server.
+    """What a subscriber knows about its server.
 
     Attributes:
         server: Its name.
-        state_dir: The directory of what outlives it. It is there, or can be made.
+        state_dir: The directory for files that outlive the server. It exists or can be made.
     """
 
     server: str
@@ -33,10 +33,10 @@ class SubscriberContext:
 
 
 class EventSubscriber(ABC):
-    """Built before the server answers anybody, as `factory(settings, context)`; what is wrong is raised then.
+    """Built before the server answers requests, as `factory(settings, context)`; raise errors there.
 
-    The server guarantees that `hear` and `close` are called by one thread at a time, none of them the loop's, with
-    events in the order in which they happened, each at most once. Some may be missing: a full bus drops, and counts.
+    The server guarantees that `hear` and `close` are called by one thread at a time, never the loop's, with events in
+    the order in which they happened, each at most once. Some may be missing: a full bus drops events and counts them.
 
     The implementation comes back from `hear` within seconds, or it is put aside, as is one that raises: it is told
     nothing more, and `status` says why, and how many events it missed. It keeps no event's lists that it has changed:
@@ -47,7 +47,7 @@ class EventSubscriber(ABC):
             a pause of 1 s, and of twice as much each time that it raises again, up to 60 s. The first event that it is
             told then is an `EventsMissed`, of what it was not told.
         wants_blocks: True: engines are asked to report their blocks.
-        wants_tokens: True: and the tokens in them, which are content.
+        wants_tokens: True: engines are also asked to report the tokens in them, which are content.
     """
 
     may_recover: bool = False
@@ -56,7 +56,7 @@ class EventSubscriber(ABC):
 
     @abstractmethod
     def hear(self, events: Sequence[CacheEvent]) -> None:
-        """What has happened, a batch at a time, at most some thousand events."""
+        """Handle a batch of events, at most some thousand."""
 
     def close(self) -> None:  # noqa: B027  # may be left out
         """The server ends, or this subscriber has raised and may not recover: nothing more will be told."""

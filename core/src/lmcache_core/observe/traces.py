@@ -1,8 +1,8 @@
-"""Recordings of what a server was asked for: compact, bounded, and with nothing that tells a prompt.
+"""Recordings of a server's requests: compact, bounded, and without anything that reveals a prompt.
 
-A recording is a directory of files. Each begins with a magic and a header, and holds records of MessagePack, each with
-its length before it, so that what a kill has torn off the end is all that is lost. Keys and namespaces stand there as
-keyed hashes; the key is made for the recording, kept in memory, and gone with it.
+A recording is a directory of files. Each begins with a magic and a header, followed by MessagePack records with their
+length in front, so a kill loses only the record being written. Keys and namespaces are stored as keyed hashes; the hash
+key is made for the recording, kept in memory, and never written.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lmcache_core.settings.model import RecordSettings
 
 MAGIC = b"LMCTRACE1\n"
 SUFFIX = ".lmctrace"
-ID_BYTES = 8  # of a key, of 32
+ID_BYTES = 8  # of a key's 32
 LOOKUP, STORE, RETRIEVE, CLEAR = "lookup", "store", "retrieve", "clear"
 
 
 class Operation(msgspec.Struct, array_like=True, frozen=True):
-    """One operation. `keys`: ids of 8 bytes each; `hits`: of a lookup or a retrieve, how many of them it was answered;
-    of a store, how many it was granted."""
+    """One operation. `keys`: ids of 8 bytes each; `hits`: for a lookup or a retrieve, how many were hits; for a store,
+    how many were granted."""
 
     at_us: int  # since the recording began
     took_us: int
@@ -46,12 +46,12 @@ class Operation(msgspec.Struct, array_like=True, frozen=True):
     statuses: bytes
 
     def ids(self) -> list[bytes]:
-        """Of its keys."""
+        """The ids of its keys."""
         return [self.keys[at : at + ID_BYTES] for at in range(0, len(self.keys), ID_BYTES)]
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
-    """What each file begins with."""
+    """The beginning of each file."""
 
     began_at_s: float  # Unix
     server: str
@@ -60,7 +60,7 @@ class TraceHeader(msgspec.Struct, frozen=True):
 
 
 class OperationServed(CacheEvent, tag="operation", frozen=True):
-    """An operation with its keys. For the recorder alone, and never on the bus of events."""
+    """An operation with its keys. Only for the recorder, never on the event bus."""
 
     asked_at_s: float  # monotonic
     took_s: float
@@ -91,7 +91,7 @@ class TraceRecorder(EventSubscriber):
         self._number = 0
         settings.dir.mkdir(parents=True, exist_ok=True)
         if any(settings.dir.glob(f"*{SUFFIX}")):
-            raise UsageError(f"{settings.dir} holds a recording already: name another directory, or empty it")
+            raise UsageError(f"{settings.dir} already has a recording: choose another directory, or empty it")
         self.operations = 0
         self._file: FileIO | None = self._begin_file()
 
@@ -153,21 +153,21 @@ class TraceRecorder(EventSubscriber):
 
 
 def is_recording(path: Path) -> bool:
-    """Whether it may be one: a directory, or a file of one."""
+    """Whether it may be a recording: a directory, or a file of one."""
     try:
         if path.is_dir():
             return True
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
     except OSError:
-        return False  # who reads it as something else says what is wrong
+        return False  # the reader of the other format reports what is wrong
 
 
 def read_recording(path: Path) -> tuple[TraceHeader, Iterator[Operation]]:
-    """A recording's header, and its operations in the order of their answers. Raises `UsageError` for what is none."""
+    """A recording's header, and its operations in the order of their answers. Raises `UsageError` for other files."""
     files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"{path} holds no recording: it has no file *{SUFFIX}")
+        raise UsageError(f"{path} is not a recording: it has no file *{SUFFIX}")
     header, _ = _open(files[0])
     return header, _operations(files)
 
@@ -181,7 +181,7 @@ def _operations(files: Iterable[Path]) -> Iterator[Operation]:
                 nbytes = int.from_bytes(size, "little")
                 record = file.read(nbytes) if nbytes <= TRACE_RECORD_BYTES_MAX else b""
                 if len(record) < nbytes or not nbytes:
-                    break  # torn off by a kill
+                    break  # cut off by a kill
                 try:
                     yield msgspec.msgpack.decode(record, type=Operation)
                 except msgspec.MsgspecError as error:
@@ -189,7 +189,7 @@ def _operations(files: Iterable[Path]) -> Iterator[Operation]:
 
 
 def _open(path: Path) -> tuple[TraceHeader, int]:
-    """The header of a file, and where its records begin."""
+    """The header of a file, and the offset of its records."""
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
@@ -202,8 +202,8 @@ def _open(path: Path) -> tuple[TraceHeader, int]:
 
 
 def requests_of(operations: Iterable[Operation]) -> Iterator[tuple[int, list[int]]]:
-    """What simulators read: when, and the blocks of each request, numbered as they first come. A request is a lookup;
-    where a recording has none, a retrieve."""
+    """For simulators: the time and the blocks of each request, numbered in order of appearance. A request is a lookup;
+    in a recording without lookups, a retrieve."""
     numbers: dict[tuple[int, bytes], int] = {}
     kinds = {LOOKUP}
     waiting: list[Operation] | None = []  # retrieves, until the first lookup shows that they are not needed
@@ -223,5 +223,5 @@ def _numbered(operation: Operation, numbers: dict[tuple[int, bytes], int]) -> li
 
 
 def header_of(server: str, version: str, about: dict[str, Any]) -> TraceHeader:
-    """Of a recording that begins now."""
+    """The header of a recording that begins now."""
     return TraceHeader(time.time(), server, version, about)

@@ -1,4 +1,4 @@
-"""What is wrong with a server, from its own figures, in words."""
+"""What is wrong with a server, in words, derived from its own figures."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def with_troubles(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
-    """What somebody should look into, in words; nothing where all is well."""
+    """Problems that somebody should look into, in words; nothing if all is well."""
     pool, l1, index, counters = status["pool"], status["l1"], status["index"] or {}, status["counters"]
     if pool["population_error"]:
-        yield f"the pool's memory did not come: {pool['population_error']}"
+        yield f"the pool's memory could not be allocated: {pool['population_error']}"
     if pool["name_lost"]:
-        yield "somebody deleted the pool's name: new clients cannot attach by it"
+        yield "the pool's name was deleted: new clients cannot attach by it"
     if pool["repaired_words"]:
-        yield f"{pool['repaired_words']:,} words of the pool's tables were written by somebody else, and repaired"
+        yield f"{pool['repaired_words']:,} words of the pool's tables were overwritten by another process, and repaired"
     if index.get("unindexed"):
         yield (
-            f"{index['unindexed']:,} objects have no entry in the index, and cost a call for each hit: set "
+            f"{index['unindexed']:,} objects have no entry in the index, so each hit on them costs a call: set "
             f"l1.index_entries = {index['entries_wanted']}"
         )
     if l1["bytes_by_state"]["quarantined"]:
@@ -33,8 +33,8 @@ def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"the eviction policy failed: {l1['policy_error']}"
     if status["traffic"]["doubted_tallies"]:
         yield (
-            f"{status['traffic']['doubted_tallies']:,} times a worker's own counts made no sense and were left out: "
-            "look for one that writes outside of its slots"
+            f"{status['traffic']['doubted_tallies']:,} times a worker's own counts were implausible and were ignored: "
+            "look for one that writes outside its slots"
         )
     for name, helper in status["helpers"].items():
         if helper["pid"] is None:
@@ -43,16 +43,16 @@ def troubles_of(status: Mapping[str, Any]) -> Iterator[str]:
         if told["aside"]:
             yield f"event subscriber {name}: {told['aside']}"
     if counters.get("loop_faults") or counters.get("internal_errors"):
-        yield "the server met a fault of its own; its log has the trace"
+        yield "the server had an internal error; its log has the traceback"
     for name, companion in status["companions"].items():
         if isinstance(companion, Mapping) and companion.get("error"):
             yield f"companion {name}: {companion['error']}"
         if isinstance(companion, Mapping) and companion.get("abandoned"):
-            yield f"companion {name} failed and does nothing any more: {companion['abandoned']}; the log has the trace"
+            yield f"companion {name} failed and is disabled: {companion['abandoned']}; the log has the traceback"
     for tier in (status["tiers"] or {}).get("tiers", []):
         closed = [what for what in ("reads", "writes") if tier[what]["breaker"] != "closed"]
         if closed or tier["last_error"]:
-            stopped = f"{' and '.join(closed)} stopped for now; " if closed else ""
+            stopped = f"{' and '.join(closed)} paused; " if closed else ""
             yield f"tier {tier['name']}: {stopped}{tier['last_error'] or 'no error is known'}"
     lost = (status["tiers"] or {}).get("stores", {}).get("reached_no_tier", {})
     if lost.get("objects"):

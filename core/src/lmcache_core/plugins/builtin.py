@@ -1,4 +1,4 @@
-"""The components that come with lmcache-core. They enter by the same door as everyone's."""
+"""The components that come with lmcache-core. They are registered like those of any plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OBSERVE = "lmcache_core.observe"
 
 @hookimpl
 def lmcache_components() -> Sequence[ComponentSpec]:
-    """What a server can do with nothing else installed."""
+    """What a server can use without further packages."""
     eviction, store, prefetch, hears = (
         Kind.EVICTION_POLICY,
         Kind.STORE_POLICY,
@@ -24,7 +24,7 @@ def lmcache_components() -> Sequence[ComponentSpec]:
         ComponentSpec(eviction, "lru", f"{_POLICIES}.lru:LruEviction", summary="least recently used goes first"),
         ComponentSpec(eviction, "noop", f"{_POLICIES}.noop:NoopEviction", summary="nothing is ever evicted"),
         ComponentSpec(store, "default", f"{_POLICIES}.store:DefaultStore", summary="to every tier; L1 keeps it"),
-        ComponentSpec(store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then it leaves L1"),
+        ComponentSpec(store, "skip_l1", f"{_POLICIES}.store:SkipL1Store", summary="to every tier; then L1 drops it"),
         ComponentSpec(
             prefetch,
             "default",

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 API_GENERATION = 1
-"""Of hooks and contracts. Moves when one of them changes in a way that breaks plugins."""
+"""The version of hooks and contracts. It changes when one of them changes in a way that breaks plugins."""
 
 
 class Kind(StrEnum):
@@ -27,11 +27,11 @@ class Kind(StrEnum):
     Attributes:
         L2_ADAPTER: Speaks to a medium; `[l2.NAME] type`.
         EVICTION_POLICY: Which objects go first; `[l1.eviction]`, `[l2.NAME.eviction]`.
-        STORE_POLICY: Which tiers get what was committed; `[store_policy]`.
-        PREFETCH_POLICY: Which tier loads what the L1 lacks; `[prefetch_policy]`.
+        STORE_POLICY: Which tiers get each committed object; `[store_policy]`.
+        PREFETCH_POLICY: Which tier loads objects that the L1 does not have; `[prefetch_policy]`.
         SERDE: Bytes to bytes on the way to a tier; `l2.NAME.serde`.
-        EVENT_SUBSCRIBER: Hears what happens; its settings are the table `[subscribers.NAME]`.
-        OPERATION: A request type of its own; its settings are the table `[operations.NAME]`.
+        EVENT_SUBSCRIBER: Gets the server's events; its settings are the table `[subscribers.NAME]`.
+        OPERATION: Its own request type; its settings are the table `[operations.NAME]`.
         HELPER: A process beside the server; its settings are the table `[NAME]`.
         COMPANION: Lives beside the L1; its settings are the table `[NAME]`.
     """
@@ -49,17 +49,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class ComponentSpec:
-    """One component, named and not imported.
+    """One component, named but not imported.
 
     Attributes:
         kind: Its family.
         name: What users write: lower-case words joined by single underscores.
-        factory: `module:attribute`, imported when it is first used. Called as `factory(settings, context)` for an
-            adapter, an event subscriber, an operation, a helper and a companion, and as `factory(settings)` for
-            everything else.
+        factory: `module:attribute`, imported on first use. Called as `factory(settings, context)` for an adapter, an
+        event subscriber, an operation, a helper or a companion, and as `factory(settings)` for everything else.
         settings: `module:attribute` of a frozen pydantic model that forbids extra fields. None: the component has none,
-            and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
-            `.settings` of the table that names a policy or serde.
+        and is called with None. In `Settings` an instance of it is `settings.l2[name].settings` for a tier, and
+        `.settings` of the table that names a policy or serde.
         summary: A line for `lmcache-core plugins`.
     """
 
@@ -72,11 +71,11 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """What a plugin says of itself, in the hook `lmcache_plugin_info`.
+    """What a plugin says about itself, in the hook `lmcache_plugin_info`.
 
     Attributes:
-        api: The generation of hooks and contracts that it was written for, as a number: a plugin that gives
-            `API_GENERATION` itself claims to fit every version there will ever be.
+        api: The generation of hooks and contracts that it was written for, as a literal number: a plugin that returns
+        `API_GENERATION` itself claims to fit every future version.
         summary: A line about it.
     """
 
@@ -89,10 +88,10 @@ class Finding:
     """One line of what `lmcache-core check` prints: a result of the hook `lmcache_check`.
 
     Attributes:
-        ok: Whether it is well. One that is not makes the command end with status 1.
-        subject: What was looked at, as `tier 'cold' (s3://kv)`.
+        ok: Whether all is well. A finding that is not ok makes the command exit with status 1.
+        subject: What was checked, for example `tier 'cold' (s3://kv)`.
         message: What was found.
-        cure: What an operator should do where it is not well.
+        cure: What an operator should do if it is not ok.
     """
 
     ok: bool
@@ -102,5 +101,6 @@ class Finding:
 
     @classmethod
     def of_error(cls, subject: str, error: CacheError, otherwise: str) -> Finding:
-        """One that is not well. The cure is the error's own, taken off its message; `otherwise` where it has none."""
+        """A finding that is not ok. The cure is the error's own, removed from its message; `otherwise` if it has
+        none."""
         return cls(False, subject, str(error).removesuffix(f": {error.cure}"), error.cure or otherwise)

@@ -1,4 +1,4 @@
-"""Finds who claims to be a plugin. Imports none of them."""
+"""Finds the packages that claim to be plugins, without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 
 
 def canonical(distribution: str) -> str:
-    """The name by which distributions are compared: `LMCache_S3` and `lmcache-s3` are one."""
+    """The form in which distribution names are compared: `LMCache_S3` and `lmcache-s3` are the same."""
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
@@ -34,14 +34,14 @@ def allowed_distributions(environ: Mapping[str, str]) -> frozenset[str] | None:
 
 
 def find_candidates() -> list[Candidate]:
-    """Every claim of every installed distribution, sorted, so that order never depends on the file system."""
+    """Every entry point of every installed distribution, sorted, so that the order never depends on the file system."""
     found: set[Candidate] = set()
     for distribution in importlib.metadata.distributions():
-        # The text first: parsing the metadata of everything installed would cost more than the rest of a start.
+        # Check the text first: parsing the metadata of everything installed would take longer than the rest of a start.
         text = distribution.read_text("entry_points.txt")
         if text is None or PROJECT not in text:
             continue
-        told = distribution.metadata  # asked first: Python 3.14 warns of what it does not say, and later ones raise
+        told = distribution.metadata  # checked first: Python 3.14 warns about missing fields, and later versions raise
         name = str(told["Name"]) if "Name" in told else ""
         if not name or _is_shadowed(name, text):
             continue
@@ -53,7 +53,7 @@ def find_candidates() -> list[Candidate]:
 
 
 def _is_shadowed(name: str, text: str) -> bool:
-    """Whether another copy of the distribution stands earlier on the path: that one is what an import finds."""
+    """Whether another copy of the distribution comes earlier on the path, and so is the one that an import finds."""
     try:
         return importlib.metadata.distribution(name).read_text("entry_points.txt") != text
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Looks a plugin over before it is let in. Every refusal is a PluginError that says why, without saying who."""
+"""Checks a plugin before it is accepted. Every refusal is a PluginError that says why, but not which plugin."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WRAPPERS = ("wrapper", "hookwrapper")
 
 
 class Examined(NamedTuple):
-    """What a plugin says of itself, checked."""
+    """What a plugin says about itself, checked."""
 
     info: PluginInfo
     components: tuple[ComponentSpec, ...]
 
 
 def examine(manager: pluggy.PluginManager, plugin: object) -> Examined:
-    """Check the plugin's API generation, then names and signatures of its hooks, then what it offers."""
-    _check_generation(manager, plugin)  # first: another generation may have other hooks, which would seem to be typos
+    """Check the plugin's API generation, then names and signatures of its hooks, then its components."""
+    _check_generation(manager, plugin)  # first: another generation may have other hooks, which would look like typos
     hooks = dict(_hooks_of(manager, plugin))
     return Examined(_info(hooks.get("lmcache_plugin_info")), _components(hooks.get("lmcache_components")))
 
@@ -39,7 +39,7 @@ def _check_generation(manager: pluggy.PluginManager, plugin: object) -> None:
     method = getattr(plugin, name, None)
     if not inspect.isroutine(method) or manager.parse_hookimpl_opts(plugin, name) is None:
         return
-    if inspect.signature(method).parameters:  # refused in words when its arguments are checked
+    if inspect.signature(method).parameters:  # refused with a message when its arguments are checked
         return
     info = _info(method)
     if info.api != API_GENERATION:
@@ -67,7 +67,7 @@ def _hooks_of(manager: pluggy.PluginManager, plugin: object) -> Iterator[tuple[s
             continue
         hook = marks.get("specname") or name
         if hook not in known:
-            raise PluginError(f"it implements {hook}, which is not a hook{suggestion(hook, known)}")
+            raise PluginError(f"it implements {hook}, but there is no such hook{suggestion(hook, known)}")
         if any(marks.get(kind) for kind in _WRAPPERS):
             raise PluginError(f"its {name} wraps the hook: plugins add to a hook, they do not wrap each other")
         _check_arguments(hook, method)
@@ -79,9 +79,11 @@ def _check_arguments(hook: str, method: Callable[..., Any]) -> None:
     for name, parameter in inspect.signature(method).parameters.items():
         if name not in allowed:
             offered = ", ".join(allowed) or "none"
-            raise PluginError(f"its {hook} asks for the argument {name!r}, and the hook has {offered}")
+            raise PluginError(f"its {hook} has the argument {name!r}, but the hook passes {offered}")
         if parameter.default is not parameter.empty:
-            raise PluginError(f"its {hook} gives {name!r} a default: pluggy passes nothing to those, remove it")
+            raise PluginError(
+                f"its {hook} has a default for {name!r}, to which pluggy passes nothing: remove the default"
+            )
 
 
 def _info(hook: Callable[..., Any] | None) -> PluginInfo:
@@ -89,7 +91,7 @@ def _info(hook: Callable[..., Any] | None) -> PluginInfo:
     if info is None:
         return PluginInfo()
     if not isinstance(info, PluginInfo):
-        raise PluginError(f"its lmcache_plugin_info gave a {type(info).__name__}: return a PluginInfo or None")
+        raise PluginError(f"its lmcache_plugin_info returned a {type(info).__name__}: return a PluginInfo or None")
     return info
 
 
@@ -98,7 +100,7 @@ def _components(hook: Callable[..., Any] | None) -> tuple[ComponentSpec, ...]:
     if offered is None:
         return ()
     if not isinstance(offered, Sequence) or not all(isinstance(spec, ComponentSpec) for spec in offered):
-        raise PluginError("its lmcache_components gave something else than a sequence of ComponentSpec")
+        raise PluginError("its lmcache_components must return a sequence of ComponentSpec")
     seen: set[tuple[Kind, str]] = set()
     for spec in offered:
         _check_spec(spec)
@@ -110,7 +112,7 @@ def _components(hook: Callable[..., Any] | None) -> tuple[ComponentSpec, ...]:
 
 def _check_spec(spec: ComponentSpec) -> None:
     if not isinstance(spec.kind, Kind):
-        raise PluginError(f"its component {spec.name!r} has the kind {spec.kind!r}: use lmcache_core.Kind")
+        raise PluginError(f"its component {spec.name!r} has the unknown kind {spec.kind!r}: use lmcache_core.Kind")
     if not COMPONENT_NAME.fullmatch(spec.name):
         raise PluginError(
             f"its {spec.kind} is named {spec.name!r}: names are lower-case words joined by single underscores"

@@ -1,8 +1,8 @@
 """Every hook of lmcache-core. All are called at start-up or by commands, none on the data path.
 
-Each says when it is called, how results combine, what None means, and since which version it is there.
-An implementation may leave out arguments that it does not need; it gives none of them a default (pluggy passes
-nothing to an argument with a default).
+Each says when it is called, how results combine, what None means, and since which version it exists. An implementation
+may omit arguments that it does not need; it must not give them defaults (pluggy passes nothing to an argument with a
+default).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def lmcache_plugin_info() -> PluginInfo | None:
     """Say which API generation the plugin was written for.
 
-    Called once, when the plugin is loaded, before anything else of it. None, or no implementation: the current
-    generation. A generation that this version does not serve refuses the plugin. Since 0.1.
+    Called once, when the plugin is loaded, before its other hooks. None, or no implementation: the current generation.
+    A plugin of a generation that this version does not support is refused. Since 0.1.
     """
 
 
@@ -47,18 +47,18 @@ def lmcache_plugin_info() -> PluginInfo | None:
 def lmcache_components() -> Sequence[ComponentSpec]:  # type: ignore[empty-body]  # a specification
     """Offer components.
 
-    Called once, when the plugin is loaded; it must import nothing heavy. Results of all plugins are joined; two
-    distributions that claim one (kind, name) are both refused. None: no components. Since 0.1.
+    Called once, when the plugin is loaded; it must import nothing heavy. Results of all plugins are joined; if two
+    distributions claim the same (kind, name), both are refused. None: no components. Since 0.1.
     """
 
 
 @hookspec
 def lmcache_check(settings: Settings) -> Sequence[Finding]:  # type: ignore[empty-body]  # a specification
-    """Look at the world on behalf of `lmcache-core check`: can the bucket be reached, is the folder writable?
+    """Check the environment for `lmcache-core check`: can the bucket be reached, is the folder writable?
 
-    Called only by that command, and only for plugins of which the settings use a component, or for the one that
-    `check --engine NAME` names, which has a minute. Results are joined. None: nothing to report. May do I/O; must end
-    within ten seconds. Since 0.1.
+    Called only by that command, and only for plugins whose components the settings use, or for the one named in `check
+    --engine NAME`, which has a minute. Results are joined. None: nothing to report. May do I/O; must end within ten
+    seconds. Since 0.1.
     """
 
 
@@ -68,8 +68,8 @@ def lmcache_add_commands(subparsers: _SubParsersAction[Any], benches: _SubParser
     `parser = subparsers.add_parser(…)`, then `parser.set_defaults(run=function)`, where
     `function(arguments) -> int` gives the exit status.
 
-    Called when a command line is parsed; it must import nothing heavy (import inside the function). A name that
-    is taken is refused, and the plugin is recorded as broken. Since 0.1.
+    Called when a command line is parsed; it must import nothing heavy (import inside the function). A name that is
+    already in use is refused, and the plugin is recorded as broken. Since 0.1.
     """
 
 
@@ -77,8 +77,8 @@ def lmcache_add_commands(subparsers: _SubParsersAction[Any], benches: _SubParser
 def lmcache_started(settings: Settings, address: str) -> None:
     """The server answers at `address` from now on.
 
-    Called once, on the server's start-up path, before the first request. An exception is recorded and logged;
-    the server goes on. Since 0.1.
+    Called once, on the server's start-up path, before the first request. An exception is recorded and logged, and the
+    server continues. Since 0.1.
     """
 
 
@@ -86,5 +86,5 @@ def lmcache_started(settings: Settings, address: str) -> None:
 def lmcache_stopping() -> None:
     """The server has begun to drain.
 
-    Called once. An exception is recorded and logged; the drain goes on. Since 0.1.
+    Called once. An exception is recorded and logged, and the drain continues. Since 0.1.
     """

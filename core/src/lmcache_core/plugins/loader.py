@@ -1,7 +1,7 @@
-"""Loads what is installed. One broken plugin is recorded and the rest go on; pluggy's own loader does neither.
+"""Loads installed plugins. A broken plugin is recorded and the rest still load; pluggy's own loader does neither.
 
 Order: find, apply the allow-list, refuse names with two claimants, import, examine, refuse components with two
-claimants, register. Nothing here depends on the order in which the file system lists anything.
+claimants, register. Nothing depends on the order in which the file system lists files.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Loaded = tuple[Candidate, object, Examined, float]
 
 
 def load_plugins(environ: Mapping[str, str] = os.environ) -> Registry:
-    """The registry of built-ins and of everything installed that is sound and allowed. Never raises for a
-    plugin's fault: what was refused stands in `registry.refused`, and is fatal only when settings name it."""
+    """The registry of built-ins and of all valid and allowed plugins that are installed. Never raises for a plugin's
+    fault: refusals are in `registry.refused`, and are fatal only if the settings name a refused component."""
     from lmcache_core import __version__
 
     registry = Registry()
@@ -60,7 +60,7 @@ def _allowed(registry: Registry, candidates: Iterable[Candidate], environ: Mappi
     if allowed is None:
         return candidates
     for absent in sorted(allowed - {canonical(candidate.distribution) for candidate in candidates}):
-        why = f"{ALLOW_LIST} names it, and no distribution of that name brings a plugin: pip install {absent}"
+        why = f"{ALLOW_LIST} names it, but no installed distribution of that name has a plugin: pip install {absent}"
         registry.refuse(Refusal("-", absent, "not installed", why))
     for candidate in candidates:
         if canonical(candidate.distribution) not in allowed:
@@ -137,14 +137,14 @@ def _load(registry: Registry, candidate: Candidate) -> Loaded | None:
 
 
 def _wanted(candidate: Candidate, error: BaseException) -> str:
-    """Where it misses a name of ours, which lmcache-core it was made for."""
+    """If it lacks one of our names: which lmcache-core it was made for."""
     if not isinstance(error, ImportError) or not (error.name or "").startswith(PROJECT):
         return ""
     from lmcache_core import __version__
 
     asked = [each for each in importlib.metadata.requires(candidate.distribution) or () if _OURS.match(each)]
     wants = f"it asks for {asked[0]}" if asked else "it does not say which lmcache-core it needs"
-    return f"; {wants}, and this is {__version__}: install versions that fit each other"
+    return f"; {wants}, and this is {__version__}: install matching versions"
 
 
 def _refuse(registry: Registry, candidate: Candidate, why: str, claims: tuple[ComponentSpec, ...] = ()) -> None:

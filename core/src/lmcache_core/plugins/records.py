@@ -1,4 +1,4 @@
-"""What the loader writes down: plugins that are in, plugins that are not, and hooks that raised."""
+"""The loader's records: plugins in use, plugins that were refused, and hooks that raised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lmcache_core.plugins.components import ComponentSpec, PluginInfo
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """A plugin that is in use. `load_s` is what its import took."""
+    """A plugin in use. `load_s`: the time that its import took."""
 
     name: str
     distribution: str
@@ -24,14 +24,14 @@ class PluginRecord:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A plugin that was found and is not in use, and why."""
+    """A plugin that was found but is not in use, and why."""
 
     name: str
     distribution: str
     version: str
     why: str
-    claims: tuple[ComponentSpec, ...] = ()  # what it would have offered, where that is known
-    chosen: bool = False  # the allow-list leaves it out: nothing is wrong with it
+    claims: tuple[ComponentSpec, ...] = ()  # the components that it would have offered, if known
+    chosen: bool = False  # the allow-list leaves it out: the plugin is not at fault
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version}): {self.why}"
@@ -39,7 +39,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class PluginFault:
-    """A hook of a plugin that raised. The other plugins went on."""
+    """A plugin's hook that raised. The other plugins were called anyway."""
 
     plugin: PluginRecord
     hook: str

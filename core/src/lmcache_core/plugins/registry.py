@@ -1,4 +1,4 @@
-"""What is there to build a server from: components by kind and name, and the hooks of the plugins in use."""
+"""What a server can be built from: components by kind and name, and the hooks of the plugins in use."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A tier is one table: its adapter's settings stand beside ours, so these names are taken.
+# A tier is one table that also contains its adapter's settings, so these names are reserved.
 TIER_FIELDS = frozenset(
     {
-        "adapter",  # what `settings` was called first: an attribute that warns, until 0.2
+        "adapter",  # the former name of `settings`: an attribute that warns, until 0.2
         "capacity_bytes",
         "connections",
         "deadline_s",
@@ -45,7 +45,7 @@ _RESERVED_FIELDS: dict[Kind, frozenset[str]] = {Kind.L2_ADAPTER: TIER_FIELDS}
 _RESERVED_FIELDS_ELSEWHERE = frozenset({"type", "settings"})
 _WITH_CONTEXT = (Kind.L2_ADAPTER, Kind.COMPANION, Kind.EVENT_SUBSCRIBER, Kind.HELPER, Kind.OPERATION)
 
-# Where components of the same family are found, for the error that says what to install.
+# The packages of components from the same family, for the error that says what to install.
 KNOWN_HOMES: dict[tuple[Kind, str], str] = {
     (Kind.L2_ADAPTER, "fs"): "lmcache-fs",
     (Kind.L2_ADAPTER, "s3"): "lmcache-s3",
@@ -82,7 +82,7 @@ class Registry:
     # --- filling --------------------------------------------------------------------------------------------
 
     def register(self, plugin: object, name: str, *, distribution: str = "-", version: str = "-") -> PluginRecord:
-        """Let in a plugin that the caller holds in its hands. Raises PluginError where the loader would refuse."""
+        """Add a plugin object of the caller's. Raises PluginError if the loader would refuse it."""
         try:
             examined = examine(self.manager, plugin)
         except PluginError as error:
@@ -92,7 +92,7 @@ class Registry:
         return record
 
     def admit(self, plugin: object, record: PluginRecord) -> None:
-        """Enter an examined plugin and its components. The names must be free."""
+        """Add an examined plugin and its components. The names must be free."""
         if self._closed:
             raise PluginError(f"plugin {record} comes too late: registration closed when the server started")
         if record.name in self._plugins:
@@ -107,11 +107,11 @@ class Registry:
             self._components[spec.kind, spec.name] = (spec, record)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Write down a plugin that stays out."""
+        """Record a refused plugin."""
         self.refused.append(refusal)
 
     def close(self) -> None:
-        """No plugin enters from now on. Idempotent."""
+        """Refuse further plugins. Idempotent."""
         self._closed = True
 
     # --- asking ---------------------------------------------------------------------------------------------
@@ -122,19 +122,19 @@ class Registry:
         return list(self._plugins.values())
 
     def components(self, kind: Kind) -> list[ComponentSpec]:
-        """What there is of a kind, by name."""
+        """The components of a kind, by name."""
         return [spec for (each, _), (spec, _) in sorted(self._components.items()) if each is kind]
 
     def nameable(self, kind: Kind) -> frozenset[str]:
-        """Names that settings may use: what there is, what was refused, and what is known to be somewhere else, so that
-        naming it says what to install."""
+        """Names that settings may use: installed ones, refused ones, and ones known to be in other packages, so that
+        the error for these says what to install."""
         there = {name for each, name in self._components if each is kind}
         refused = {claim.name for refusal in self.refused for claim in refusal.claims if claim.kind is kind}
         return frozenset(there | refused | {name for each, name in KNOWN_HOMES if each is kind})
 
     @property
     def tables(self) -> frozenset[str]:
-        """Names of tables in the settings that bring a component to life: companions' and helpers'."""
+        """Names of settings tables that enable a component: companions' and helpers'."""
         return self.nameable(Kind.COMPANION) | self.nameable(Kind.HELPER)
 
     def offers(self, kind: Kind, name: str) -> bool:
@@ -142,12 +142,12 @@ class Registry:
         return (kind, name) in self._components
 
     def owner(self, kind: Kind, name: str) -> PluginRecord:
-        """The plugin that brings a component. Raises PluginError as `spec` does."""
+        """The plugin that offers a component. Raises PluginError as `spec` does."""
         self.spec(kind, name)
         return self._components[kind, name][1]
 
     def spec(self, kind: Kind, name: str) -> ComponentSpec:
-        """The component of that name. Raises PluginError that says why it is not there, and what to do."""
+        """The component with that name. Raises PluginError that says why there is none, and what to do."""
         found = self._components.get((kind, name))
         if found is not None:
             return found[0]
@@ -155,20 +155,20 @@ class Registry:
             brings = any((claim.kind, claim.name) == (kind, name) for claim in refusal.claims)
             home = KNOWN_HOMES.get((kind, name)) == refusal.distribution
             if brings or home or refusal.name == name:
-                raise PluginError(f"{kind} {name!r} is not usable: plugin {refusal}")
+                raise PluginError(f"{kind} {name!r} cannot be used: plugin {refusal}")
         known = [spec.name for spec in self.components(kind)]
         text = f"there is no {kind} {name!r}"
         if (kind, name) in KNOWN_HOMES:
             raise PluginError(text, cure=f"pip install {KNOWN_HOMES[kind, name]}")
         meant = suggestion(name, known).removeprefix(": ")
-        cure = f"{meant} Or install the package that brings it" if meant else "install the package that brings it"
+        cure = f"{meant} Or install the package that has it" if meant else "install the package that has it"
         raise PluginError(text, cure=f"{cure} (installed: {', '.join(known) or 'none'})")
 
     def settings_model(self, kind: Kind, name: str) -> type[BaseModel] | None:
-        """The component's settings model, imported now; None where it has no settings.
+        """The component's settings model, imported now; None if it has no settings.
 
-        Raises PluginError where it cannot be imported, is not a frozen pydantic model that forbids extra fields,
-        or has a field whose name is taken.
+        Raises PluginError if it cannot be imported, is not a frozen pydantic model that forbids extra fields, or has a
+        field with a reserved name.
         """
         if (kind, name) not in self._models:
             spec = self.spec(kind, name)
@@ -176,17 +176,17 @@ class Registry:
         return self._models[kind, name]
 
     def factory(self, kind: Kind, name: str) -> Any:
-        """The component's class or function, imported now. Raises PluginError where it cannot be imported."""
+        """The component's class or function, imported now. Raises PluginError if it cannot be imported."""
         spec = self.spec(kind, name)
         return self._imported(spec, spec.factory)
 
     def build(
         self, kind: Kind, name: str, settings: BaseModel | Mapping[str, Any] | None = None, context: Any = None
     ) -> Any:
-        """One new component. `settings` is an instance of its model, or the values to make one from; `context` is the
-        AdapterContext of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber
-        or the HelperContext of a helper, and None for everything else. Raises PluginError naming the plugin where it
-        cannot be built; errors of ours pass as they are, and so does the ValidationError for values that the model
+        """A new component. `settings` is an instance of its model, or values for one; `context` is the AdapterContext
+        of an adapter, the CompanionContext of a companion, the SubscriberContext of an event subscriber or the
+        HelperContext of a helper, and None for everything else. Raises PluginError that names the plugin if it cannot
+        be built; lmcache-core's own errors pass unchanged, and so does the ValidationError for values that the model
         refuses."""
         spec = self.spec(kind, name)
         model = self.settings_model(kind, name)
@@ -214,7 +214,7 @@ class Registry:
                 found = getattr(found, part)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             raise PluginError(
                 f"{self._whose(spec)} could not be imported from {path}: {type(error).__name__}: {error}"
             ) from error
@@ -234,7 +234,7 @@ class Registry:
         taken = sorted(_RESERVED_FIELDS.get(spec.kind, _RESERVED_FIELDS_ELSEWHERE) & set(model.model_fields))
         if taken:
             raise PluginError(
-                f"the settings model of {self._whose(spec)} has a field {taken[0]!r}, which lmcache-core has in "
+                f"the settings model of {self._whose(spec)} has a field {taken[0]!r}, which lmcache-core uses in "
                 "the same table: rename it"
             )
         return model
@@ -245,12 +245,12 @@ class Registry:
         log.warning("%s", fault)
 
     def call(self, hook: str, plugins: Collection[str] | None = None, **arguments: Any) -> list[Any]:
-        """Call a hook of each plugin by itself, in order; of all plugins, or of those named. What a plugin
-        raises is recorded in `faults` and logged, and the rest go on. Results that are None are left out."""
+        """Call a hook of each plugin separately, in order; of all plugins, or of the named ones. What a plugin raises
+        is recorded in `faults` and logged, and the others are still called. None results are left out."""
         results = []
         caller: pluggy.HookCaller = getattr(self.manager.hook, hook)
         position = {name: number for number, name in enumerate(self._plugins)}
-        # Called one by one: pluggy's own call ends at the first plugin that raises.
+        # Called one by one, because pluggy's own call stops at the first plugin that raises.
         for implementation in sorted(caller.get_hookimpls(), key=lambda each: position[each.plugin_name]):
             record = self._plugins[implementation.plugin_name]
             if plugins is not None and record.name not in plugins:

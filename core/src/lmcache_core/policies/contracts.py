@@ -21,11 +21,11 @@ __all__ = [
 
 
 class TierView(NamedTuple):
-    """What a policy sees of a tier, in configured order.
+    """What a policy sees of the tiers, in configured order.
 
     Attributes:
         name: Its name in the settings.
-        healthy: It is used: its breaker is closed. One that is not may be well again at any time.
+        healthy: Whether its breaker is closed, so that it is used. An unhealthy one may recover at any time.
     """
 
     name: str
@@ -33,13 +33,13 @@ class TierView(NamedTuple):
 
 
 class StoreCandidate(NamedTuple):
-    """An object that was just committed to the L1, or one that was just read again.
+    """An object that was just committed to the L1, or read again.
 
     Attributes:
         key: 32 opaque bytes.
         namespace: The 64-bit id of its namespace.
         nbytes: Bytes of the object, before any serde.
-        reused: It was read again, rather than committed. Only for policies with `wants_reuse`.
+        reused: It was read again rather than committed. Only for policies with `wants_reuse`.
     """
 
     key: bytes
@@ -49,19 +49,20 @@ class StoreCandidate(NamedTuple):
 
 
 class StorePlan(NamedTuple):
-    """`targets`: tier name → positions in the batch to store there. `drop`: positions to delete from the L1
-    once every target has them (at once for a position without a target)."""
+    """`targets`: tier name → positions in the batch to store there. `drop`: positions to delete from the L1 once every
+    target has them (at once for a position without a target)."""
 
     targets: Mapping[str, Sequence[int]]
     drop: Sequence[int] = ()
 
 
 class StorePolicy(ABC):
-    """Decides which tiers get what was committed, and what then leaves the L1. Called on the server's loop: be quick.
+    """Decides which tiers get each committed object, and what the L1 drops afterwards. Called on the server's loop: be
+    quick.
 
     Built as `Policy(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has
     none).
-    Pure: no I/O, no clock, no lock. One that raises stores nothing of the batch, which is counted and logged.
+    Pure: no I/O, no clock, no lock. If it raises, nothing of the batch is stored, which is counted and logged.
 
     Attributes:
         wants_reuse: True: `plan` is also called for objects that were read, as `reused`.
@@ -71,19 +72,19 @@ class StorePolicy(ABC):
 
     @abstractmethod
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
-        """The caller guarantees unique keys in a batch; tiers not named in `tiers` do not exist."""
+        """The caller guarantees unique keys in a batch; other tiers than those in `tiers` do not exist."""
 
 
 class PrefetchPlan(NamedTuple):
-    """`sources[i]` is the tier to load key i from, or None. `retain`: keep loaded objects in the L1 after their
-    first reader; otherwise they are dropped with it."""
+    """`sources[i]` is the tier to load key i from, or None. `retain`: keep loaded objects in the L1 after their first
+    reader; otherwise they are dropped after it."""
 
     sources: Sequence[str | None]
     retain: bool = False
 
 
 class PrefetchPolicy(ABC):
-    """Decides which tier loads a key that the L1 lacks. Called on the server's loop: be quick.
+    """Decides which tier loads a key that the L1 does not have. Called on the server's loop: be quick.
 
     Built as `Policy(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has
     none).
@@ -94,14 +95,14 @@ class PrefetchPolicy(ABC):
     def plan(
         self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]
     ) -> PrefetchPlan:
-        """`found[tier][i]`: that tier has key i. Tiers that did not answer in time are missing from `found`."""
+        """`found[tier][i]`: whether that tier has key i. Tiers that did not answer in time are missing from `found`."""
 
     def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
-        """For each of these keys, whether it stays in the L1 after its first reader all the same.
+        """For each of these keys, whether it stays in the L1 after its first reader anyway.
 
-        Called with those that are about to be loaded, in order, where the plan does not `retain`. `room`: so many of
-        them fit into the L1 without an eviction, now or soon. What stays is evicted like everything else. By default
-        nothing stays.
+        Called with the keys that are about to be loaded, in order, if the plan does not `retain`. `room`: how many of
+        them fit into the L1 without an eviction, now or soon. Kept objects are evicted like all others. By default
+        nothing is kept.
         """
         del room
         return [False] * len(keys)

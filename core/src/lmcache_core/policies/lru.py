@@ -1,4 +1,4 @@
-"""Least recently used goes first."""
+"""Evicts the least recently used first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = [
 
 
 class _End:
-    """Both ends of the ring: `newer` of it is the oldest entry, `older` of it the newest."""
+    """Both ends of the ring: its `newer` is the oldest entry, its `older` the newest."""
 
     __slots__ = ("newer", "older")
 
@@ -25,8 +25,8 @@ class _End:
 class LruEviction(EvictionPolicy):
     """Orders entries by their last use, in a ring threaded through the entries themselves.
 
-    An entry that is held stands outside the ring (`newer` is None) and comes back at the recent end when it is
-    released, so a victim is found without walking past any that are held.
+    A held entry is outside the ring (`newer` is None) and returns at the recent end when it is released, so a victim is
+    found without walking past held entries.
     """
 
     def __init__(self, settings: None = None) -> None:
@@ -34,14 +34,14 @@ class LruEviction(EvictionPolicy):
         self._end = _End()
 
     def insert(self, entries: Sequence[Entry]) -> None:
-        """They are the most recently used now."""
+        """Make them the most recently used."""
         self._append([entry for entry in entries if not entry.holds])
         for entry in entries:
             if entry.holds:
                 entry.older = entry.newer = None
 
     def access(self, entries: Sequence[Entry]) -> None:
-        """They are the most recently used now; held ones will be when they are released."""
+        """Make them the most recently used; held ones will be when they are released."""
         used = [entry for entry in entries if entry.newer is not None]
         if used:
             used = list(dict.fromkeys(reversed(used)))[::-1]  # used twice in a batch: its last use counts
@@ -57,16 +57,16 @@ class LruEviction(EvictionPolicy):
         self._take_out(entries)
 
     def released(self, entries: Sequence[Entry]) -> None:
-        """Back into the ring, as the most recently used."""
+        """Return them to the ring as the most recently used."""
         self._append([entry for entry in entries if entry.newer is None])
 
     def victims(self, nbytes: int) -> list[Entry]:
-        """The oldest, until their bytes suffice."""
+        """The oldest entries whose bytes suffice."""
         found: list[Entry] = []
         end = self._end
         entry = end.newer
         while nbytes > 0 and entry is not end:
-            if not entry.holds:  # a caller that never says `held` has its held entries in the ring
+            if not entry.holds:  # a caller that never calls `held` has its held entries in the ring
                 found.append(entry)
                 nbytes -= entry.nbytes
             entry = entry.newer

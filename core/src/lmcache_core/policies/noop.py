@@ -8,7 +8,7 @@ from lmcache_core.kernel.contracts import Entry, EvictionPolicy
 
 
 class NoopEviction(EvictionPolicy):
-    """Never names a victim. For buffers whose objects leave by the store policy, not by age."""
+    """Never names a victim. For buffers whose objects are dropped by the store policy, not by age."""
 
     evicts = False
 
@@ -25,5 +25,5 @@ class NoopEviction(EvictionPolicy):
         """Nothing to forget."""
 
     def victims(self, nbytes: int) -> list[Entry]:
-        """None, whatever is asked."""
+        """Always empty."""
         return []

@@ -19,12 +19,12 @@ def first_with(count: int, found: Mapping[str, Sequence[bool]], tiers: Sequence[
 
 
 class DefaultPrefetch(PrefetchPolicy):
-    """From the first tier that has it. What is loaded a second time stays in the L1 until it is evicted, and so does
-    what there is room for; all else leaves it with its reader."""
+    """Loads from the first tier that has the key. What is loaded a second time stays in the L1 until it is evicted, and
+    so does what fits without evicting; everything else is dropped after its reader."""
 
     def __init__(self, settings: object = None) -> None:
-        del settings  # there is nothing to set
-        self._young: set[bytes] = set()  # of the keys that were loaded lately; the older half is forgotten at once
+        del settings  # it has no settings
+        self._young: set[bytes] = set()  # keys that were loaded recently; the older half is forgotten at once
         self._old: set[bytes] = set()
 
     def plan(
@@ -36,7 +36,7 @@ class DefaultPrefetch(PrefetchPolicy):
         return [self._seen(key) or at < room for at, key in enumerate(keys)]
 
     def _seen(self, key: bytes) -> bool:
-        """Whether this key was loaded before; from now on it was."""
+        """Whether this key was loaded before; remembers it."""
         known = key in self._young or key in self._old
         self._young.add(key)
         if len(self._young) >= PREFETCHES_REMEMBERED // 2:
@@ -45,10 +45,10 @@ class DefaultPrefetch(PrefetchPolicy):
 
 
 class RetainPrefetch(PrefetchPolicy):
-    """From the first tier that has it; it stays in the L1 until it is evicted."""
+    """Loads from the first tier that has the key; it stays in the L1 until it is evicted."""
 
     def __init__(self, settings: object = None) -> None:
-        del settings  # there is nothing to set
+        del settings  # it has no settings
 
     def plan(
         self, keys: Sequence[bytes], found: Mapping[str, Sequence[bool]], tiers: Sequence[TierView]

@@ -1,4 +1,4 @@
-"""Replay a request trace through an eviction policy: the objects that the server uses."""
+"""Replay a request trace through an eviction policy, with the policy objects that the server uses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from lmcache_core.limits import KEY_BYTES
 from lmcache_core.policies.contracts import Entry, EvictionPolicy
 from lmcache_core.policies.traces import Trace
 
-PROGRESS_REQUESTS = 256  # requests between two reports of progress: often for the eye, rare for speed
+PROGRESS_REQUESTS = 256  # requests between two progress reports: often enough to watch, rare enough not to cost time
 
 
 class Order(StrEnum):
-    """In which order the blocks of one request are walked."""
+    """The order in which the blocks of a request are walked."""
 
     FORWARD = "forward"
     SUFFIX_FIRST = "suffix-first"  # last to first, as the server applies recency
 
 
 class SimulationResult(NamedTuple):
-    """What one policy made of one trace. `hits` counts leading blocks that were resident, request by request."""
+    """The result of one policy on one trace. `hits` counts leading blocks that were resident, request by request."""
 
     trace: str
     policy: str
@@ -60,12 +60,12 @@ def replay(
 ) -> SimulationResult:
     """Run every request of the trace, in order, against a store of `capacity` blocks that starts empty.
 
-    A request's hit is the number of leading blocks that are resident when it arrives. Then its blocks are
-    walked in `order`: a resident one is accessed, an absent one inserted, after an eviction where the store is
-    full. A policy that names no victim keeps the block out. `progress` is told the number of requests done.
+    A request's hits are its leading blocks that are resident when it arrives. Then its blocks are walked in `order`: a
+    resident one is accessed, an absent one inserted, after an eviction if the store is full. If a policy names no
+    victim, the block is not inserted. `progress` is called with the number of requests done.
     """
     if capacity < 1:
-        raise UsageError(f"capacity = {capacity}: a store needs room for one block at least")
+        raise UsageError(f"capacity must be 1 block or more, got {capacity}")
     policy.resize(capacity)
     resident: dict[int, Entry] = {}
     hits = references = 0

@@ -8,10 +8,10 @@ from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePoli
 
 
 class DefaultStore(StorePolicy):
-    """Everything to every tier; everything stays in the L1."""
+    """Stores everything to every tier; everything stays in the L1."""
 
     def __init__(self, settings: object = None) -> None:
-        del settings  # there is nothing to set
+        del settings  # it has no settings
 
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
         everything = range(len(batch))
@@ -19,13 +19,13 @@ class DefaultStore(StorePolicy):
 
 
 class SkipL1Store(StorePolicy):
-    """Everything to every tier, and out of the L1 once all have it: the L1 is only a buffer.
+    """Stores everything to every tier, and drops it from the L1 once all have it: the L1 is only a buffer.
 
-    Without a tier nothing is dropped: an object that is nowhere else is not thrown away.
+    Without a tier nothing is dropped, because the L1 has the only copy.
     """
 
     def __init__(self, settings: object = None) -> None:
-        del settings  # there is nothing to set
+        del settings  # it has no settings
 
     def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
         everything = range(len(batch))

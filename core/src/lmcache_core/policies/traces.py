@@ -1,9 +1,9 @@
-"""Request traces: which blocks each request asked for, in order. Read from JSON lines, or made up from a seed.
+"""Request traces: the blocks of each request, in order. Read from JSON lines, or generated from a seed.
 
-A trace file has one JSON object a line, of one of two kinds. That of the public Mooncake traces has `hash_ids`: one id
-for each block of the request, where equal ids mean an equal prefix up to and including that block, and `timestamp` in
-milliseconds. That of LMCache's log of lookups has `chunk_hashes` in their place, hexadecimal texts that mean the same
-for one `model_name`, and `timestamp` in Unix seconds.
+A trace file has one JSON object on each line, of one of two kinds. Lines of the public Mooncake traces have `hash_ids`,
+one id for each block of the request, where equal ids mean an equal prefix up to and including that block, and
+`timestamp` in milliseconds. Lines of LMCache's lookup log have `chunk_hashes` instead, hexadecimal texts with the same
+meaning within one `model_name`, and `timestamp` in Unix seconds.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file, named after it. UsageError names file and line where it is not one."""
+    """The trace in a file, named after it. UsageError names the file and line that are wrong."""
     requests = [blocks for _, blocks in read_requests(path)]
     if not requests:
-        raise UsageError(f"{path} holds no request: give a file with one JSON object a line")
+        raise UsageError(f"{path} has no requests: use a file with one JSON object on each line")
     return Trace(path.stem, requests)
 
 
 def read_requests(path: Path) -> Iterator[tuple[float, list[int]]]:
-    """When each request of a file came, in milliseconds (0 where it does not say), and its blocks. UsageError as
+    """The time of each request in a file, in milliseconds (0 if it does not say), and its blocks. UsageError as for
     `read_trace`."""
     lines = _Lines()
     try:
@@ -57,18 +57,18 @@ def read_requests(path: Path) -> Iterator[tuple[float, list[int]]]:
                 if line.strip():
                     yield lines.read(line, f"{path}:{number}")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as a trace ({error}): give a file of JSON lines") from error
+        raise UsageError(f"{path} cannot be read as a trace ({error}): use a file of JSON lines") from error
 
 
 class _Lines:
-    """Reads one line after another, of either kind."""
+    """Reads lines of either kind."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[object, str], int] = {}  # of hashes, as they first come
+        self._numbers: dict[tuple[object, str], int] = {}  # of hashes, in order of appearance
         self._began_s: float | None = None
 
     def read(self, line: str, place: str) -> tuple[float, list[int]]:
-        """When in milliseconds, and which blocks."""
+        """The time in milliseconds, and the blocks."""
         cure = (
             'each line must be a JSON object with "hash_ids", a list of whole numbers from 0 up, or "chunk_hashes", a '
             "list of hexadecimal texts"
@@ -100,13 +100,13 @@ class _Lines:
 
 @dataclass(frozen=True)
 class SyntheticSettings:
-    """Sessions that share prefixes and come back, some much more often than others."""
+    """Sessions that share prefixes and return, some much more often than others."""
 
     sessions: int = 400
-    turns: int = 8  # requests of a session on average; each repeats the whole session and adds to it
+    turns: int = 8  # requests of a session on average; each repeats the whole session and extends it
     turn_blocks: int = 6  # blocks that a turn adds, on average
-    prefixes: int = 16  # shared beginnings (system prompts, documents)
-    prefix_blocks: int = 24  # blocks of a shared beginning, on average
+    prefixes: int = 16  # shared prefixes (system prompts, documents)
+    prefix_blocks: int = 24  # blocks of a shared prefix, on average
     skew: float = 1.0  # Zipf exponent, of prefixes over sessions and of turns over sessions in progress
     active: int = 40  # sessions in progress at once
     seed: int = 0
@@ -122,7 +122,7 @@ class SyntheticSettings:
 
 
 def parse_synthetic(text: str) -> SyntheticSettings:
-    """`sessions=400,skew=1.2,seed=7`; what is not named keeps its default, and so does all of an empty text."""
+    """Parses `sessions=400,skew=1.2,seed=7`; names that are missing, or an empty text, keep the defaults."""
     known = {field.name: float if field.name == "skew" else int for field in fields(SyntheticSettings)}
     values: dict[str, float | int] = {}
     for part in filter(None, text.split(",")):
@@ -138,10 +138,10 @@ def parse_synthetic(text: str) -> SyntheticSettings:
 
 
 def synthetic_trace(settings: SyntheticSettings) -> Trace:
-    """The same trace for the same settings, on every machine and version of Python."""
+    """The same trace for the same settings, on every machine and Python version."""
     rng = random.Random(settings.seed)
     ids = count()
-    # Shared beginnings of prefix_blocks / 2 to prefix_blocks * 3 / 2 blocks.
+    # Shared prefixes of prefix_blocks / 2 to prefix_blocks * 3 / 2 blocks.
     prefixes = [_fresh(ids, _around(rng, settings.prefix_blocks)) for _ in range(settings.prefixes)]
     prefix_weights = _zipf(settings.prefixes, settings.skew)
     active: list[tuple[list[int], int]] = []
@@ -156,7 +156,7 @@ def synthetic_trace(settings: SyntheticSettings) -> Trace:
         blocks = blocks + _fresh(ids, _around(rng, settings.turn_blocks))
         requests.append(blocks)
         if turns_left > 1:
-            # Back where it stood: a busy session stays busy until it ends.
+            # Returns to its place: a busy session stays busy until it ends.
             active.insert(chosen, (blocks, turns_left - 1))
     return Trace(f"synthetic-{settings.seed}", requests)
 
@@ -177,5 +177,5 @@ def _zipf(number: int, skew: float) -> list[float]:
 
 
 def _draw(rng: random.Random, cumulated: list[float]) -> int:
-    # Only random() itself is promised to give the same numbers in later versions of Python.
+    # Only random() itself is guaranteed to return the same numbers in later Python versions.
     return min(bisect_right(cumulated, rng.random() * cumulated[-1]), len(cumulated) - 1)

@@ -1,4 +1,4 @@
-"""Where a server is found: its runtime directory on the node, or its ZMQ address."""
+"""How to find a server: its runtime directory on the node, or its ZMQ address."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def runtime_root() -> Path:
 
 
 def server_directory(name: str, root: Path | None = None) -> Path:
-    """The runtime directory of the server of this name; it need not be there yet."""
+    """The runtime directory of the server with this name; it need not exist yet."""
     if not NAME_PATTERN.fullmatch(name):
         raise UsageError(f"{name!r} is not a server name: use lower-case letters, digits, - and _, at most 64")
     return (root or runtime_root()) / name
 
 
 def check_address(address: str) -> str:
-    """A ZMQ address, as it is. Raises `UsageError` for what ZMQ would not connect to."""
+    """Returns a ZMQ address unchanged. Raises `UsageError` for one that ZMQ would not connect to."""
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
     tcp = scheme == "tcp" and bool(host) and port.isdigit() and 0 < int(port) < 65536
     ipc = scheme == "ipc" and 0 < len(os.fsencode(rest)) <= SOCKET_PATH_BYTES_MAX and "\0" not in rest
     if not (tcp or ipc):
         raise UsageError(
-            f"{address!r} is not the address of a server: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
+            f"{address!r} is not a server's address: use tcp://HOST:PORT, or ipc:///PATH with a path of at most "
             f"{SOCKET_PATH_BYTES_MAX} bytes"
         )
     return address
@@ -51,8 +51,8 @@ def check_address(address: str) -> str:
 def make_server_directory(
     name: str, root: Path | None, access: Access = Access.OWNER, gids: Sequence[int] = ()
 ) -> Path:
-    """Create the directory, private to us or open to groups. Raises `UsageError` where any step of the way belongs to
-    another user, or can be written by one: in a shared /tmp somebody else may have made it first."""
+    """Create the directory, private to us or open to groups. Raises `UsageError` if any component of the path belongs
+    to another user or is writable by one: in a shared /tmp somebody else may have made it first."""
     path = server_directory(name, root)
     trust = Trust.of_server()
     try:
@@ -64,13 +64,14 @@ def make_server_directory(
         raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(
-            f"the runtime directory {path} cannot be made: {error.strerror}; set runtime_dir to a directory of yours"
+            f"the runtime directory {path} cannot be made: {error.strerror}; set runtime_dir to a "
+            f"directory that you own"
         ) from error
     if access is Access.GROUP and closed:
         raise UsageError(
             f"{closed[0]} is closed to other users, so no group can reach {path}: chmod o+x it, "
             "or set runtime_dir elsewhere, here and in the clients (LMCACHE_CORE_RUNTIME_DIR)"
         )
-    if owner == os.geteuid():  # one that root made for us has the permissions that root gave it
+    if owner == os.geteuid():  # if root made it for us, it keeps the permissions that root gave it
         grant_access(path, access, gids, owner_bits=7, group_bits=5)
     return path

@@ -21,7 +21,7 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _anything: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder()
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
-# Text that is no UTF-8 raises a ValueError that is no MsgspecError.
+# Text that is not UTF-8 raises a ValueError that is not a MsgspecError.
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 encode = _encoder.encode
@@ -36,7 +36,7 @@ def decode_request(frame: bytes | bytearray | memoryview) -> Request:
 
 
 def rid_of(frame: bytes | bytearray | memoryview) -> int:
-    """The request id of a frame that is no request but looks like one; else 0. Its sender waits for an answer."""
+    """The request id of a frame that is not a request but looks like one; else 0. Its sender waits for an answer."""
     try:
         match _anything.decode(frame):
             case [str(), int(rid), *_]:
@@ -55,15 +55,15 @@ def decode_reply(frame: bytes | bytearray | memoryview) -> Reply:
 
 
 def encode_request(message: Message) -> bytes:
-    """The request as a frame. Raises `LimitError` where it would be too large to be read."""
+    """The request as a frame. Raises `LimitError` if it would be too large to read."""
     frame = encode(message)
     if len(frame) > FRAME_BYTES_MAX:
-        raise LimitError(f"{type(message).__name__} takes {len(frame):,} bytes and a frame holds {FRAME_BYTES_MAX:,}")
+        raise LimitError(f"{type(message).__name__} takes {len(frame):,} bytes, and a frame holds {FRAME_BYTES_MAX:,}")
     return frame
 
 
 def error_reply(rid: int, error: CacheError) -> Error:
-    """The error frame for an exception. A message that quotes the request is cut where it would fill a frame."""
+    """The error frame for an exception. A message too long for a frame, because it quotes the request, is cut."""
     return Error(rid, error.code, str(error)[:ERROR_CHARS_MAX], str(error.retry))
 
 
@@ -72,19 +72,19 @@ def join_keys(keys: Sequence[bytes]) -> bytes:
     try:
         blob = b"".join(keys)
     except TypeError as error:
-        raise UsageError(f"keys are bytes-like objects of {KEY_BYTES} bytes each: {error}") from None
+        raise UsageError(f"keys must be bytes-like objects of {KEY_BYTES} bytes each: {error}") from None
     if len(blob) != KEY_BYTES * len(keys) or any(len(key) != KEY_BYTES for key in keys):
         for position, key in enumerate(keys):
             if len(key) != KEY_BYTES:
                 raise UsageError(
-                    f"key {position} has {len(key)} bytes and a key has {KEY_BYTES}: "
+                    f"key {position} has {len(key)} bytes, not {KEY_BYTES}: "
                     "derive keys with lmcache_core.tokens, or hash yours with SHA-256"
                 )
     return blob
 
 
 def split_keys(blob: bytes) -> list[bytes]:
-    """The keys of a blob. Raises `ProtocolError` for one that is not a whole number of keys, or too many."""
+    """The keys in a blob. Raises `ProtocolError` if it is not a whole number of keys, or too many."""
     nbytes = len(blob)
     if nbytes % KEY_BYTES:
         raise ProtocolError(f"{nbytes} bytes of keys is not a multiple of {KEY_BYTES}")

@@ -1,8 +1,8 @@
-"""Every message of the protocol: MessagePack arrays, tagged, versioned, unknown fields refused.
+"""Every message of the protocol: tagged, versioned MessagePack arrays in which unknown fields are refused.
 
-A request carries `rid`, chosen by the client; the reply carries it back, and replies come in any order. Keys
-travel as one blob of n × 32 bytes; replies are positional: one status byte and one u64 offset a key. There is no
-pickle anywhere, and nothing in a message is executed or looked up by name.
+A request carries `rid`, chosen by the client; its reply carries it back, and replies come in any order. Keys travel as
+one blob of n × 32 bytes. Replies are positional: one status byte and one u64 offset for each key. Pickle is never used,
+and nothing in a message is executed or looked up by name.
 """
 
 from __future__ import annotations

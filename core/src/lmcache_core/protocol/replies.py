@@ -1,4 +1,4 @@
-"""What the server answers, and the notices that it sends unasked. The rules stand in `messages.py`."""
+"""The server's answers and notices. The common rules are in `messages.py`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import msgspec
 
 from lmcache_core.protocol.requests import Message
 
-WANTS_BLOCKS = "wants_blocks"  # capability of a server: somebody asks which blocks of engines its objects hold
+WANTS_BLOCKS = "wants_blocks"  # capability of a server: somebody wants to know which engine blocks its objects hold
 
 
 class Welcome(Message, tag="welcome"):
     """The answer to `Hello`. On the lifeline the pool's descriptor travels with it. `epoch`: the server's own, new at
-    each start; lease ids begin with it, and it stands in the pool while the index there can be relied upon. `uid`: the
-    server's, as it stands in the name of the pool's segment. `companions`: by name, what each of them has for
-    workers. `capabilities`: `TRACES`, where it takes the traces that requests belong to, and
-    `WANTS_BLOCKS`."""
+    each start; lease ids begin with it, and it stands in the pool while the index there is reliable. `uid`: the
+    server's, as it appears in the name of the pool's segment. `companions`: by name, what each of them offers to
+    workers. `capabilities`: `TRACES` if the server accepts the traces of requests, and `WANTS_BLOCKS`."""
 
     rid: int
     version: int
@@ -34,7 +33,7 @@ class Welcome(Message, tag="welcome"):
 
 
 class Attached(Message, tag="attached"):
-    """`held`: the leases that go on."""
+    """`held`: the leases that continue."""
 
     rid: int
     held: list[int]
@@ -47,10 +46,10 @@ class LayoutRegistered(Message, tag="layout_registered"):
 
 
 class LookupReply(Message, tag="found"):
-    """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It
-    counts keys from the first on; of a lookup without `prefix`, all keys that can be served; of a window it is its
-    end. `done`: nothing is being loaded for this lookup any more. `incarnations`, where they were asked for: a u64 for
-    each key, packed, 0 where there is none."""
+    """Answer to lookups and to queries about them. `hits`: what can be served, now or once `job` has ended. It counts
+    keys from the first on; without `prefix`, all keys that can be served; for a window it is its end. `done`: nothing
+    is being loaded for this lookup any more. `incarnations`, if requested: a packed u64 for each key, 0 if there is
+    none."""
 
     rid: int
     statuses: bytes
@@ -64,9 +63,8 @@ class LookupReply(Message, tag="found"):
 
 
 class Granted(Message, tag="granted"):
-    """Answer to prepare_*. `ttl_s` counts from now; `offsets` are u64, packed, 0 where nothing was granted.
-    `checksums`, where they were asked for: the xxh3_64 of each object, packed as u64, 0 where it is not known.
-    `incarnations` as in `LookupReply`."""
+    """Answer to prepare_*. `ttl_s` counts from now; `offsets` are packed u64, 0 if nothing was granted. `checksums`, if
+    requested: the xxh3_64 of each object, packed as u64, 0 if unknown. `incarnations` as in `LookupReply`."""
 
     rid: int
     lease: int
@@ -79,7 +77,7 @@ class Granted(Message, tag="granted"):
 
 
 class SettledReply(Message, tag="settled"):
-    """One byte for each position asked for."""
+    """One byte for each requested position."""
 
     rid: int
     outcomes: bytes
@@ -109,10 +107,10 @@ class ClearedReply(Message, tag="cleared"):
 
 
 class TierExplained(Message):
-    """What one tier says about the keys of an `Explain`. `found`: one byte a key (1: it has it; 2, only for
-    `WaitStored`: it is on its way there), or None where it did not answer,
-    for `reason`, in its own `words`. `losses`: how it lost each key, or never got it, as far as it remembers: the
-    reason (empty: nothing is known), the time (Unix, f64, packed), and an index into `loss_words`."""
+    """What one tier says about the keys of an `Explain`. `found`: one byte for each key (1: it has it; 2, only for
+    `WaitStored`: it is on its way there), or None if the tier did not answer, for `reason`, in its own `words`.
+    `losses`: how it lost each key, or never got it, as far as it remembers: the reason (empty: unknown), the time
+    (Unix, f64, packed), and an index into `loss_words`."""
 
     tier: str
     found: bytes | None
@@ -125,9 +123,9 @@ class TierExplained(Message):
 
 
 class Explained(Message, tag="explained"):
-    """The answer to `Explain` and to `WaitStored`. Times are Unix time, f64, packed, 0 where none is known. `sessions`
-    (u64, packed): who lost a key or pushed it out, 0 for the server itself; `session_names` of those that are still
-    connected. `remembers_since`: what was lost before is forgotten; 0: nothing is."""
+    """The answer to `Explain` and to `WaitStored`. Times are Unix time, packed f64, 0 if unknown. `sessions` (packed
+    u64): who lost a key or displaced it, 0 for the server itself; `session_names` of those that are still connected.
+    `remembers_since`: earlier losses are forgotten; 0: none are."""
 
     rid: int
     now: float
@@ -157,15 +155,15 @@ class StatusReply(Message, tag="status_reply"):
 
 
 class TiersReply(Message, tag="tiers_reply"):
-    """In order. Secrets among the settings are hidden."""
+    """The tiers in order. Secrets in the settings are hidden."""
 
     rid: int
     tiers: list[dict[str, Any]]
 
 
 class QuotasReply(Message, tag="quotas_reply"):
-    """In each row a tenant (the last, without a name: all namespaces that have none), its namespaces and its stores.
-    `more`: ask again for the rest."""
+    """Each row has a tenant (the last one, without a name, covers all namespaces without a tenant), its namespaces and
+    its stores. `more`: ask again for the rest."""
 
     rid: int
     tenants: list[dict[str, Any]]
@@ -173,7 +171,7 @@ class QuotasReply(Message, tag="quotas_reply"):
 
 
 class Operated(Message, tag="operated"):
-    """What the companion's operation gave, plain values."""
+    """The result of the companion's operation, as plain values."""
 
     rid: int
     result: dict[str, Any]
@@ -197,7 +195,7 @@ class Done(Message, tag="done"):
 
 
 class Error(Message, tag="error"):
-    """Every request that is not answered by a result is answered by this. `rid` 0: it could not be read."""
+    """The answer to every request that has no result. `rid` 0: the request could not be read."""
 
     rid: int
     code: str
@@ -206,7 +204,7 @@ class Error(Message, tag="error"):
 
 
 class LeaseExpiredNotice(Message, tag="lease_expired"):
-    """A notice: nobody asked. The lease's keys are free; settle it when the last copy has ended."""
+    """A notice, sent without a request. The lease's keys are free; settle it when the last copy has ended."""
 
     rid: int  # always 0
     lease: int

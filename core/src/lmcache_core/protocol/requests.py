@@ -1,4 +1,4 @@
-"""What a client may ask. The rules that all messages keep stand in `messages.py`."""
+"""A client's requests. The common rules are in `messages.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-TRACES = "traces"  # capability of a server: it takes the traces that requests belong to
+TRACES = "traces"  # capability of a server: it accepts the traces of requests
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -27,9 +27,9 @@ class Hello(Message, tag="hello"):
 
 
 class Attach(Message, tag="attach"):
-    """The worker maps the pool: it read `nonce` there, and holds the life lock of `row`, which is the one that
-    `Welcome` named, or, where that named none, a free one of its own choice. `held` are the leases of the same client
-    instance whose memory it may still touch; the server settles all its others."""
+    """The worker maps the pool: it has read `nonce` there, and holds the life lock of `row`, which is the one that
+    `Welcome` named or, if that named none, a free one of its choice. `held`: the leases of the same client instance
+    whose memory it may still touch; the server settles all others."""
 
     rid: int
     row: int
@@ -50,14 +50,14 @@ class RegisterLayout(Message, tag="register_layout"):
 
 
 class LookupOptions(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What a lookup asks for beside its keys, from the client's call to the tiers.
+    """The options of a lookup, from the client's call to the tiers.
 
-    `hold`: promise what is found. `prefix`: the keys from the first on; without it each key for itself; `window` > 0:
-    the last `window` keys of the longest run that ends in them. `wait_s` > 0: the reply may come later, when loads from
-    tiers have ended. `tiers`: search these only; None: all; []: none. `deadline_s` > 0: the tiers have so long, whether
-    or not the reply waits for them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch policy rather than
-    by the server's. `warm_up`: nobody waits for it; everyone else goes first. `identify`: say which incarnations were
-    found.
+    `hold`: promise what is found. `prefix`: the keys from the first on; without it every key is independent; `window` >
+    0: the last `window` keys of the longest run that ends in them. `wait_s` > 0: the reply may come later, when loads
+    from tiers have ended. `tiers`: search only these; None: all; []: none. `deadline_s` > 0: the time limit for the
+    tiers, whether or not the reply waits for them. `pin_s` > 0: pin what is found. `policy`: load by this prefetch
+    policy instead of the server's. `warm_up`: nobody waits for it, so all other requests go first. `identify`: say
+    which incarnations were found.
     """
 
     hold: bool = False
@@ -85,8 +85,8 @@ class LookupRequest(Message, tag="lookup"):
 
 
 class TracedLookup(LookupRequest, tag="traced_lookup"):
-    """A lookup that belongs to a trace of the caller's: `traceparent` as W3C Trace Context has it. For servers that
-    have said `TRACES` in their `Welcome`."""
+    """A lookup that belongs to a trace of the caller's: `traceparent` in the format of W3C Trace Context. For servers
+    with `TRACES` in their `Welcome`."""
 
     traceparent: str = ""
 
@@ -105,7 +105,7 @@ class QueryPrefetchStatus(Message, tag="query_prefetch_status"):
 
 
 class QueryLookupHits(Message, tag="query_lookup_hits"):
-    """Answered as soon as it is known what will be a hit, before the loads end."""
+    """Answered as soon as the hits are known, before the loads end."""
 
     rid: int
     job: int
@@ -117,8 +117,8 @@ class FreeLookupLocks(Message, tag="free_lookup_locks"):
 
 
 class RedeemPromise(Message, tag="redeem_promise"):
-    """These keys of a promise were read without a lease: it keeps them no longer, and the others as before. By any
-    session of the namespace. Answered by `Done`: of how many keys something was kept."""
+    """These keys of a promise were read without a lease: it no longer holds them, but still holds the others. From any
+    session of the namespace. Answered by `Done`: how many of the keys were held."""
 
     rid: int
     promise: int
@@ -152,7 +152,7 @@ class Settle(Message):
 
 
 class CommitStore(Settle, tag="commit_store"):
-    """`checksums`: the xxh3_64 of each position's bytes as u64, packed, 0 where it is not known; or nothing."""
+    """`checksums`: the xxh3_64 of each position's bytes as packed u64, 0 if unknown; or empty."""
 
     checksums: bytes = b""
 
@@ -166,8 +166,8 @@ class FinishRead(Settle, tag="finish_read"):
 
 
 class PrepareRetrieve(Message, tag="prepare_retrieve"):
-    """`prefix`: grant only up to the first key that is not there. `promise` is redeemed by this. `verify`: tell the
-    checksums, too; `identify`: which incarnations are granted."""
+    """`prefix`: grant only up to the first missing key. `promise` is redeemed by this. `verify`: also return the
+    checksums; `identify`: also return the granted incarnations."""
 
     rid: int
     namespace: int
@@ -180,14 +180,14 @@ class PrepareRetrieve(Message, tag="prepare_retrieve"):
 
 
 class ReportDamaged(Settle, tag="report_damaged"):
-    """What these positions of a read lease hold does not have the checksum that it was stored with: nobody else should
-    be given it. Ends the lease's hold on them. By lease, for a key may have a sound successor by now."""
+    """The objects at these positions of a read lease do not have the checksum of their store, so they must not be
+    served. Ends the lease's hold on them. By lease, because the key may have an intact successor by now."""
 
 
 class Drop(Message, tag="drop"):
-    """These very incarnations, a u64 for each key, packed, are not to be served again; a successor of a key
-    stays. `tiers`: nor what tiers have under these keys. `damaged`: their bytes are not what was stored. Answered by
-    `Done`: how many were in the pool."""
+    """Stop serving these incarnations, a packed u64 for each key; a key's successor stays. `tiers`: also delete the
+    objects with these keys from the tiers. `damaged`: their bytes are not what was stored. Answered by `Done`: how many
+    were in the pool."""
 
     rid: int
     namespace: int
@@ -225,8 +225,8 @@ class Clear(Message, tag="clear"):
 
 
 class Explain(Message, tag="explain"):
-    """Where are these keys, or why are they not there? For namespaces of this session only; at most
-    `EXPLAIN_KEYS_MAX` keys. The reply waits until the tiers have answered, or for `TIER_LOOKUP_S`."""
+    """Where are these keys, or why are they missing? Only for namespaces of this session; at most `EXPLAIN_KEYS_MAX`
+    keys. The reply waits until the tiers have answered, or for `TIER_LOOKUP_S`."""
 
     rid: int
     namespace: int
@@ -234,9 +234,9 @@ class Explain(Message, tag="explain"):
 
 
 class WaitStored(Message, tag="wait_stored"):
-    """Have the tiers these keys? As `Explain`, but by the books of the tiers, which are not asked: the reply waits for
-    `wait_s` at most (no longer than `STORED_WAIT_S_MAX`), until nothing of it is on its way to a tier any more.
-    Answered by `Explained`, where a byte of `found` is 2 for a key that is on its way."""
+    """Do the tiers have these keys? Like `Explain`, but from the accounts of the tiers, which are not asked. The reply
+    waits until none of the keys is on its way to a tier any more, `wait_s` at most (no longer than
+    `STORED_WAIT_S_MAX`). Answered by `Explained`, where a byte of `found` is 2 for a key that is on its way."""
 
     rid: int
     namespace: int
@@ -275,9 +275,9 @@ class ChangeTier(Message, tag="change_tier"):
 
 
 class ReportBlocks(Message, tag="report_blocks"):
-    """Which of its blocks an engine keeps under these keys: `hashes` in the order of a prefix, as many for each key,
-    and the hash before the first of them. For a namespace of this session. Answered by `Done`: of how many keys
-    somebody is told; 0 where nobody asks for blocks."""
+    """Which blocks an engine keeps under these keys: `hashes` in prefix order, the same number for each key, and the
+    hash before the first of them. For a namespace of this session. Answered by `Done`: how many of the keys were passed
+    on; 0 if nobody wants blocks."""
 
     rid: int
     namespace: int
@@ -292,8 +292,8 @@ class ReportBlocks(Message, tag="report_blocks"):
 
 
 class ChangeRecording(Message, tag="change_recording"):
-    """Record what the server is asked for into `dir`, on its machine; None: end that. `settings` as in the table
-    [record]. Answered by `Done`. Over the lifeline only, and only for the server's own user."""
+    """Record the server's requests into `dir`, on its machine; None: stop. `settings` as in the table [record].
+    Answered by `Done`. Only over the lifeline, and only for the server's own user."""
 
     rid: int
     dir: str | None
@@ -308,9 +308,9 @@ class QuotasRequest(Message, tag="quotas"):
 
 
 class SetQuota(Message, tag="set_quota"):
-    """A tenant's namespaces (None: as they are) and its figures in these stores, `l1` or a tier: `reserved_bytes` and
-    `limit_bytes`, None where there is none. Stores that are not named stay as they are. Answered by `Done`. Over the
-    lifeline only, and only for the server's own user."""
+    """A tenant's namespaces (None: unchanged) and its quotas in these stores, `l1` or a tier: `reserved_bytes` and
+    `limit_bytes`, or None. Stores that are not named stay as they are. Answered by `Done`. Only over the lifeline, and
+    only for the server's own user."""
 
     rid: int
     tenant: str
@@ -319,15 +319,15 @@ class SetQuota(Message, tag="set_quota"):
 
 
 class RemoveQuota(Message, tag="remove_quota"):
-    """There is no such tenant any more. Answered by `Done`. For whom `SetQuota` is."""
+    """Remove a tenant. Answered by `Done`. Allowed as for `SetQuota`."""
 
     rid: int
     tenant: str
 
 
 class Operate(Message, tag="operate"):
-    """Call an operation of a companion, by names that it has documented. Answered by `Operated`. Over the lifeline
-    only, and only for the server's own user."""
+    """Call an operation of a companion by its documented names. Answered by `Operated`. Only over the lifeline, and
+    only for the server's own user."""
 
     rid: int
     companion: str
@@ -336,8 +336,8 @@ class Operate(Message, tag="operate"):
 
 
 class CallOperation(Message, tag="call_operation"):
-    """Call an operation that a package brought. `body`: its own request, as MessagePack. Answered by `OperationReply`.
-    Over the lifeline only, and only for the server's own user."""
+    """Call an operation that a plugin added. `body`: its own request, as MessagePack. Answered by `OperationReply`.
+    Only over the lifeline, and only for the server's own user."""
 
     rid: int
     operation: str

@@ -10,7 +10,7 @@ _SAMPLED = 1
 
 
 class TraceParent(NamedTuple):
-    """`trace` and `span` as numbers of 128 and 64 bits; `sampled`: whether whoever began the trace records it."""
+    """`trace` and `span` as numbers of 128 and 64 bits; `sampled`: whether the trace's originator records it."""
 
     trace: int
     span: int
@@ -18,7 +18,7 @@ class TraceParent(NamedTuple):
 
 
 def parse_traceparent(text: str) -> TraceParent | None:
-    """What the text says; None for what is no trace, which the standard has everybody ignore."""
+    """The parsed text; None if it is not a valid trace, which the standard says to ignore."""
     found = _FORM.fullmatch(text)
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None

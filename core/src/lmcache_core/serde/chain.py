@@ -1,4 +1,4 @@
-"""The codec chain of a tier: serdes in order on the way out, in reverse on the way back."""
+"""The codec chain of a tier: its serdes, applied in order when storing and in reverse when loading."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from lmcache_core.serde.scratch import Scratch
 
 
 class Encoded(NamedTuple):
-    """`buffers` follow one another on the medium; `lengths[i]` is the size after serde i, and the last one is
-    the size of all buffers (no lengths: nothing was encoded)."""
+    """`buffers` follow one another on the medium; `lengths[i]` is the size after serde i, and the last one is the total
+    size of the buffers (no lengths: nothing was encoded)."""
 
     buffers: Sequence[Buffer]
     lengths: Sequence[int]
 
 
 class CodecChain:
-    """Serdes applied one after the other. An empty chain costs nothing: the payload is the pool's own memory.
+    """Serdes applied one after another. An empty chain costs nothing: the payload is the pool's own memory.
 
-    Shared by all lanes of a tier; what belongs to one thread is its Scratch.
+    Shared by all lanes of a tier; each thread has its own Scratch.
     """
 
     def __init__(self, serdes: Sequence[Serde] = ()) -> None:
         self.serdes = tuple(serde for serde in serdes if not isinstance(serde, IdentitySerde))
         if len(self.serdes) > CHAIN_SERDES_MAX:
             raise SettingsError(
-                f"a codec chain of {len(self.serdes)} serdes is over the limit of {CHAIN_SERDES_MAX}: use fewer"
+                f"a codec chain has at most {CHAIN_SERDES_MAX} serdes, got {len(self.serdes)}: use fewer"
             )
 
     @property
@@ -48,7 +48,7 @@ class CodecChain:
         return [(serde.name, dict(serde.parameters())) for serde in self.serdes]
 
     def encoded_bytes_max(self, layout: Layout) -> int:
-        """The most bytes that an object of this layout can have on the medium, without its header."""
+        """The most bytes that an object of this layout can take on the medium, without its header."""
         nbytes = layout.nbytes
         for serde in self.serdes:
             nbytes = serde.encoded_bytes_max(nbytes, layout)
@@ -56,7 +56,7 @@ class CodecChain:
         return nbytes
 
     def encode(self, src: memoryview, layout: Layout, key: bytes, scratch: Scratch) -> Encoded:
-        """The object as it goes to the medium. Buffers may live in `scratch`, or be `src` itself."""
+        """The object in its form for the medium. Buffers may live in `scratch`, or be `src` itself."""
         buffers: Sequence[Buffer] = [src]
         lengths: list[int] = []
         for serde in self.serdes:
@@ -74,14 +74,14 @@ class CodecChain:
         lengths: Sequence[int],
         scratch: Scratch,
     ) -> None:
-        """Write the object into `into`. `lengths` are those that `encode` gave.
+        """Decode the object into `into`. `lengths` are those that `encode` returned.
 
-        Raises `DamagedObjectError` where a serde refuses its input or the lengths do not fit the chain, before
-        anything is allocated by them.
+        Raises `DamagedObjectError` if a serde refuses its input, or if the lengths do not fit the chain, before
+        anything is allocated from them.
         """
         if len(lengths) != len(self.serdes) or (lengths and lengths[-1] != src.nbytes):
             raise DamagedObjectError(
-                f"object {key.hex()[:16]}… records {len(lengths)} encoded lengths and the chain has "
+                f"object {key.hex()[:16]}… records {len(lengths)} encoded lengths, and the chain has "
                 f"{len(self.serdes)} serdes, or its size differs: store it again"
             )
         layouts = self._stages(layout, key, lengths)
@@ -91,14 +91,14 @@ class CodecChain:
             src = target
 
     def _stages(self, layout: Layout, key: bytes, lengths: Sequence[int]) -> list[Layout]:
-        """The layout before each serde, once each recorded length has been held against its serde's bound: they come
-        from the medium, and memory is allocated by them."""
+        """The layout before each serde, after each recorded length was checked against its serde's bound: lengths come
+        from the medium, and memory is allocated from them."""
         layouts, nbytes = [layout], layout.nbytes
         for serde, length in zip(self.serdes, lengths, strict=True):
             bound = serde.encoded_bytes_max(nbytes, layouts[-1])
             if not 0 < length <= bound:
                 raise DamagedObjectError(
-                    f"object {key.hex()[:16]}… records {length:,} bytes after serde {serde.name!r}, which gives at "
+                    f"object {key.hex()[:16]}… records {length:,} bytes after serde {serde.name!r}, which makes at "
                     f"most {bound:,} here: store it again"
                 )
             layouts.append(serde.encoded_layout(layouts[-1], length))
@@ -111,7 +111,7 @@ def _nbytes(part: Buffer) -> int:
 
 
 def _joined(parts: Sequence[Buffer], scratch: Scratch) -> memoryview:
-    """One view of all parts: the next serde of a chain reads one run of bytes."""
+    """One view of all parts: the next serde of a chain reads one contiguous run of bytes."""
     if len(parts) == 1:
         only = parts[0]
         return only if isinstance(only, memoryview) else memoryview(only)

@@ -22,48 +22,47 @@ class Serde(ABC):
     Built as `Serde(settings)`, with an instance of the settings model that its ComponentSpec names (None: it has none).
 
     Attributes:
-        name: The component's name. It stands in each object's header.
-        lossless: What was encoded is decoded to the same bytes.
+        name: The component's name. It is recorded in each object's header.
+        lossless: Whether decoding restores the same bytes.
 
-    One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's
-    header and compared on the way back, so an object encoded under other settings is a miss with a reason,
-    never wrong bytes.
+    One instance serves all threads of a tier at once. Its name and `parameters()` are recorded in each object's header
+    and compared when loading, so an object encoded with other settings is a miss with a reason, never wrong bytes.
 
-    `key` names the object on its tier: 60 opaque bytes, made of its key, namespace, epoch, and a digest of its layout
-    and codec chain. No two objects share one. A serde that authenticates binds it whole; the object's header is
-    protected against accidents only, and whoever can write to the medium can write a header too.
+    `key` identifies the object on its tier: 60 opaque bytes, made of its key, namespace, epoch, and a digest of its
+    layout and codec chain. No two objects share one. A serde that authenticates must bind all of it; the object's
+    header is protected only against accidents, and anyone who can write to the medium can write a header, too.
     """
 
     name: ClassVar[str]
     lossless: ClassVar[bool]
 
     def parameters(self) -> Mapping[str, str | int | float]:
-        """What a decoder must agree on. Never a secret (a key's id, not the key)."""
+        """What a decoder must have in common. Never a secret (a key's id, not the key)."""
         return {}
 
     @abstractmethod
     def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
-        """The most bytes that `encode` gives for an object of `nbytes`.
+        """The most bytes that `encode` returns for an object of `nbytes`.
 
-        Lengths that come back from a medium are held against it before anything is allocated.
+        Lengths read from a medium are checked against it before anything is allocated.
         """
 
     def encoded_layout(self, layout: Layout, nbytes: int) -> Layout:
-        """What the encoded bytes look like to the next serde of the chain: opaque bytes, unless it says more."""
+        """The layout of the encoded bytes for the next serde of the chain: opaque bytes by default."""
         return Layout("uint8", (max(1, nbytes),))
 
     @abstractmethod
     def encode(self, src: memoryview, layout: Layout, key: bytes) -> Sequence[Buffer]:
-        """The encoded object, as buffers that the caller sends one after the other.
+        """The encoded object, as buffers that the caller sends one after another.
 
-        `src` is read-only, one-dimensional bytes, valid until the buffers have been sent; it must not be
-        kept or changed. Raises `UsageError` for a layout that this serde cannot encode.
+        `src` is read-only, one-dimensional bytes, valid until the buffers have been sent; it must not be kept or
+        changed. Raises `UsageError` for a layout that this serde cannot encode.
         """
 
     @abstractmethod
     def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
-        """Write the object of `layout` into `into`, all `into.nbytes` of it.
+        """Decode the object of `layout` into `into`, all `into.nbytes` of it.
 
-        Raises `DamagedObjectError` where `src` is not what `encode` made for this key and layout: it is set aside.
-        Raises `MismatchedObjectError` where it may well be, under settings that are not these: it is left alone.
+        Raises `DamagedObjectError` if `src` is not what `encode` returned for this key and layout: the object is set
+        aside. Raises `MismatchedObjectError` if it may be valid with other settings: the object is left alone.
         """

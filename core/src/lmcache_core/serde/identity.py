@@ -1,4 +1,4 @@
-"""The null object of the serdes: bytes go to the tier as they are."""
+"""The serde that does nothing: bytes go to the tier unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lmcache_core.serde.contract import Buffer, Serde
 
 
 class IdentitySerde(Serde):
-    """Changes nothing and copies nothing. A chain leaves it out, so naming it costs nothing either."""
+    """Changes nothing and copies nothing. A chain leaves it out, so naming it costs nothing."""
 
     name = "identity"
     lossless = True
 
     def __init__(self, settings: object = None) -> None:
-        del settings  # there is nothing to set
+        del settings  # it has no settings
 
     def encoded_bytes_max(self, nbytes: int, layout: Layout) -> int:
         return nbytes
@@ -30,6 +30,6 @@ class IdentitySerde(Serde):
     def decode(self, src: memoryview, into: memoryview, layout: Layout, key: bytes) -> None:
         if src.nbytes != into.nbytes:
             raise DamagedObjectError(
-                f"object {key.hex()[:16]}… has {src.nbytes:,} bytes and its layout {layout} needs {into.nbytes:,}"
+                f"object {key.hex()[:16]}… has {src.nbytes:,} bytes, but its layout {layout} needs {into.nbytes:,}"
             )
         into[:] = src

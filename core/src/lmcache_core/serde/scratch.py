@@ -1,4 +1,4 @@
-"""Reused memory for encoding and decoding: a fresh large allocation costs 4 ns a byte, once for each object."""
+"""Reused memory for encoding and decoding: a new large allocation costs 4 ns per byte, for each object."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FIRST_BYTES = 1 << 20
 
 
 class Scratch:
-    """Page-aligned buffers for one thread, taken one after the other and given back all at once.
+    """Page-aligned buffers for one thread, taken one after another and released all at once.
 
-    The caller uses no view after `reset`. What is larger than SCRATCH_BYTES_MAX is allocated for the occasion
-    and not kept.
+    The caller must not use a view after `reset`. A buffer larger than SCRATCH_BYTES_MAX is allocated separately and not
+    kept.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Scratch:
         if rounded > SCRATCH_BYTES_MAX:
             return _allocate(rounded)[:nbytes]
         if self._used_bytes + rounded > self._region.nbytes:
-            # Views of the old region keep it alive; the new one holds as much again.
+            # Views of the old region keep it alive; the new one is twice as large.
             grown = min(SCRATCH_BYTES_MAX, max(_FIRST_BYTES, 2 * (self._region.nbytes + rounded)))
             self._region = _allocate(max(grown, rounded))
             self._used_bytes = 0
@@ -35,7 +35,7 @@ class Scratch:
         return self._region[start : start + nbytes]
 
     def reset(self) -> None:
-        """All views that were taken are dead."""
+        """Invalidate all views that were taken."""
         self._used_bytes = 0
 
 

@@ -1,4 +1,4 @@
-"""A server that goes on with the pool of a dead one: what it took over, and which former workers it waits for."""
+"""A server that continues with the pool of a dead one: what it took over, and which former workers it waits for."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def read_pool(segment: Segment, living: bytes, *, distrust: bool = False) -> Adoption:
-    """Validate the tables and the index of a dead server's pool, and put them right. `living`: its workers' rows.
-    `distrust`: what has no checksum is dropped, and what has one is to be checked by whoever reads it."""
-    assert native is not None, "who begins cold does not come here"
+    """Validate and repair the tables and the index of a dead server's pool. `living`: the rows of its live workers.
+    `distrust`: objects without a checksum are dropped, and others must be checked by their first reader."""
+    assert native is not None, "a cold start does not get here"
     header = segment.header
     return native.Adoption(
         segment.buffer,
@@ -47,7 +47,7 @@ def read_pool(segment: Segment, living: bytes, *, distrust: bool = False) -> Ado
 
 
 class FormerPool:
-    """What a dead server left, read and put right: nobody may find anything in it without a call meanwhile."""
+    """What a dead server left, read and repaired. Meanwhile nobody may find anything in it without a call."""
 
     def __init__(self, segment: Segment, verify: str) -> None:
         """`verify`: `AdoptSettings.verify`."""
@@ -66,23 +66,23 @@ class FormerPool:
         self.read_s = time.monotonic() - self.began_s
 
     def close(self) -> None:
-        """Free the mapping that it keeps."""
+        """Free its mapping."""
         self.pool = None
 
 
 class Adopting:
-    """The adoption of one pool, from its first look to the last former worker. Lives on the loop's thread.
+    """The adoption of one pool, from its first step to the last former worker. Lives on the loop's thread.
 
-    A former worker is a row of the worker table whose life lock is held. It gives the lock up when it has reconnected
-    and its copies of before have ended, or when it dies: until then slots that it may touch wait for it, and nothing
-    else does.
+    A former worker is a row of the worker table whose life lock is held. It releases the lock when it has reconnected
+    and its earlier copies have ended, or when it dies. Until then, slots that it may touch are withheld; nothing else
+    waits for it.
     """
 
     def __init__(
         self, former: FormerPool, kernel: Kernel, verifying: Verifying | None, on_row_gone: Callable[[int], None]
     ) -> None:
-        """Hands the pool to the kernel, before anything else is asked of that. `verifying`: None where the settings do
-        not ask for a check in the background. `on_row_gone`: told of a row before it may be another worker's."""
+        """Hands the pool to the kernel, before any other call to that. `verifying`: None if the settings do not ask for
+        a background check. `on_row_gone`: called before a row can go to another worker."""
         assert former.pool is not None
         self.former = former
         self._kernel = kernel
@@ -90,7 +90,7 @@ class Adopting:
         self._on_row_gone = on_row_gone
         self._checks = dict.fromkeys(former.living_rows, (0.0, LIFE_CHECK_S_MIN))
         self._made_s: float | None = None
-        self._longest_step_s = 0.0  # of the loop's own time: what a busy machine adds is not ours
+        self._longest_step_s = 0.0  # of the loop's own time, without delays by a busy machine
         kernel.adoption.begin(former.pool, self._checks, unverified=former.verify != "never")
         log.info(
             "pool %r: adopted %d objects of %d bytes in %.3f s; %d former workers live",
@@ -103,7 +103,8 @@ class Adopting:
         )
 
     def step(self, now: float) -> bool:
-        """One bounded step of making objects, and a look at the life locks that are due. True: more to make."""
+        """One bounded step of making objects, and a check of the life locks that are due. True: there is more to
+        make."""
         former, segment = self.former, self.former.segment
         for row, (check_at_s, pause_s) in list(self._checks.items()):
             if check_at_s > now:
@@ -129,18 +130,18 @@ class Adopting:
 
     @property
     def makes_objects(self) -> bool:
-        """Whether some are still to be made."""
+        """Whether some objects are still to be made."""
         return self.former.pool is not None
 
     @property
     def due(self) -> float | None:
-        """When `step` is to be called, None: no more."""
+        """When `step` must be called next; None: never."""
         if self.makes_objects:
             return 0.0
         return min((check_at_s for check_at_s, _ in self._checks.values()), default=None)
 
     def close(self) -> None:
-        """End the check, and free what was read of the pool."""
+        """End the check, and free what was read from the pool."""
         if self.verifying is not None:
             self.verifying.stop()
         self.former.close()

@@ -1,4 +1,4 @@
-"""`build`: from settings to the parts of a server. The one place where they are wired."""
+"""`build`: from settings to the parts of a server. This is the only place where they are wired."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 
 def build(settings: Settings, registry: Registry, clock: Clock, undo: contextlib.ExitStack) -> Parts:
-    """All of them: the pool and the sockets are there, and nothing is served yet. `undo` gets what closes each: where
-    this raises, or the server cannot begin, nothing is to be left behind."""
+    """All parts: the pool and the sockets exist, and nothing is served yet. `undo` gets what closes each of them: if
+    this raises, or the server cannot begin, nothing is left behind."""
     name = settings.name
     access, gids = Access(settings.l1.access), settings.l1.gids
     directory = make_server_directory(name, settings.runtime_dir, access, gids)
@@ -195,7 +195,7 @@ def _adopting(former: FormerPool, l1: L1, loop: Loop) -> Adopting:
 
 
 def _events(settings: Settings, registry: Registry) -> EventTaps | None:
-    """What hears of everything, where the settings name subscribers."""
+    """The event taps, if the settings name subscribers."""
     if not settings.subscribers:
         return None
     context = SubscriberContext(settings.name, settings.state_dir)
@@ -221,7 +221,7 @@ def _tracing(settings: Settings, clock: Clock, kernel: Kernel, tiered: Callable[
 
 
 def _helpers(settings: Settings, registry: Registry, address: str, runtime_dir: Path) -> Helpers:
-    """Processes beside the server. Raises what a plugin raises whose helper cannot be described."""
+    """The helper processes. Raises what a plugin raises if its helper cannot be described."""
     processes = configured(settings.helpers)
     check_helper_names(list(processes), settings.helper_names)
     context = HelperContext(settings.name, address, runtime_dir)

@@ -1,4 +1,4 @@
-"""Clears: the fence stands at once, the memory follows between everybody's messages, and the answer comes last."""
+"""Clears: the fence takes effect at once, memory is freed between other messages, and the answer comes last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmcache_core.server.store_waits import StoreWaits
 
 
 class Clears:
-    """Who waits for which clear. Lives on the loop's thread."""
+    """The callers that wait for clears. Lives on the loop's thread."""
 
     def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits) -> None:
         self._kernel = kernel
@@ -22,9 +22,10 @@ class Clears:
         self.waiting: deque[tuple[Clearing, Session, int]] = deque()  # in the order in which they will be done
 
     def clear(self, session: Session, request: m.Clear) -> m.Message | None:
-        """The answer to a small clear; None: it follows once all is freed, whether or not the session is still there.
+        """The answer to a small clear; None: it follows once everything is freed, whether or not the session still
+        exists.
 
-        A fence that cannot be kept on the tiers is an error at once; the L1 is cleared all the same.
+        If a fence cannot be saved for the tiers, the answer is an error at once; the L1 is cleared anyway.
         """
         now = self._l1.clock.now
         self._store_waits.clear(request.namespace)
@@ -40,12 +41,12 @@ class Clears:
         return None
 
     def step(self) -> bool:
-        """Free a bounded part of what was cleared. Whether there is more: the next turn of the loop should come at
-        once, after everybody's next message."""
+        """Free a bounded part of what was cleared. Returns whether there is more: then the next turn of the loop should
+        come at once, after everybody's next message."""
         if not self._kernel.clearing and not self.waiting:
             return False
         self._kernel.free_cleared(self._l1.clock.now)
-        self._l1.apply()  # whoever reads the answer finds nothing of it any more
+        self._l1.apply()  # when the answer is sent, nothing of it can be found any more
         while self.waiting and self.waiting[0][0].done:
             clearing, session, rid = self.waiting.popleft()
             session.send(_answer(clearing, rid))

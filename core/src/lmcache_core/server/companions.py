@@ -1,4 +1,4 @@
-"""The companions of a server: told of everything in time, and kept from harming the loop."""
+"""The companions of a server: informed in time, and kept from harming the loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Companions:
         self._faults: dict[str, str] = {}
 
     def start(self, registry: Registry, configured: Mapping[str, Any], server: str, l1: L1) -> None:
-        """Build those that are configured. Raises what one raises that cannot be built, and nothing stays open."""
+        """Build the configured ones. If one cannot be built, its error is raised and nothing stays open."""
         try:
             for name, settings in configured.items():
                 context = CompanionContext(server, l1)
@@ -42,7 +42,7 @@ class Companions:
         self._at_work = dict(self._all)
 
     def hear(self, effect: Effect) -> None:
-        """Pass on what became of objects. Never raises."""
+        """Pass on what happened to objects. Never raises."""
         for name, companion in list(self._at_work.items()):
             match effect:
                 case Committed():
@@ -53,7 +53,7 @@ class Companions:
                     self._safely(name, companion.read, effect.objects)
 
     def next_step(self) -> float | None:
-        """When the first of them wants to work; None: none does."""
+        """When the first of them has work to do; None: none has."""
         first: float | None = None
         if self._at_work:  # every turn of the loop asks, and most servers have no companion
             for name, companion in list(self._at_work.items()):
@@ -63,7 +63,7 @@ class Companions:
         return first
 
     def step(self, now: float) -> None:
-        """Let those work whose time has come. Never raises."""
+        """Call those whose time has come. Never raises."""
         if self._at_work:
             for name, companion in list(self._at_work.items()):
                 due = self._safely(name, companion.next_step)
@@ -76,10 +76,11 @@ class Companions:
         return {name: offer for name, offer in offered.items() if offer is not None}
 
     def operate(self, session: Session, request: m.Operate) -> m.Message:
-        """An operation that somebody has called. Raises `UsageError`."""
+        """Run a requested operation. Raises `UsageError`."""
         if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
             raise UsageError(
-                f"{request.companion} is operated over the lifeline, by the server's own user: run the command there"
+                f"only the server's own user may operate {request.companion}, over the lifeline: run the "
+                f"command as that user on the server's node"
             )
         companion = self._at_work.get(request.companion)
         if companion is None:
@@ -89,7 +90,7 @@ class Companions:
         return m.Operated(request.rid, companion.operate(request.operation, request.arguments))
 
     def status(self) -> dict[str, Any]:
-        """Each one's own figures, and why it was abandoned where it was."""
+        """The figures of each, and why it was abandoned, if it was."""
         shown: dict[str, Any] = {}
         for name, companion in self._all.items():
             try:
@@ -114,15 +115,15 @@ class Companions:
                 except KeyboardInterrupt:
                     raise
                 except BaseException:
-                    log.exception("the companion %s did not end in order", name)
+                    log.exception("the companion %s failed while closing", name)
 
     def _safely(self, name: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
-        """What a companion's method gives. None: it raised, and is abandoned."""
+        """The result of a companion's method. None: it raised, and was abandoned."""
         try:
             return call(*arguments)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a plugin's fault is not the server's end, nor a panic of Rust
+        except BaseException as error:  # a plugin's fault must not end the server, nor must a panic in Rust
             log.error("the companion %s failed and is abandoned", name, exc_info=error)
             self._faults[name] = f"{type(error).__name__}: {error}"
         companion = self._at_work.pop(name, None)
@@ -132,5 +133,5 @@ class Companions:
             except KeyboardInterrupt:
                 raise
             except BaseException:
-                log.exception("the companion %s could not be abandoned in order", name)
+                log.exception("the companion %s failed while it was abandoned", name)
         return None

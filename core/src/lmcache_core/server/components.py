@@ -1,4 +1,4 @@
-"""From settings to single components of a server: its pool, its kernel, its tiers, its policies. `build` wires them."""
+"""From settings to single components of a server: its pool, kernel, tiers and policies. `build` wires them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from lmcache_core.tiers.tier.parallel import adapter_context
 from lmcache_core.tiers.tier.tier import Tier, TierConfig
 from lmcache_core.tiers.tiering import Tiering, TieringConfig
 
-EPOCH_BITS = 24  # of a lease id; the rest counts
+EPOCH_BITS = 24  # of a lease id; the rest is a counter
 
 
 def open_pool(settings: Settings, directory: Path) -> Segment:
-    """The pool: a new one, or that of a dead server to be adopted. The log says why one that was there is not."""
+    """The pool: a new one, or that of a dead server to be adopted. The log says why an existing one is not adopted."""
     l1 = settings.l1
     on_stale, why_not = OnStale(l1.on_stale), ""
     if on_stale is OnStale.ADOPT and native_missing:
@@ -71,7 +71,7 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
         **settings.holding.model_dump(exclude={"shared_fraction_per_holder_max"}),  # the server's
     )
     epoch = former = segment.former_epoch
-    while epoch == former:  # or leases of the former server would seem to be ours
+    while epoch == former:  # otherwise leases of the former server would seem to be ours
         epoch = 1 + secrets.randbelow((1 << EPOCH_BITS) - 1)
     kernel = Kernel(
         config,
@@ -84,20 +84,20 @@ def build_kernel(settings: Settings, registry: Registry, segment: Segment) -> Ke
 
 
 def build_eviction(registry: Registry, component: Component) -> EvictionPolicy:
-    """One policy object: one orders one store."""
+    """A policy object: each store needs its own."""
     policy: EvictionPolicy = registry.build(Kind.EVICTION_POLICY, component.type, component.settings)
     return policy
 
 
 class PrefetchPolicies:
-    """Prefetch policies that requests name, built with their defaults when they are first named."""
+    """Prefetch policies named in requests, built with their defaults on first use."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._built: dict[str, PrefetchPolicy] = {}
 
     def __call__(self, name: str) -> PrefetchPolicy:
-        """Raises `UsageError` for one that is not there, or that cannot do without settings."""
+        """Raises `UsageError` for one that is not installed, or that needs settings."""
         if name not in self._built:
             try:
                 self._built[name] = self._registry.build(Kind.PREFETCH_POLICY, name)
@@ -107,7 +107,7 @@ class PrefetchPolicies:
 
 
 def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
-    """One configured tier. Its medium need not be there. Raises what a plugin raises that cannot be built, and then
+    """One configured tier. Its medium need not be reachable. If it cannot be built, the plugin's error is raised and
     nothing stays open."""
     context = adapter_context(name, settings.connections)
     component = settings.eviction
@@ -129,7 +129,7 @@ def build_tier(name: str, settings: TierSettings, registry: Registry) -> Tier:
 
 
 def tier_config(settings: TierSettings) -> TierConfig:
-    """What is a tier's, whatever its adapter."""
+    """The settings of a tier that do not depend on its adapter."""
     return TierConfig(
         capacity_bytes=settings.capacity_bytes,
         watermark=settings.watermark,
@@ -144,7 +144,7 @@ def tier_config(settings: TierSettings) -> TierConfig:
 
 
 class TierOpener:
-    """Makes the tiering when the first tier comes: at the start, or while the server runs."""
+    """Makes the tiering when the first tier comes, at the start or later."""
 
     def __init__(self, l1: L1, make: Callable[[], Tiering]) -> None:
         self._l1 = l1

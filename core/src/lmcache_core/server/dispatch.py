@@ -1,4 +1,4 @@
-"""One handler for each request. All are quick: they run on the loop, between two system calls."""
+"""A handler for each request. All are quick: they run on the loop, between two system calls."""
 
 from __future__ import annotations
 
@@ -128,18 +128,20 @@ class Dispatch:
             session.heard_at_s = self._l1.clock.now
             handler = self._handlers.get(type(request))
             if handler is None:
-                raise ProtocolError("this session has said hello already")
+                raise ProtocolError("this session has already said hello")
             return handler(session, request)
         except CacheError as error:
             self.counters[f"error_{error.code.lower()}"] += 1
             return error_reply(request.rid, error)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a policy or a companion may be someone else's code, in Rust
-            # A bug of ours must not take the node's cache down; the peer is told, the log has the trace.
+        except BaseException:  # a policy or a companion may be third-party code, even in Rust
+            # A bug of ours must not take down the node's cache; the peer gets an error, and the log has the traceback.
             log.exception("request %s failed", type(request).__name__)
             self.counters["internal_errors"] += 1
-            return m.Error(request.rid, "INTERNAL", "the server failed on this request; its log says how", "never")
+            return m.Error(
+                request.rid, "INTERNAL", "the server failed on this request; its log has the traceback", "never"
+            )
 
     # --- the session --------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Dispatch:
         return None
 
     def _capabilities(self) -> list[str]:
-        """What a client need not ask for, or say, in vain."""
+        """Capabilities, so that clients do not send requests in vain."""
         said = [] if self._l1.tracing is None else [m.TRACES]
         if self._l1.taps is not None and self._l1.taps.wants_blocks:
             said.append(m.WANTS_BLOCKS)
@@ -309,7 +311,8 @@ class Dispatch:
         return m.SettledReply(request.rid, bytes(outcomes))
 
     def _report_damaged(self, session_id: int, lease_id: int, now: float, positions: Sequence[int]) -> bytearray:
-        """A worker is trusted with the bytes of the pool, and so with this: it could have changed them itself."""
+        """A worker is trusted with this because it is trusted with the bytes of the pool: it could have changed
+        them."""
         outcomes = self._kernel.report_damaged(session_id, lease_id, now, positions)
         self.counters["reported_damaged"] += len(positions)
         return outcomes
@@ -334,7 +337,7 @@ class Dispatch:
 
     def _config(self, session: Session, request: m.ConfigRequest) -> m.Message:
         if session.uid not in (0, os.geteuid()):
-            raise UsageError("settings are shown to the server's own user: ask as that one")
+            raise UsageError("only the server's own user may see its settings: run the command as that user")
         return m.StatusReply(request.rid, plain(self._settings))
 
     def _report_blocks(self, session: Session, request: m.ReportBlocks) -> m.Message:
@@ -342,8 +345,8 @@ class Dispatch:
         keys = split_keys(request.keys)
         if not keys or len(request.hashes) % len(keys) or not request.hashes or request.block_size < 1:
             raise UsageError(
-                f"{len(request.hashes)} hashes of blocks of {request.block_size} tokens for {len(keys)} keys: give as "
-                "many for each key, and a size above 0"
+                f"{len(request.hashes)} hashes of blocks of {request.block_size} tokens for {len(keys)} keys: give the "
+                "same number for each key, and a size above 0"
             )
         hashes = [*request.hashes, *(() if request.parent is None else (request.parent,))]
         if any(not 0 < len(each) <= BLOCK_HASH_BYTES_MAX for each in hashes):
@@ -368,7 +371,8 @@ class Dispatch:
 
 
 def _check_may(what: str, session: Session, namespace: int | None) -> None:
-    """A session clears and drops what it has registered. Our own user and root, as whom the command line runs, all."""
+    """A session may clear and drop what it has registered. Our own user and root, who run the command line, may do so
+    everywhere."""
     if namespace in session.namespaces or session.uid in (os.geteuid(), 0):
         return
     scope = "everything" if namespace is None else f"namespace {namespace:016x}"

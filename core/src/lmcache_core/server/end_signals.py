@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT of a server's process, from before its first step on."""
+"""SIGTERM and SIGINT for a server's process, from before its first step on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Self
 
 
 class EndSignals:
-    """What asks this process to end. A context manager; only in the main thread.
+    """Handles the signals that end this process. A context manager; only in the main thread.
 
-    A start that is ended half way would leave its pool and its sockets behind, so a signal that comes before there is a
-    server to end is kept until there is one. A second one meanwhile interrupts the start: it may hang.
+    A start that is interrupted half way would leave its pool and its sockets behind, so a signal that comes before the
+    server exists is kept until it does. A second one meanwhile interrupts the start, which may hang.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class EndSignals:
         self._end: Callable[[], None] | None = None
 
     def tell(self, end: Callable[[], None]) -> None:
-        """Call this whenever a signal comes, and now, if one has come. It runs inside a signal handler."""
+        """Call `end` whenever a signal comes, and at once if one has come. It runs inside a signal handler."""
         self._end = end
         if self._came:
             end()

@@ -1,4 +1,4 @@
-"""Explanations: the kernel says how a key was lost, the tiers say on their lanes whether they have it."""
+"""Explanations: the kernel says how a key was lost, and tiers say in their lanes whether they have it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _ExplanationWait:
 
 
 class Explains:
-    """Lives on the loop's thread. A reply waits for the tiers, and nothing else does."""
+    """Lives on the loop's thread. Only the reply waits for the tiers."""
 
     def __init__(
         self, kernel: Kernel, l1: L1, policy_name: str, session_name: Callable[[int], str | None], share: Share
@@ -55,7 +55,7 @@ class Explains:
         self._by_session: Counter[int] = Counter()  # of those
 
     def explain(self, session: Session, request: m.Explain) -> m.Message | None:
-        """The answer, or None: it follows when the tiers have answered, or had their time. Only for namespaces that
+        """The answer, or None: it follows when the tiers have answered, or at their deadline. Only for namespaces that
         this session has registered: a stranger must not learn what others have stored, and when."""
         keys = split_keys(request.keys)
         told = self.look(session, request.namespace, keys)
@@ -102,11 +102,11 @@ class Explains:
             asked.session.send(self.reply(asked.rid, asked.told, asked.whereabouts.answers))
 
     def look(self, session: Session, namespace: int, keys: Sequence[bytes]) -> Explanation:
-        """What the L1 knows of a frame of keys. Raises `UnknownNamespaceError` and `LimitError`."""
+        """What the L1 knows about a frame of keys. Raises `UnknownNamespaceError` and `LimitError`."""
         layout_id = session.namespaces.get(namespace)
         if layout_id is None:
             raise UnknownNamespaceError(
-                f"namespace {namespace:016x} is not registered in this session, and only its own are "
+                f"namespace {namespace:016x} is not registered in this session, so its keys are not "
                 "explained to it: register_layout first"
             )
         if len(keys) > EXPLAIN_KEYS_MAX:
@@ -117,9 +117,9 @@ class Explains:
         return self._kernel.explain(session.id, namespace, layout_id, keys, self._l1.clock.now)
 
     def reply(self, rid: int, told: Explanation, answers: Sequence[TierAnswer]) -> m.Message:
-        """The answer to be sent."""
+        """The reply to send."""
         now, now_unix_s = self._l1.clock.now, time.time()
-        since = now_unix_s - now  # from the kernel's clock to everybody's
+        since = now_unix_s - now  # from the kernel's clock to Unix time
         names: dict[int, str] = {}
         for session_id in dict.fromkeys(told.session_ids):
             name = self._session_name(session_id)

@@ -1,7 +1,7 @@
-"""The contract of helpers: processes beside the server, which start with it, are started again, and end with it.
+"""The contract of helpers: processes that start with the server, are restarted if they end, and stop with it.
 
-Any command can be one, `[helpers.NAME] command = […]`. A plugin offers one by a component of `Kind.HELPER`: a table of
-its name in the settings, `[NAME]`, brings it to life, and its factory says which process that is.
+Any command can be one, `[helpers.NAME] command = […]`. A plugin offers one as a component of `Kind.HELPER`: a table
+with its name in the settings, `[NAME]`, enables it, and its factory says what to run.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HelperContext:
-    """What a helper's factory may know of the server.
+    """What a helper's factory knows about the server.
 
     Attributes:
         server: Its name.
         address: Its lifeline, where a client on this node connects.
         runtime_dir: The directory of the lifelines.
-        python: The server's interpreter: a helper that is a module of the same installation runs by it.
+        python: The server's interpreter, for a helper that is a module of the same installation.
     """
 
     server: str
@@ -36,12 +36,12 @@ class HelperContext:
 
 @dataclass(frozen=True)
 class HelperProcess:
-    """What is run. Both parts can be seen by others, so no secret stands in them: name a file that only the user may
+    """What to run. Others can see both parts, so they must not contain secrets: name a file that only the user may
     read.
 
     Attributes:
         command: Program and arguments; no shell is involved.
-        environment: Comes on top of what every helper gets.
+        environment: Added to what every helper gets.
     """
 
     command: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The helpers of a server: started with it, started again with a growing pause, and ended with it, however it ends."""
+"""The helpers of a server: started with it, restarted with a growing pause, and stopped with it, however it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What of the server's environment a helper gets: where things are, and nothing that may be a secret.
+# The variables of the server's environment that a helper gets: paths and the like, nothing that may be a secret.
 PASSED_ON = frozenset(
     {
         "HOME", "HOSTNAME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "LOGNAME", "PATH",
@@ -37,8 +37,8 @@ PASSED_ON = frozenset(
     }
 )  # fmt: skip
 
-# Run in the child before the command takes its place: it is to end with the server, however that ends (1:
-# PR_SET_PDEATHSIG, which outlives exec). The server may have ended before that was said.
+# Runs in the child before the command replaces it, so that the helper ends with the server in every case (1:
+# PR_SET_PDEATHSIG, which survives exec). The server may have ended before that call.
 _GUARD = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
@@ -49,7 +49,7 @@ except OSError as error: sys.exit(f"{sys.argv[2]}: {error.strerror}")
 
 
 class Helpers:
-    """All of them. Started and ended by the server's own threads; `status` is for any."""
+    """All helpers. Started and stopped by the server's own threads; `status` is for any thread."""
 
     def __init__(self, processes: Mapping[str, HelperProcess], context: HelperContext) -> None:
         if len(processes) > HELPERS_MAX:
@@ -57,12 +57,12 @@ class Helpers:
         self._watched = [_Watched(name, process, context) for name, process in processes.items()]
 
     def start(self) -> None:
-        """The server answers from now on."""
+        """Start them; the server answers from now on."""
         for each in self._watched:
             each.start()
 
     def close(self) -> None:
-        """End all of them, at the same time; who does not end within `HELPER_STOP_S` is killed."""
+        """Stop all of them at the same time; any that has not ended within `HELPER_STOP_S` is killed."""
         for each in self._watched:
             each.ask_to_end()
         until = time.monotonic() + HELPER_STOP_S
@@ -75,14 +75,14 @@ class Helpers:
 
 
 class _Watched:
-    """One helper, and the thread that waits for its end: the process ends with the thread that made it."""
+    """One helper, and the thread that waits for its end: the process ends with the thread that started it."""
 
     def __init__(self, name: str, process: HelperProcess, context: HelperContext) -> None:
         self.name = name
         self._command = process.command
         self._environment = environment(context, process.environment)
         self._ending = threading.Event()
-        self._lock = threading.Lock()  # of `_process`: it is not signalled once it was waited for
+        self._lock = threading.Lock()  # guards `_process`: no signal is sent once it was waited for
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0
         self._since_s = 0.0
@@ -127,7 +127,7 @@ class _Watched:
             pause_s = min(2 * pause_s, HELPER_PAUSE_S_MAX)
 
     def _run_once(self) -> str:
-        """How it ended, in words."""
+        """Run it once; returns how it ended, in words."""
         self._since_s = time.monotonic()
         self._started += 1
         guarded = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()), *self._command]
@@ -135,21 +135,21 @@ class _Watched:
             with self._lock:
                 if self._ending.is_set():
                     return ""
-                # What it prints goes where the server's log goes: the server's own output is for whoever started it.
+                # Its output goes to the server's log: the server's own standard output is for its caller.
                 self._process = subprocess.Popen(
                     guarded, env=self._environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
                 )
         except OSError as error:
             return f"it could not be started: {error.strerror}"
         process = self._process
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own until the lock is ours
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # the pid stays reserved until we hold the lock
         with self._lock:
             status = process.wait()
             self._process = None
         return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
     def _signal(self, number: signal.Signals) -> None:
-        """To it and to what it has started: it leads a session of its own."""
+        """Signal the helper and what it has started: it leads its own session."""
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -157,7 +157,7 @@ class _Watched:
 
 
 def environment(context: HelperContext, more: Mapping[str, str]) -> dict[str, str]:
-    """What a helper gets: where the server is, and of the server's own environment only what is no secret."""
+    """A helper's environment: where the server is, and those of the server's own variables that are not secret."""
     passed = {name: value for name, value in os.environ.items() if name in PASSED_ON}
     ours = {
         "LMCACHE_CORE_NAME": context.server,
@@ -168,7 +168,7 @@ def environment(context: HelperContext, more: Mapping[str, str]) -> dict[str, st
 
 
 def configured(helpers: Mapping[str, HelperSettings]) -> dict[str, HelperProcess]:
-    """Those that settings name by their command."""
+    """Those that the settings define by a command."""
     return {
         name: HelperProcess(
             tuple(each.command), {name: os.environ[name] for name in each.environment if name in os.environ}
@@ -178,7 +178,7 @@ def configured(helpers: Mapping[str, HelperSettings]) -> dict[str, HelperProcess
 
 
 def check_helper_names(names: Sequence[str], more: Sequence[str]) -> None:
-    """Raise `SettingsError` where a command and a plugin's helper have one name."""
+    """Raise `SettingsError` if a command and a plugin's helper have the same name."""
     both = sorted({*names} & {*more})
     if both:
-        raise SettingsError(f"{both[0]!r} is both a table of its own and one of helpers: rename [helpers.{both[0]}]")
+        raise SettingsError(f"{both[0]!r} is both a plugin's helper and one of [helpers]: rename [helpers.{both[0]}]")

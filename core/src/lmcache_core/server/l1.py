@@ -1,7 +1,7 @@
-"""The L1 as everybody but the kernel sees it: the kernel's decisions, carried out on the pool.
+"""The L1 for everything outside the kernel: the kernel's decisions, carried out on the pool.
 
-Its `apply` runs after every call into the kernel and before any reply: a slot is marked in the pool's table
-before anyone hears that it was granted.
+`apply` runs after every call into the kernel and before any reply: a slot is marked in the pool's table before anyone
+is told that it was granted.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from lmcache_core.tiers.tiering import Tiering
 
 log = logging.getLogger(__name__)
-CANCELLED_KEPT = 64  # so few are not worth sifting
+CANCELLED_KEPT = 64  # too few to be worth removing
 
 REASONS = {
-    TierReason.NOWHERE: Reason.NONE,  # the kernel knows better why it is not in the L1 any more
+    TierReason.NOWHERE: Reason.NONE,  # the kernel knows better why it has left the L1
     TierReason.GONE: Reason.EVICTED,
     TierReason.DAMAGED: Reason.DAMAGED,
     TierReason.TIER_ERROR: Reason.TIER_ERROR,
@@ -92,15 +92,15 @@ class L1:
         taps: EventTaps | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`former_layouts`: id → (fingerprint, nbytes) of what was adopted; they are nobody's until they are
-        registered. `companions`, `taps` and `tracing`: None where nobody hears of anything."""
+        """`former_layouts`: id → (fingerprint, nbytes) of what was adopted; they have no owner until they are
+        registered. `companions`, `taps` and `tracing`: None if there are none."""
         self.kernel = kernel
         self.segment = segment
         self.layouts: dict[int, Layout] = {}
         self.former_layouts = dict(former_layouts or {})
         self._layout_share = Share(LAYOUTS_MAX - 1) if layout_share is None else layout_share
         self._layout_share.take("", len(self.former_layouts))
-        self._brought_by: dict[int, str] = {}  # layout id → the holder that has it in its share
+        self._brought_by: dict[int, str] = {}  # layout id → the holder whose share it counts in
         self.index = open_publisher(segment)
         self.tiering: Tiering | None = None  # see `begin_tiering`
         self.companions = companions
@@ -113,13 +113,13 @@ class L1:
         self.counters: Counter[str] = Counter()
         self._notify = notify
         self._untold: deque[Effect] = deque()
-        self.preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # who waits for room
+        self.preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # callers that wait for room
         self._policy_quiet_until_s = 0.0
 
     def layout_id(self, layout: Layout, in_use: Callable[[], Set[int]], holder: str = "") -> int:
-        """The id of a layout, that which it had with a former server if objects of it were adopted; of a new one
-        an id that nothing else has. `in_use`: says the ids that namespaces have. Where no id is left, layouts that
-        nobody uses are forgotten. Raises `LimitError` where each is in use, or `holder` has its share of them."""
+        """The id of a layout: the one that it had with a former server if objects of it were adopted, otherwise a new
+        unused one. `in_use`: returns the ids that namespaces use. If no id is left, unused layouts are forgotten.
+        Raises `LimitError` if all are in use, or `holder` has used up its share."""
         for known, each in self.layouts.items():
             if each == layout:
                 return known
@@ -132,16 +132,16 @@ class L1:
             self._remove_unused_layouts(in_use)
         if share.full_for(holder):
             raise LimitError(
-                f"{share.taken} of {share.total} layouts are in use, by sessions or by objects in the pool, and "
-                f"{share.of(holder)} of these came with {holder or 'the server'}: clear namespaces whose objects "
-                "nobody wants any more"
+                f"{share.taken} of {share.total} layouts are in use, by sessions or by objects in the pool; "
+                f"{share.of(holder)} of these belong to {holder or 'the server'}: clear namespaces whose objects are "
+                "no longer needed"
             )
         taken = self.layouts.keys() | self.former_layouts.keys()
         return next(free for free in count(1) if free not in taken)
 
     def _remove_unused_layouts(self, in_use: Callable[[], Set[int]]) -> None:
-        """Forget every layout that nothing uses: no namespace, no lookup under way, and no object in a slot, which
-        is all that leases hold and stores to tiers read."""
+        """Forget every unused layout: one without a namespace, a lookup under way, or an object in a slot, which covers
+        all that leases hold and stores to tiers read."""
         if self.kernel.adoption.under_way:  # not all objects are known yet
             return
         self.apply()
@@ -159,8 +159,8 @@ class L1:
             self.counters["layouts_forgotten"] += 1
 
     def add_layout(self, layout_id: int, layout: Layout, holder: str = "") -> None:
-        """Objects of this layout may come; it is in the holder's share until it is forgotten. Raises `UsageError` where
-        the pool cannot have them."""
+        """Accept objects of this layout; it counts in the holder's share until it is forgotten. Raises `UsageError` if
+        the pool cannot hold them."""
         self.kernel.register_layout(layout_id, layout.nbytes)
         self.segment.add_layout(layout_id, layout.fingerprint, layout.nbytes)
         if self.index is not None:
@@ -172,24 +172,24 @@ class L1:
         self._brought_by[layout_id] = holder
 
     def begin_tiering(self, tiering: Tiering) -> None:
-        """There are tiers from now on: the first has come."""
+        """The first tier has come: there are tiers from now on."""
         self.tiering = tiering
         self.wants_reuse = tiering.wants_reuse
 
     def serve_index(self, answers: bool) -> None:
-        """Whether clients find hits by themselves."""
+        """Set whether clients may find hits in the index."""
         if self.index is not None:
             self.segment.serve(self.kernel.epoch if answers else 0)
 
     # --- what the kernel decided --------------------------------------------------------------------------
 
     def apply(self) -> None:
-        """Carry out what the kernel decided since the last time. Never raises.
+        """Carry out what the kernel has decided since the last call. Never raises.
 
-        What concerns memory comes first, in the kernel's order: what is evicted leaves the index before its slot is
-        marked as another's, and what is committed enters it once its slot is marked ready. Companions hear of it at
-        once and call nobody, so nothing can come in between. Only then others are told; one of them may call the kernel
-        and come here again, for instance since a peer that was told of an expiry turned out to be gone.
+        Memory comes first, in the kernel's order: an evicted object leaves the index before its slot is marked as
+        another's, and a committed one enters it once its slot is marked ready. Companions are informed at once and call
+        nobody, so nothing can come in between. Everybody else is told afterwards; one of them may call the kernel and
+        come here again, for example because a peer that was told of an expiry turned out to be gone.
         """
         listeners = self.companions is not None or self.taps is not None
         while self.kernel.effects:
@@ -197,7 +197,9 @@ class L1:
                 try:
                     self._to_memory(effect)
                 except Exception:
-                    log.exception("%s was not carried out in one go: each object of it follows", type(effect).__name__)
+                    log.exception(
+                        "%s could not be carried out as a batch: its objects follow one by one", type(effect).__name__
+                    )
                     self.counters["apply_faults"] += 1
                     self._one_by_one(effect)
                 self._untold.append(effect)
@@ -206,31 +208,31 @@ class L1:
                 try:
                     self._show(effect)
                 except Exception:
-                    log.exception("%s was not shown to everybody", type(effect).__name__)
+                    log.exception("%s could not be reported to every listener", type(effect).__name__)
                     self.counters["apply_faults"] += 1
         while self._untold:
             effect = self._untold.popleft()
             try:
                 self._tell(effect)
             except Exception:
-                log.exception("somebody was not told of %s", type(effect).__name__)
+                log.exception("not everybody could be told of %s", type(effect).__name__)
                 self.counters["apply_faults"] += 1
 
     def answer(self, session: Session, reply: Message) -> None:
-        """Answer a request that was held back. What the kernel has decided by now is carried out first: whoever hears
-        of an object finds it in the index."""
+        """Answer a request that was held back. Pending decisions of the kernel are carried out first, so that a client
+        that learns of an object finds it in the index."""
         self.apply()
         session.send(reply)
 
     def _show(self, effect: Effect) -> None:
-        """Those who only listen."""
+        """Inform those who only listen."""
         if self.companions is not None:
             self.companions.hear(effect)
         if self.taps is not None:
             self.taps.effect(effect)
 
     def _to_memory(self, effect: Effect) -> None:
-        """The pool's tables and index."""
+        """Update the pool's tables and index."""
         index = self.index
         match effect:
             case SlotsMarked():
@@ -248,8 +250,8 @@ class L1:
                 self.segment.tables.mark_slab(effect.offset, effect.nbytes, effect.slot_bytes)
 
     def _one_by_one(self, effect: Effect) -> None:
-        """Finish what failed as a batch. What cannot be taken out of the index by its key is taken out by its slot,
-        which may be granted to another from here on; all else that fails now costs hits, and nobody's bytes."""
+        """Finish a failed batch object by object. What cannot be removed from the index by its key is removed by its
+        slot, which may be granted again from here on; any other failure now costs hits, but nobody's bytes."""
         index = self.index
         match effect:
             case SlotsMarked():
@@ -267,15 +269,15 @@ class L1:
             try:
                 part()
             except Exception:
-                log.exception("an object of %s was not carried out", type(effect).__name__)
+                log.exception("an object of %s could not be carried out", type(effect).__name__)
                 self.counters["apply_faults"] += 1
 
     def _tell(self, effect: Effect) -> None:
-        """Counters, tiers, peers."""
+        """Update counters, and inform tiers and peers."""
         match effect:
             case Committed():
                 self.counters["committed"] += len(effect.objects)
-                layout = self.layouts.get(effect.objects[0].layout_id)  # one lease, one layout
+                layout = self.layouts.get(effect.objects[0].layout_id)  # one lease has one layout
                 if layout is not None and not effect.loaded:
                     self.counters["stored_objects"] += len(effect.objects)
                     self.counters["stored_bytes"] += len(effect.objects) * layout.nbytes
@@ -297,7 +299,7 @@ class L1:
                 self.segment.release_row(effect.row)
 
     def _policy_failed(self, effect: PolicyFailed) -> None:
-        """`status` counts every fault; the log gets the trace of one now and then."""
+        """`status` counts every fault; the log gets a traceback from time to time."""
         if self.clock.now >= self._policy_quiet_until_s:
             self._policy_quiet_until_s = self.clock.now + TIER_WARNING_PAUSE_S
             log.error(
@@ -306,7 +308,7 @@ class L1:
 
     def _to_tiers(self, tiering: Tiering, objects: Sequence[Incarnation], *, reused: bool) -> None:
         layouts = self.layouts
-        if self.former_layouts:  # of adopted objects whose layout no session has registered, the tiers know nothing
+        if self.former_layouts:  # tiers know nothing of adopted objects whose layout no session has registered
             objects = [item for item in objects if item.layout_id in layouts]
         tiering.on_committed(
             [
@@ -318,8 +320,8 @@ class L1:
         )
 
     def remove(self, namespace: int, wanted: Sequence[Named], reason: Reason, *, tiers: bool) -> int:
-        """These incarnations are not served any more; how many were in the pool. `tiers`: nor is what tiers have under
-        their keys. A successor in the pool stays, and is stored anew where a tier was thought to have it."""
+        """Stop serving these incarnations; returns how many were in the pool. `tiers`: also remove what tiers have
+        under their keys. A successor in the pool stays, and is stored again if a tier was thought to have it."""
         dropped = self.kernel.drop_incarnations(namespace, wanted, self.clock.now, reason)
         self.apply()
         if tiers and self.tiering is not None:
@@ -330,7 +332,7 @@ class L1:
     # --- what workers read without a call -----------------------------------------------------------------
 
     def note_uses(self) -> bool:
-        """Tell the eviction policy what workers have read, one bounded step. True: there is more."""
+        """Tell the eviction policy in one bounded step what workers have read. True: there is more."""
         if self.index is None:
             return False
         marked = self.index.take_marks(self.clock.now)
@@ -339,13 +341,13 @@ class L1:
         return len(marked) == INDEX_SWEEP_KEYS_MAX
 
     def before_store(self, layout_id: int, keys: int) -> None:
-        """So many objects of this layout are asked for. Where that may cost evictions, uses are noted first: what a
-        worker has just read must not be the coldest that there is."""
+        """This many objects of a layout are about to be stored. If that may cost evictions, reads are reported first:
+        what a worker has just read must not count as the coldest."""
         if self.index is not None and self.kernel.may_evict(layout_id, keys):
             self.note_uses()
 
     def media_of(self, namespace: int, keys: Sequence[bytes]) -> bytes:
-        """Where the keys are, a byte for each: 1 in the pool, 2 on a tier, or both."""
+        """Where the keys are, one byte for each: 1 in the pool, 2 on a tier, or both."""
         ready = {item.key for item in self.kernel.kept(namespace, keys)}
         on_tiers = set() if self.tiering is None else self.tiering.known(namespace, keys)
         return bytes((key in ready) | (key in on_tiers) << 1 for key in keys)
@@ -411,22 +413,22 @@ class L1:
     # --- grants that wait for room ------------------------------------------------------------------------
 
     def answer_later(self, preparation: Preparation, answer: Callable[[], None]) -> None:
-        """`answer` is called once the preparation is done, unless it was cancelled."""
+        """Call `answer` once the preparation is done, unless it was cancelled."""
         self.preparing.append((preparation, answer))
 
     def make_room(self) -> bool:
-        """One bounded step of what the kernel has under way. Whether there is more: the next turn of the loop should
-        come at once, after everybody's next message."""
+        """One bounded step of the kernel's pending work. Returns whether there is more: then the next turn of the loop
+        should come at once, after everybody's next message."""
         kernel, preparing = self.kernel, self.preparing
         if not kernel.working and not preparing:
             return False
         kernel.step(self.clock.now)
-        self.apply()  # a slot is marked before anybody hears that it was granted
-        while preparing and preparing[0][0].done:  # they are done in their order, less those that are cancelled
+        self.apply()  # a slot is marked before anybody is told that it was granted
+        while preparing and preparing[0][0].done:  # they finish in order, apart from cancelled ones
             preparation, answer = preparing.popleft()
             if not preparation.cancelled:
                 answer()
-        if len(preparing) > CANCELLED_KEPT + 2 * kernel.preparing:  # who comes and goes leaves none behind the oldest
+        if len(preparing) > CANCELLED_KEPT + 2 * kernel.preparing:  # else cancelled ones pile up behind the oldest
             self.preparing = deque(each for each in preparing if not each[0].cancelled)
         return kernel.working
 
@@ -444,7 +446,7 @@ class L1:
         return ready
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
-        with contextlib.suppress(LeaseExpiredError, ClearedError):  # then this was the answer it waited for
+        with contextlib.suppress(LeaseExpiredError, ClearedError):  # then this was the answer that it waited for
             self.kernel.abort_store(SERVER_SESSION, lease, self.clock.now, positions, reason=REASONS[reason])
 
     def view(self, offset: int, nbytes: int) -> memoryview:

@@ -1,9 +1,8 @@
 """The lifeline: Unix SEQPACKET sockets in a private runtime directory.
 
-It hands over the pool's descriptor, carries the calls, and is the first to notice an end. Traps that this code
-answers: an empty packet reads like an end of file (the epoll mask tells them apart); a receive with room for
-descriptors would collect hostile ones (there is none here); paths over 108 bytes fail (we bind through the
-directory's descriptor).
+It passes the pool's descriptor, carries the calls, and is the first to notice an end. Traps that this code avoids: an
+empty packet reads like an end of file (the epoll mask tells them apart); a receive with room for descriptors would
+accept hostile ones (there is none here); paths over 108 bytes fail (we bind through the directory's descriptor).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lmcache_core.server.session import Peer
 SOCKET_NAME = "lifeline"
 SO_PEERGROUPS = 59
 SO_PEERPIDFD = 77
-GROUPS_SEEN_MAX = 256  # as many as Python's getsockopt takes; who has more is not let in by them
+GROUPS_SEEN_MAX = 256  # as many as Python's getsockopt returns; a user with more is not admitted by group
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 
 
@@ -59,18 +58,18 @@ class LifelinePeer(Peer):
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """The client of an embedded server hears of its end at once, whoever was forked meanwhile."""
+        """Close it, so that the client of an embedded server notices the server's end at once, even after a fork."""
         self._sock.close()
 
     def gids(self) -> set[int]:
-        """The groups of the peer, its supplementary ones too."""
+        """The groups of the peer, including supplementary ones."""
         more = b""
-        with contextlib.suppress(OSError):  # it has more of them than we can be told
+        with contextlib.suppress(OSError):  # it has more of them than we can read
             more = self._sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * GROUPS_SEEN_MAX)
         return {self._gid, *struct.unpack(f"{len(more) // 4}I", more)}
 
     def pidfd(self) -> int:
-        """A descriptor that becomes readable when the peer's process has ended, or -1 where there is none."""
+        """A descriptor that becomes readable when the peer's process has ended, or -1 if there is none."""
         with contextlib.suppress(OSError):
             return self._sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         if self.pid > 0:
@@ -79,8 +78,8 @@ class LifelinePeer(Peer):
         return -1
 
     def turn_away(self, frame: bytes) -> None:
-        """Say why nobody listens here. Whatever comes ends the connection, unread; to end it at once would lose the
-        words where the peer speaks at the same moment."""
+        """Tell the peer why it is refused. Whatever it sends ends the connection, unread; ending it at once would lose
+        the message if the peer sends at the same moment."""
         self._on_frame = lambda peer, frame: self._end()
         self.send(frame)
 
@@ -120,7 +119,7 @@ class LifelinePeer(Peer):
         except BlockingIOError:
             return False
         except OSError:
-            pass  # the peer is gone: its end of file follows on the loop, and ends the session there
+            pass  # the peer is gone: the loop sees its end of file and ends the session
         return True
 
     def _flush(self) -> None:
@@ -153,7 +152,7 @@ class LifelinePeer(Peer):
 
 
 class LifelineListener:
-    """The listening socket `DIRECTORY/lifeline`. The caller owns the directory's lock: a leftover is replaced.
+    """The listening socket `DIRECTORY/lifeline`. The caller holds the directory's lock: a leftover is replaced.
     Connections wait in its backlog until `serve`."""
 
     def __init__(self, directory: Path, loop: Loop, access: Access, gids: Sequence[int]) -> None:
@@ -175,12 +174,12 @@ class LifelineListener:
         forget_in_child(self)
 
     def serve(self, on_accept: Callable[[socket.socket], None]) -> None:
-        """Hand every connection to `on_accept`, in turns of the loop. Once."""
+        """Pass every connection to `on_accept`, in turns of the loop. Call this once."""
         self._loop.add(self._sock.fileno(), select.EPOLLIN, lambda mask: self._accept(on_accept))
         self._serves = True
 
     def after_fork_in_child(self) -> None:
-        """A socket that listens on in the child would let clients wait for a server that is dead."""
+        """Close it: a socket that listens on in the child would let clients wait for a dead server."""
         self._sock.close()
         if self._spare_fd >= 0:
             os.close(self._spare_fd)
@@ -189,7 +188,7 @@ class LifelineListener:
     def _accept(self, on_accept: Callable[[socket.socket], None]) -> None:
         try:
             sock, _ = self._sock.accept()
-        except OSError as error:  # it hung up before we came to it, or …
+        except OSError as error:  # it hung up before we accepted it, or …
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._turn_away()
             return
@@ -209,7 +208,7 @@ class LifelineListener:
         if self._serves:
             self._loop.remove(self._sock.fileno())
         self._sock.close()
-        fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close its number again
+        fd, self._spare_fd = self._spare_fd, -1  # a child that is forked later must not close the number again
         if fd >= 0:
             os.close(fd)
         with contextlib.suppress(FileNotFoundError):
@@ -218,7 +217,7 @@ class LifelineListener:
 
 
 def _spare_fd() -> int:
-    """A descriptor to give up when there are no others; -1 where another thread took the last one."""
+    """A descriptor to give up when there are no others; -1 if another thread took the last one."""
     try:
         return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

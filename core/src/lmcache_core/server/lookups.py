@@ -1,4 +1,4 @@
-"""Lookups: the L1 answers at once, tiers answer later, and a reply may be held back until then."""
+"""Lookups: the L1 answers at once, tiers answer later, and a reply may wait for them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Wait:
     keys: Sequence[bytes]
     promise: int
     holds_reply: bool
-    reply_at_s: float  # the reply is held back until then at most
+    reply_at_s: float  # the reply waits at most until then
     asked_at_s: float
-    first: KernelLookup  # what the L1 had when it was asked
-    span: Span | None = None  # where its trace is recorded
+    first: KernelLookup  # what the L1 had at the beginning
+    span: Span | None = None  # if its trace is recorded
     job: Job | None = None
-    hits_queries: tuple[tuple[Session, int], ...] = ()  # who asked, and the request: answered once the hits are known
+    hits_queries: tuple[tuple[Session, int], ...] = ()  # session and request: answered once the hits are known
 
 
 class Lookups:
@@ -62,18 +62,18 @@ class Lookups:
         self._l1 = l1
         self._policy_named = policy_named
         self._share = share
-        self._timed: dict[Wait, None] = {}  # replies that go out before their loads may have ended
+        self._timed: dict[Wait, None] = {}  # replies that are sent before their loads may have ended
         self._open: dict[Wait, None] = {}  # under way
-        self._waits: dict[int, Wait] = {}  # by job id: those, and the last that ended …
+        self._waits: dict[int, Wait] = {}  # by job id: the open ones, and the last that ended …
         self._remembered: deque[Wait] = deque()  # … in this order
         self._keys_remembered = 0  # of the latter
         self._made_late: dict[int, Wait] = {}  # by the promise that a query after its loads made
-        self._asking: dict[Wait, None] = {}  # those with queries to be answered once the hits are known
-        self._by_session: Counter[int] = Counter()  # of those under way
+        self._asking: dict[Wait, None] = {}  # those with queries to answer once the hits are known
+        self._by_session: Counter[int] = Counter()  # of open ones
         self.throttled = 0
 
     def lookup(self, session: Session, request: LookupRequest, keys: Sequence[bytes]) -> LookupReply | None:
-        """The answer, or None where the reply is held back until the tiers have loaded what is missing."""
+        """The answer, or None if the reply waits until the tiers have loaded what is missing."""
         now, options = self._l1.clock.now, request.options
         _check(options)
         policy = self._policy_named(options.policy) if options.policy else None
@@ -92,7 +92,7 @@ class Lookups:
         served = not missing or (options.window > 0 and missing[-1] < len(keys) - options.window)
         served = served or tiering is None or options.tiers == []
         if not served and self._throttles(session):
-            served = True  # with what the L1 has; the rest is a miss for now
+            served = True  # with what the L1 has; the rest counts as missing for now
             for at in missing:
                 found.reasons[at] = Reason.LATE
         if served or tiering is None:
@@ -133,7 +133,7 @@ class Lookups:
                 partial(self._ended, wait),
                 policy,
             )
-        except BaseException:  # a tier that is not there, a policy that fails: the caller hears of no promise
+        except BaseException:  # an unknown tier, a failing policy: the caller is not told of the promise
             if wait.promise:
                 self._kernel.free_lookup_locks(session.id, [wait.promise], wait.asked_at_s)
             raise
@@ -148,8 +148,8 @@ class Lookups:
         return self._found(options, request.rid, wait.first, job=job, done=False)
 
     def status_of(self, session: Session, rid: int, job_id: int) -> LookupReply:
-        """How far a lookup is. Of a lookup that is to hold and found nothing at first, this makes the promise once its
-        loads have ended, for this is who hears of it."""
+        """The progress of a lookup. For one with `hold` that found nothing at first, this makes the promise once its
+        loads have ended, because this caller will be told."""
         wait = self._wait_of(session, job_id)
         assert wait.job is not None
         hold = wait.request.options.hold and wait.job.ended and not wait.promise
@@ -159,8 +159,8 @@ class Lookups:
         return found
 
     def freed(self, session: Session, promises: Sequence[int]) -> None:
-        """The client has given these promises back. One that an answer to `status_of` made, and that nobody heard of,
-        is among them: the next question makes another."""
+        """The client has given these promises back. If an answer to `status_of` made one of them, and the client never
+        saw it, the next question makes another."""
         for promise in promises if self._made_late else ():
             wait = self._made_late.get(promise)
             if wait is not None and wait.session.client_id == session.client_id:
@@ -180,7 +180,7 @@ class Lookups:
         return None
 
     def cancel(self, session: Session, rid: int) -> int:
-        """Give up the session's lookup of this request id. Returns how many there were."""
+        """Cancel the session's lookup with this request id. Returns how many there were."""
         mine = [wait for wait in self._open if wait.session is session and wait.rid == rid]
         self._cancel(mine)
         return len(mine)
@@ -190,7 +190,7 @@ class Lookups:
         self._cancel([wait for wait in self._open if wait.session is session])
 
     def after_step(self) -> None:
-        """Answer those that asked what the hits will be, where that is known now, and those that wait no longer."""
+        """Answer queries about hits that are known now, and lookups whose wait is over."""
         now = self._l1.clock.now
         for wait in [wait for wait in self._timed if wait.reply_at_s <= now]:
             self._reply(wait)
@@ -209,7 +209,7 @@ class Lookups:
         return len(self._open)
 
     def _throttles(self, session: Session) -> bool:
-        """Whether so many lookups wait already, of this session, of its user or of all, that no tier is asked for one
+        """Whether too many lookups wait already, of this session, of its user or in total, to ask a tier for one
         more."""
         full = self._by_session[session.id] >= LOOKUPS_PER_SESSION_MAX or self._share.full_for(session.origin)
         self.throttled += full
@@ -233,7 +233,7 @@ class Lookups:
         if wait.holds_reply:
             self._reply(wait)
             return
-        if wait.promise:  # the one that its holder was told of keeps what was loaded, too
+        if wait.promise:  # the promise that its holder was told about holds what was loaded, too
             request, now = wait.request, self._l1.clock.now
             prefix = wanted_by(request.options) is Wanted.PREFIX
             self._kernel.promise_more(wait.promise, request.namespace, wait.keys, now, prefix=prefix)
@@ -241,7 +241,7 @@ class Lookups:
             self._look_again(wait.session, wait, 0, hold=False, pin=True)
 
     def _count(self, namespace: int, found: KernelLookup, absent: int, span: Span | None) -> None:
-        """A lookup that was answered by what the L1 has; `absent` of its keys are not there."""
+        """Count a lookup that the L1 answered; `absent` of its keys are missing."""
         keys, taps = len(found.statuses), self._l1.taps
         reasons = missed(found.statuses, found.reasons) if absent else {}
         self._l1.traffic.looked_up(namespace, keys, keys - absent, reasons)
@@ -251,7 +251,7 @@ class Lookups:
             self._l1.tracing.lookup_ended(span, namespace, keys, keys - absent, 0)
 
     def _count_ended(self, wait: Wait, job: Job) -> None:
-        """What was missing at first was loaded, or missed for the reason that the tiers gave."""
+        """Count keys that were missing at first: loaded, or missed for the reason that the tiers gave."""
         found, taps, namespace = wait.first, self._l1.taps, wait.request.namespace
         first = found.reasons or bytes(len(found.statuses))
         why = {at: REASONS[reason] for at, reason in job.reasons.items()}
@@ -265,17 +265,17 @@ class Lookups:
             self._l1.tracing.lookup_ended(wait.span, namespace, keys, keys - len(left), loaded)
 
     def _reply(self, wait: Wait) -> None:
-        """Send the reply that was held back: the loads have ended, or it has waited for long enough."""
+        """Send the delayed reply: the loads have ended, or it has waited long enough."""
         self._timed.pop(wait, None)
         wait.holds_reply = False
-        if wait.promise:  # the reply brings one for everything, and nobody was told of this one
+        if wait.promise:  # the reply has one for everything, and nobody was told about this one
             self._kernel.take_promise_back(wait.promise, self._l1.clock.now)
             wait.promise = 0
         if wait.session.peer is None:
             return
         try:
             reply: Message = self._look_again(wait.session, wait, wait.rid, hold=wait.request.options.hold, pin=True)
-        except CacheError as error:  # meanwhile the session has come to hold as many leases as it may, say
+        except CacheError as error:  # for example, the session has reached its limit of leases meanwhile
             reply = error_reply(wait.rid, error)
         self._l1.answer(wait.session, reply)
 
@@ -283,11 +283,11 @@ class Lookups:
         queries, wait.hits_queries = wait.hits_queries, ()
         self._asking.pop(wait, None)
         for session, rid in queries:
-            if session.peer is not None:  # of one that is lost, or has ended, nobody listens, and the kernel knows none
+            if session.peer is not None:  # nobody listens to a lost or ended one, and the kernel does not know it
                 self._l1.answer(session, self._look_again(session, wait, rid, hold=False))
 
     def _look_again(self, session: Session, wait: Wait, rid: int, *, hold: bool, pin: bool = False) -> LookupReply:
-        """`session`: who asks now, which may be a later one of the client whose lookup it was."""
+        """`session`: the one that asks now, maybe a later one of the same client."""
         request, options, job = wait.request, wait.request.options, wait.job
         found = self._kernel.lookup(
             session.id,
@@ -306,7 +306,7 @@ class Lookups:
     def _pin(
         self, session: Session, namespace: int, options: LookupOptions, keys: Sequence[bytes], statuses: bytearray
     ) -> None:
-        """Keep what this lookup is about, where the request says so."""
+        """Pin the keys of this lookup, if the request says so."""
         if not options.pin_s > 0:
             return
         end = len(keys) if wanted_by(options) is Wanted.SPARSE else _hits(options, statuses)
@@ -351,7 +351,7 @@ class Lookups:
         return wait
 
     def _remember(self, wait: Wait) -> None:
-        """It has ended, and may be asked about for a while. One that is under way is never forgotten for others."""
+        """It has ended, and can be asked about for a while. One that has not ended is never forgotten."""
         self._remembered.append(wait)
         self._keys_remembered += len(wait.keys)
         while len(self._remembered) > JOBS_REMEMBERED or self._keys_remembered > JOB_KEYS_REMEMBERED:
@@ -363,14 +363,14 @@ class Lookups:
 
 
 def _check(options: LookupOptions) -> None:
-    """Raise `UsageError` for figures that mean nothing."""
+    """Raise `UsageError` for meaningless figures."""
     if not 0 <= options.window <= BATCH_KEYS_MAX:
         raise UsageError(f"a window of {options.window} keys: give 1 to {BATCH_KEYS_MAX}, or 0 for none")
     for name in ("wait_s", "deadline_s", "pin_s"):
         if not getattr(options, name) >= 0:
             raise UsageError(f"{name} is {getattr(options, name)}: give seconds, or 0")
     if options.pin_s == math.inf:
-        raise UsageError("pin_s is infinite, and every pin ends: give seconds")
+        raise UsageError("pin_s must be finite: give seconds")
 
 
 def _hits(options: LookupOptions, statuses: bytearray) -> int:

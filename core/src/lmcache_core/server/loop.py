@@ -1,4 +1,4 @@
-"""The one thread that does everything quick: descriptors, timers, and calls handed over by other threads."""
+"""The thread that does everything quick: descriptors, timers, and calls from other threads."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from lmcache_core.pool.atfork import forget_in_child
 from lmcache_core.server.time_slices import ask_for_short_slices
 
 log = logging.getLogger(__name__)
-_FAULT = "a fault on the loop; the server goes on"
+_FAULT = "a fault on the loop; the server continues"
 Handler = Callable[[int], None]  # called with the epoll mask
 
 
 class Alarm:
-    """When the loop is to do something; others may bring it forward. Monotonic seconds."""
+    """When the loop must do something; others may bring it forward. Monotonic seconds."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
 
     def hurry(self) -> None:
-        """Do it in the next turn."""
+        """Set it to the next turn."""
         self.at_s = 0.0
 
 
 class Loop:
     """An epoll loop. Only `call` and `stop` may be used from other threads.
 
-    A turn: wait, set the clock, give each ready descriptor one call (so no peer's backlog is served before everybody's
-    next message), then `tick`, which returns when it wants to run next (monotonic seconds), or None.
+    A turn: wait, set the clock, handle each ready descriptor once (so each peer's next message is served before
+    anyone's backlog), then `tick`, which returns when it wants to run next (monotonic seconds), or None.
 
-    Policies and hooks of others run in these calls: what one of them raises is logged and counted in `faults`, and
-    the loop goes on.
+    Third-party policies and hooks run in these calls: what they raise is logged and counted in `faults`, and the loop
+    continues.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -47,17 +47,17 @@ class Loop:
         self._removed: set[int] = set()  # in this turn
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake_lock = threading.RLock()  # of the descriptor's life; a signal handler may come to it again
+        self._wake_lock = threading.RLock()  # guards the descriptor's life; a signal handler may enter it again
         self._stopping = False
         self.faults = 0
-        self.longest_turn_s = 0.0  # for so long everybody else's message waited, whatever held the turn up
-        self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for whoever receives: one at a time does
+        self.longest_turn_s = 0.0  # how long everybody else's messages waited, for whatever reason
+        self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for receivers, which use it one at a time
         self.add(self._wake_fd, select.EPOLLIN, self._woken)
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """Nothing runs there: the thread did not come along."""
-        self._wake_lock = threading.RLock()  # a thread that did not come along may have held it
+        """Nothing runs in the child: the thread does not exist there."""
+        self._wake_lock = threading.RLock()  # a thread that does not exist here may have held it
         if self._wake_fd >= 0:
             self.close()
 
@@ -67,11 +67,11 @@ class Loop:
         self._handlers[fd] = handler
 
     def modify(self, fd: int, mask: int) -> None:
-        """Change what is watched for."""
+        """Change the watched events."""
         self._epoll.modify(fd, mask)
 
     def remove(self, fd: int) -> None:
-        """Stop watching; before the descriptor is closed."""
+        """Stop watching a descriptor; call this before closing it."""
         del self._handlers[fd]
         self._removed.add(fd)
         self._epoll.unregister(fd)
@@ -97,7 +97,7 @@ class Loop:
         ask_for_short_slices()
         poll, handlers, removed, clock = self._epoll.poll, self._handlers, self._removed, self.clock
         clock.turn()
-        self._run_calls()  # what was asked for before the first turn goes before anybody's message
+        self._run_calls()  # earlier calls run before the first message
         timeout = 0.0
         while not self._stopping:
             ready = poll(timeout)
@@ -106,8 +106,8 @@ class Loop:
                 removed.clear()
             for fd, mask in ready:
                 handler = handlers.get(fd)
-                # An earlier handler of this turn may have removed it, and its number may be another's by now: a
-                # process whose descriptor was registered just now has not died.
+                # An earlier handler of this turn may have removed it, and its number may already belong to another one:
+                # a process whose descriptor was just registered has not died.
                 if handler is not None and fd not in removed:
                     try:
                         handler(mask)
@@ -122,24 +122,24 @@ class Loop:
             except BaseException:  # noqa: BLE001 - told by `_failed`
                 self._failed()
                 next_tick = clock.now + HOUSEKEEPING_S  # what fails at once would fail again at once
-            # From this moment, not from the turn's beginning: a wait would be too long by what the turn took.
+            # From this moment, not from the turn's beginning: the wait would be too long by the length of the turn.
             ended_at_s = clock.read()
             if ended_at_s - clock.now > self.longest_turn_s:
                 self.longest_turn_s = ended_at_s - clock.now
             timeout = -1.0 if next_tick is None else max(0.0, next_tick - ended_at_s)
 
     def _failed(self) -> None:
-        """Something raised, perhaps a plugin in Rust, whose panic is no `Exception`: serving goes on."""
+        """Something raised, perhaps a plugin in Rust, whose panic is not an `Exception`: serving continues."""
         log.exception(_FAULT)
         self.faults += 1
 
     @property
     def ended(self) -> bool:
-        """Nothing that is called from now on will run."""
+        """Whether calls from now on will not run any more."""
         return self._wake_fd < 0
 
     def close(self) -> None:
-        """Release the loop's own descriptors; what was registered stays its owner's."""
+        """Release the loop's own descriptors; registered ones belong to their owners."""
         with self._wake_lock:  # a lane that outlives the loop may be waking it
             fd, self._wake_fd = self._wake_fd, -1
             os.close(fd)

@@ -1,4 +1,4 @@
-"""Namespaces: each has one layout, for the whole server and whoever asks."""
+"""Namespaces: each has one layout, for all sessions of the server."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ if TYPE_CHECKING:
 
 
 class Namespaces:
-    """Which layout a namespace has, for as long as a session uses it or the pool has an object of it.
+    """The layout of each namespace, as long as a session uses it or the pool has an object of it.
 
-    A session's are forgotten by age: an engine may give each request a salt, and so a namespace, of its own. One whose
-    user has so many in all its sessions that it is over its share forgets sooner. None is forgotten while a store into
-    it waits.
+    A session's namespaces are forgotten by age: an engine may give each request its own salt, and so its own namespace.
+    If a user's sessions together exceed their share, its namespaces are forgotten sooner. A namespace is never
+    forgotten while a store into it waits.
 
-    Objects of one namespace are told apart by their keys alone, in the pool and on every tier: with a second layout
-    one of the two would be given bytes of the other.
+    Objects of one namespace differ only by their keys, in the pool and on every tier: with two layouts, one of them
+    would be given the other's bytes.
     """
 
     def __init__(self, kernel: Kernel, l1: L1, share: Share) -> None:
         self._kernel = kernel
         self._l1 = l1
-        self._share = share  # of registrations: each session's is one
+        self._share = share  # of registrations: one for each session's use
         self._in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
         self._by_layout: Counter[int] = Counter()  # namespaces in use
 
     def register(self, session: Session, namespace: int, layout: Layout) -> int:
-        """Bind the session to a namespace; the layout's id. Raises `UsageError` where the namespace has another."""
+        """Bind the session to a namespace; returns the layout's id. Raises `UsageError` if the namespace has another
+        layout."""
         layout_id = self._layout_id(session, layout)
         known, sessions = self._in_use.get(namespace, (self._kernel.layout_of(namespace), 0))
         if known is not None and known != layout_id:
             raise UsageError(
-                f"namespace {namespace:016x} has the layout {self._described(known)}, and {layout} is another: use a "
-                "namespace of its own for each layout"
+                f"namespace {namespace:016x} has the layout {self._described(known)}, not {layout}: use a separate "
+                "namespace for each layout"
             )
         if layout_id not in self._l1.layouts:
             self._l1.add_layout(layout_id, layout, session.origin)
@@ -57,19 +58,20 @@ class Namespaces:
         return layout_id
 
     def session_ended(self, session: Session) -> None:
-        """It uses none of them any more."""
+        """It no longer uses any of them."""
         for namespace in list(session.namespaces):
             self._remove(session, namespace)
 
     def _remove_oldest(self, session: Session, count: int) -> None:
-        """So many of the session's. One into which a store waits has no object yet that would keep its layout."""
+        """Remove `count` of the session's oldest. A namespace into which a store waits has no object yet that would
+        keep its layout."""
         idle = [namespace for namespace in session.namespaces if namespace not in session.storing]
         for namespace in idle[:count]:
             self._remove(session, namespace)
 
     def _remove(self, session: Session, namespace: int) -> None:
-        """The session does not use it any more, or met so many others since that it is to register it again. What there
-        is of it, and what is being written or stored, keeps its layout in the pool."""
+        """The session no longer uses it, or has met so many others that it must register it again. Its existing
+        objects, and those being written or stored, keep their layout in the pool."""
         self._share.free(session.origin)
         layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
         if sessions:
@@ -80,8 +82,8 @@ class Namespaces:
             del self._by_layout[layout_id]
 
     def _layout_id(self, session: Session, layout: Layout) -> int:
-        """Where there is no room for one more layout, or none for this user, the session forgets the older half of its
-        namespaces: their layouts go, if nobody else uses them and no object has them."""
+        """If there is no room for another layout, or none for this user, the session forgets the older half of its
+        namespaces: their layouts go if nobody else uses them and no object has them."""
         try:
             return self._l1.layout_id(layout, self._by_layout.keys, session.origin)
         except LimitError:

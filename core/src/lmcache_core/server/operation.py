@@ -1,8 +1,8 @@
 """The contract of operations: request types that a package adds to a server.
 
-An operation is offered by a plugin (`Kind.OPERATION`), and a table of its name in the settings, `[operations.NAME]`,
-brings it to life. Its request and its reply are structs of its own, which travel inside one message of the protocol:
-what the protocol itself knows stays closed.
+A plugin offers an operation (`Kind.OPERATION`), and a table with its name in the settings, `[operations.NAME]`, enables
+it. Its request and its reply are structs of its own, which travel inside one message of the protocol, so the protocol
+itself does not change.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class ObjectInfo(NamedTuple):
         dtype: Of its elements.
         shape: In elements.
         memory_format: One letter for each axis, if there are any.
-        checksum: xxh3_64 of its bytes, where whoever wrote them has told; else None.
+        checksum: xxh3_64 of its bytes, if the writer sent it; else None.
         holds: Leases, promises and pins on it.
-        incarnation: The number of this object: a successor of its key has another.
+        incarnation: The number of this object: a successor under its key has another.
     """
 
     nbytes: int
@@ -53,22 +53,22 @@ class ObjectInfo(NamedTuple):
 
 
 class PoolView:
-    """What an operation may look at. On the loop's thread only: from a lane, by `OperationContext.on_loop`."""
+    """What an operation may read. Only on the loop's thread; from a lane, through `OperationContext.on_loop`."""
 
     def __init__(self, l1: L1) -> None:
         self._l1 = l1
 
     def describe(self, namespace: int, keys: Sequence[bytes]) -> list[ObjectInfo | None]:
-        """For each key what is ready there, None where nothing is. Raises `LimitError` for more than 256 keys. It is no
-        use of the objects: the order of eviction stays."""
+        """For each key the object that is ready, or None. Raises `LimitError` for more than 256 keys. This does not
+        count as a use: the order of eviction stays."""
         if len(keys) > EXPLAIN_KEYS_MAX:
-            raise LimitError(f"{len(keys)} keys at once, and the limit is {EXPLAIN_KEYS_MAX}: ask in parts")
+            raise LimitError(f"{len(keys)} keys at once, and the limit is {EXPLAIN_KEYS_MAX}: split the batch")
         found = {item.key: item for item in self._l1.kernel.kept(namespace, keys)}
         return [None if (item := found.get(key)) is None else self._info(item) for key in keys]
 
     def sample(self, namespace: int, key: bytes, first: int, nbytes: int) -> bytes | None:
-        """Bytes of an object from `first` on, as many as there are; None where it is not ready. Raises `LimitError` for
-        more than 4 KiB. A worker may have scribbled over them: a claim, never a fact."""
+        """Bytes of an object from `first` on, as many as there are; None if it is not ready. Raises `LimitError` for
+        more than 4 KiB. A worker may have overwritten them, so do not trust them."""
         if first < 0 or not 0 <= nbytes <= OPERATION_SAMPLE_BYTES_MAX:
             raise LimitError(
                 f"a sample of {nbytes} bytes from {first} on: at most {OPERATION_SAMPLE_BYTES_MAX}, from 0"
@@ -90,7 +90,7 @@ class PoolView:
 
 
 class OperationContext:
-    """What an operation may know of its server. `state_dir` is there, or can be made."""
+    """What an operation knows about its server. `state_dir` exists or can be made."""
 
     def __init__(self, server: str, state_dir: Path, on_loop: Callable[[Callable[[PoolView], Any]], Any]) -> None:
         self.server = server  # its name
@@ -98,20 +98,20 @@ class OperationContext:
         self._on_loop = on_loop
 
     def on_loop(self, look: Callable[[PoolView], _T]) -> _T:
-        """What `look` gives, called on the loop's thread; it must be quick (2 ms), and may raise. From a lane it waits
-        for that; on the loop itself it is called at once."""
+        """The result of `look`, called on the loop's thread; it must be quick (2 ms), and may raise. A lane waits for
+        it; on the loop itself it is called at once."""
         found: _T = self._on_loop(look)
         return found
 
 
 class ServerOperation(ABC):
-    """Built before the server answers anybody, as `factory(settings, context)`; what is wrong is raised then.
+    """Built before the server answers requests, as `factory(settings, context)`; raise errors there.
 
-    `request` and `reply` are structs of msgspec. Of a request, unknown fields and wrong types are refused before
-    `handle` is called: `forbid_unknown_fields=True` is part of the contract.
+    `request` and `reply` are msgspec structs. Requests with unknown fields or wrong types are refused before `handle`
+    is called: `forbid_unknown_fields=True` is part of the contract.
 
-    `runs` says where: "loop", between two messages of others, for what takes less than 2 ms, and "lane", on one of two
-    threads of all operations, for everything else; there, other operations wait behind it, and nobody else does.
+    `runs` says where: "loop", between two messages of others, for work that takes less than 2 ms, and "lane", on one of
+    two threads shared by all operations, for everything else; only other operations wait behind it there.
 
     Only the server's own user (and root) may call operations, over the lifeline.
     """
@@ -122,8 +122,8 @@ class ServerOperation(ABC):
 
     @abstractmethod
     def handle(self, request: Any) -> msgspec.Struct:
-        """The reply. Raises `UsageError` or another `CacheError` with words for the caller; whatever else it raises is
-        a fault, which the log has, and the server goes on."""
+        """Returns the reply. Raises `UsageError` or another `CacheError` with a message for the caller; any other
+        exception is a fault, which is logged, and the server continues."""
 
-    def close(self) -> None:  # noqa: B027  # may be left out
-        """The server ends: nothing more is asked."""
+    def close(self) -> None:  # optional
+        """The server stops: no more calls follow."""

@@ -1,4 +1,4 @@
-"""Calls of operations that packages brought: decoded, run on the loop or in a lane, and answered."""
+"""Calls of operations that plugins add: decoded, run on the loop or in a lane, and answered."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Work = Callable[[], None]
 
 
 class Operations:
-    """Lives on the loop's thread, with its lane beside it."""
+    """Lives on the loop's thread, next to its lane."""
 
     def __init__(
         self, registry: Registry, settings: Mapping[str, Any], server: str, state_dir: Path, l1: L1, loop: Loop
@@ -55,15 +55,18 @@ class Operations:
             raise
 
     def call(self, session: Session, request: m.CallOperation) -> m.Message | None:
-        """The answer, or None where it follows from a lane. Raises `UsageError` and `LimitError`."""
+        """The answer, or None if a lane will send it. Raises `UsageError` and `LimitError`."""
         if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
-            raise UsageError("operations are called over the lifeline, by the server's own user: run the command there")
+            raise UsageError(
+                "only the server's own user may call operations, over the lifeline: run the "
+                "command as that user on the server's node"
+            )
         operation = self._all.get(request.operation)
         if operation is None:
             there = ", ".join(self._all) or "none"
             raise UsageError(
-                f"this server has no operation {request.operation[:80]!r}: it has {there}; a table "
-                f"[operations.{request.operation[:80]}] and its package bring one"
+                f"this server has no operation {request.operation[:80]!r}: it has {there}; to add it, "
+                f"install its package and write a table [operations.{request.operation[:80]}]"
             )
         try:
             asked = msgspec.msgpack.decode(request.body, type=operation.request)
@@ -98,7 +101,7 @@ class Operations:
         return {name: {"runs": self._all[name].runs, **counts} for name, counts in self._counts.items()}
 
     def close(self) -> None:
-        """End them; one that hangs is left behind."""
+        """Close them; one that hangs is left behind."""
         for _ in self._threads:
             try:
                 self._queue.put_nowait(None)
@@ -111,15 +114,13 @@ class Operations:
             try:
                 operation.close()
             except Exception:
-                log.exception("the operation %s did not end in order", name)
+                log.exception("the operation %s failed while closing", name)
 
     def _answer(self, request: m.CallOperation, operation: ServerOperation, asked: Any) -> m.Message:
         try:
             reply = operation.handle(asked)
             if not isinstance(reply, operation.reply):
-                raise TypeError(
-                    f"it answered with a {type(reply).__name__}, and {operation.reply.__name__} is its reply"
-                )
+                raise TypeError(f"it returned a {type(reply).__name__} instead of a {operation.reply.__name__}")
             body = msgspec.msgpack.encode(reply)
             if len(body) > _REPLY_BYTES_MAX:
                 raise LimitError(f"the answer of {request.operation} has {len(body):,} bytes: ask for less at once")
@@ -131,7 +132,7 @@ class Operations:
         except BaseException:
             log.exception("the operation %s failed", request.operation)
             self._counts[request.operation]["failed"] += 1
-            said = f"the operation {request.operation} failed; the server's log says how"
+            said = f"the operation {request.operation} failed; the server's log has the traceback"
             return m.Error(request.rid, "INTERNAL", said, "never")
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""What a server is made of. `build` makes all of it; `Server` runs it."""
+"""The parts of a server. `build` makes all of them; `Server` runs them."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Each made once, and none exchanged later. None: the settings ask for no such part."""
+    """Each is made once and never replaced. None: the settings do not ask for that part."""
 
     settings: Settings
     registry: Registry
     clock: Clock
     directory: Path  # of the sockets
-    # what stands below everything
+    # what everything else uses
     segment: Segment
     loop: Loop
     kernel: Kernel
@@ -54,11 +54,11 @@ class Parts:
     l1: L1
     adopting: Adopting | None
     tiers: TierOpener
-    # who is told
+    # what is told about events
     events: EventBus | None
     tracing: Tracing | None
     companions: Companions
-    # what requests come to
+    # what handles requests
     quotas: Quotas
     lookups: Lookups
     namespaces: Namespaces
@@ -71,7 +71,7 @@ class Parts:
     recording: Recording
     operations: Operations
     tier_changes: TierChanges
-    # where requests come from, and what runs beside the loop
+    # where requests come from, and what runs off the loop
     listener: LifelineListener
     carriers: list[ZmqCarrier]
     helpers: Helpers

@@ -1,4 +1,4 @@
-"""The pool's memory becoming real beside the loop: what of it the kernel may hand out, and why the rest never came."""
+"""Populating the pool's memory off the loop: how much the kernel may hand out, and why the rest failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolPopulator:
-    """A `Populator` whose progress goes to the kernel, on the loop's thread. Any thread may call its methods."""
+    """A `Populator` that reports progress to the kernel, on the loop's thread. Any thread may call its methods."""
 
     def __init__(self, segment: Segment, kernel: Kernel, loop: Loop, name: str) -> None:
         self.error = ""  # why it ended early
@@ -31,15 +31,15 @@ class PoolPopulator:
 
     @property
     def populated_bytes(self) -> int:
-        """So far."""
+        """Bytes populated so far."""
         return self._populator.populated_bytes
 
     def start(self) -> None:
-        """Begin. Once."""
+        """Begin. Call this once."""
         self._populator.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """End after the step that runs now. True if it has ended within `timeout_s`."""
+        """End after the current step. True if it has ended within `timeout_s`."""
         return self._populator.stop(timeout_s)
 
     def wait_begun(self, timeout_s: float) -> bool:
@@ -51,22 +51,22 @@ class PoolPopulator:
         return self._populator.wait(timeout_s)
 
     def wait_heard(self) -> None:
-        """Wait until the kernel has all of it. Raises `PoolError` where there is no memory."""
+        """Wait until the kernel knows about all of it. Raises `PoolError` if there is not enough memory."""
         self._populator.wait()
         heard = threading.Event()
-        self._loop.call(heard.set)  # behind what was left for the loop
+        self._loop.call(heard.set)  # after everything that was queued for the loop
         while not heard.wait(READY_WAIT_S) and not self._loop.ended:
             pass
         if self.error:
             raise PoolError(f"the pool of {self._name!r} is not populated: {self.error}")
 
     def _progressed(self, nbytes: int) -> None:
-        """On the populator's thread."""
+        """Called on the populator's thread."""
         self._loop.call(lambda: self._kernel.add_memory(nbytes))
         if nbytes == self._segment.info.data_bytes:
             told = named("populated", nbytes=nbytes)
             log.info("%r: all of the pool is populated, %s bytes", self._name, f"{nbytes:,}", extra=told)
-            # Reads the page tables: too slow for the loop.
+            # This reads the page tables, which is too slow for the loop.
             self.huge_page_fraction = huge_page_fraction(self._segment)
 
     def _failed(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""The index in the pool, as the server keeps it: what workers may find without a call, and what they did find."""
+"""The server's side of the index in the pool: what workers may find without a call, and what they found."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 def open_publisher(segment: Segment) -> Publisher | None:
-    """The publisher of a pool that this process owns, or None without the C extension: then no client looks into the
-    index, and all of them ask."""
+    """The publisher of a pool that this process owns, or None without the C extension: then no client uses the index,
+    and all of them ask."""
     index = open_index(segment)
     if index is not None and segment.adopted:
         index.recount()
@@ -35,36 +35,36 @@ def open_publisher(segment: Segment) -> Publisher | None:
 
 
 class Publisher:
-    """The index's one writer. Lives on the loop's thread."""
+    """The only writer of the index. Lives on the loop's thread."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
-        self.unindexed = 0  # ready objects that found no entry: only the server knows them
-        self.used = 0  # marks taken: an object counts once between two looks, however often it was read
-        self.scribbled = 0  # entries that were not there any more when their objects left
-        self._warned_of = 0  # entries wanted, when it was last said
+        self.unindexed = 0  # ready objects without an entry: only the server can find them
+        self.used = 0  # marks taken: an object counts once between two sweeps, however often it was read
+        self.scribbled = 0  # entries that had already vanished when their objects left
+        self._warned_of = 0  # the wanted entries at the last warning
         self._nbytes_by_layout: dict[int, int] = {}
         self._looked_at_s = 0.0
-        self._due = 0.0  # entries that are to be looked at to keep up with the clock
+        self._due = 0.0  # entries to scan to keep up with the clock
 
     def add_layout(self, layout_id: int, nbytes: int) -> None:
         """Objects of this layout will be published."""
         self._nbytes_by_layout[layout_id] = nbytes
 
     def remove_layout(self, layout_id: int) -> None:
-        """No objects of this layout are left, and its id may become another's."""
+        """No objects of this layout are left, and its id may be reused."""
         self._nbytes_by_layout.pop(layout_id, None)
 
     def publish(self, objects: Sequence[Incarnation]) -> None:
-        """Let workers find these. Their slots are marked ready."""
+        """Let workers find these. Their slots are already marked ready."""
         left_out = len(objects) - self.index.publish(objects, self._nbytes_by_layout, int(time.time()))
         if left_out:
             self.unindexed += left_out
             wanted = self.entries_wanted
-            if wanted > self._warned_of:  # each time it doubles: the first figure is of a pool that is still filling
+            if wanted > self._warned_of:  # at each doubling: the first figure is from a pool that is still filling
                 self._warned_of = wanted
                 log.warning(
-                    "the index has %d entries, too few for what is stored: %d objects have none, so each hit of them "
+                    "the index has %d entries, too few for what is stored: %d objects have none, so each hit on them "
                     "costs a call, and a restart loses them; set l1.index_entries = %d",
                     self.index.entries,
                     self.unindexed,
@@ -73,22 +73,23 @@ class Publisher:
 
     @property
     def entries_wanted(self) -> int:
-        """Entries that would do for what is stored now, a power of two; as many as there are while none are missing."""
+        """How many entries would be enough for what is stored now, a power of two; the current number if none are
+        missing."""
         if not self.unindexed:
             return self.index.entries
         wanted = max(2 * self.index.entries, 1 << (2 * (self.index.ready + self.unindexed) - 1).bit_length())
         return min(wanted, INDEX_ENTRIES_MAX)
 
     def remove(self, objects: Sequence[Incarnation], reason: Reason) -> None:
-        """Once this returns no worker takes them for ready any more: their slots may be given away."""
+        """When this returns, no worker considers them ready any more: their slots may be reused."""
         missing = len(objects) - self.index.remove(objects, reason, int(time.time()))
-        # What had an entry and has none any more was scribbled over.
+        # An entry that has vanished was overwritten.
         lost = max(0, missing - self.unindexed)
         self.unindexed -= missing - lost
         self.scribbled += lost
 
     def remove_surely(self, item: Incarnation, reason: Reason) -> None:
-        """`remove`, and where even that fails, whatever the index has of the object's slot. Looks at all of it then."""
+        """`remove`; if that fails, remove whatever the index has for the object's slot. That scans the whole index."""
         try:
             self.remove([item], reason)
         except Exception:
@@ -96,13 +97,13 @@ class Publisher:
             raise
 
     def mark_verified(self, objects: Sequence[Incarnation]) -> None:
-        """Workers need not check these any more."""
+        """Workers no longer need to check these."""
         self.index.mark_verified(objects)
 
     def take_marks(self, now: float) -> list[tuple[int, bytes]]:
-        """What workers have read since it was looked at last, (namespace, key), the end of a prompt before its
-        beginning. Looks at so much of the table that all of it is seen every `INDEX_SWEEP_S`, and takes at most
-        `INDEX_SWEEP_KEYS_MAX`: where it gives as many, there may be more."""
+        """What workers have read since the last sweep, as (namespace, key), the end of a prompt before its beginning.
+        Scans enough of the table to cover it every `INDEX_SWEEP_S`, and takes at most `INDEX_SWEEP_KEYS_MAX`: if it
+        returns that many, there may be more."""
         entries = self.index.entries
         self._due = min(entries, self._due + entries * (now - self._looked_at_s) / INDEX_SWEEP_S)
         self._looked_at_s = now
@@ -113,15 +114,16 @@ class Publisher:
         return marked
 
     def keep_places(self, keep: bool) -> None:
-        """Whether entries must stay where they are: an adoption knows them by their places until all is made."""
+        """Whether entries must stay where they are: an adoption identifies them by position until all objects are
+        made."""
         self.index.keeps_places = keep
 
     def tidy(self) -> None:
-        """One bounded step against tombstones, unless places are kept."""
+        """One bounded step of removing tombstones, unless positions are kept."""
         self.index.tidy(INDEX_TIDY_ENTRIES)
 
     def close(self) -> None:
-        """Let go of the pool."""
+        """Release the pool."""
         self.index.close()
 
     def status(self) -> dict[str, int]:

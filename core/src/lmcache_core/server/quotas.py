@@ -1,8 +1,8 @@
-"""Quotas of tenants, from the settings and set while the server runs, and told to the pool and to every tier.
+"""Quotas of tenants: from the settings, changed at run time, and passed to the pool and every tier.
 
-What is set at run time is kept in the state directory, and goes before what the settings say of that tenant. It is kept
-first and done then: a server that dies in between does it when it comes back. What it means for objects happens in
-bounded steps, in the kernel and on the tiers.
+Changes at run time are saved in the state directory and override the settings for that tenant. A change is saved first
+and applied then: a server that dies in between applies it when it restarts. Objects are evicted accordingly in bounded
+steps, in the kernel and on the tiers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lmcache_core.settings.model import TenantQuota
 from lmcache_core.tiers.tier.tier import Tier
 
 log = logging.getLogger(__name__)
-POOL = "l1"  # how the pool is called beside the tiers
+POOL = "l1"  # the pool's name beside the tiers
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _U64 = 1 << 64
 
@@ -42,15 +42,15 @@ class _Figures(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A tenant, as the file has it."""
+    """A tenant, as saved in the file."""
 
     namespaces: list[int]
     stores: dict[str, _Figures] = {}
 
 
 class Quotas:
-    """Serves `QuotasRequest`, `SetQuota` and `RemoveQuota`. Lives on the loop's thread. Raises `SettingsError` where
-    what was kept cannot be read: without it tenants would take each other's room."""
+    """Serves `QuotasRequest`, `SetQuota` and `RemoveQuota`. Lives on the loop's thread. Raises `SettingsError` if the
+    saved quotas cannot be read: without them tenants would take each other's room."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Quotas:
         housekeeping: Alarm,
         settled: Mapping[str, TenantQuota],
     ) -> None:
-        """`housekeeping`: when what is over a quota is evicted. `settled`: the tenants of the settings."""
+        """`housekeeping`: when to evict what is over a quota. `settled`: the tenants of the settings."""
         self._path = path
         self._kernel = kernel
         self._l1 = l1
@@ -70,8 +70,9 @@ class Quotas:
         for name in self._settled.keys() & self._kept.keys():
             if self._settled[name] != self._kept[name]:
                 log.warning(
-                    "the quota of tenant %r was changed at run time, and that takes precedence over the settings: "
-                    "`lmcache-core quota delete %s`, and start again, for what they say",
+                    "the quota of tenant %r was changed at run time, which overrides the settings: to use "
+                    "the settings, "
+                    "run `lmcache-core quota delete %s` and restart",
                     name,
                     name,
                 )
@@ -82,7 +83,7 @@ class Quotas:
         self._tell_l1(self._tenants)
 
     def check(self) -> None:
-        """Once the tiers are there: raises `SettingsError` for what the settings cannot mean."""
+        """Once the tiers exist: raises `SettingsError` for invalid settings."""
         for name, kept in self._settled.items():
             if name in self._kept:
                 continue
@@ -101,7 +102,7 @@ class Quotas:
     # --- requests -----------------------------------------------------------------------------------------
 
     def describe(self, session: Session, request: m.QuotasRequest) -> m.QuotasReply:
-        """The tenants, as many as one frame holds: of each store what they use, and their figures."""
+        """As many tenants as fit into one frame: what they use of each store, and their quotas."""
         rows = self._described()[max(0, request.first) :]
         nbytes = 0
         for at, row in enumerate(rows):
@@ -127,7 +128,7 @@ class Quotas:
         return tenants
 
     def set(self, session: Session, request: m.SetQuota) -> m.Message:
-        """Keep it, and begin to act on it."""
+        """Save the change, and begin to apply it."""
         _check_may(session)
         before = self._tenants.get(request.tenant)
         _check_name(request.tenant)
@@ -145,11 +146,11 @@ class Quotas:
         return m.Done(request.rid)
 
     def remove(self, session: Session, request: m.RemoveQuota) -> m.Message:
-        """Its namespaces are everybody's again; nothing of what they have goes for that. A tenant of the settings is
-        back, as they have it, when the server starts again."""
+        """Release its namespaces; none of their objects is evicted for that. A tenant of the settings is back, with the
+        quotas given there, when the server restarts."""
         _check_may(session)
         if request.tenant not in self._tenants:
-            raise UsageError(f"there is no tenant {request.tenant[:80]!r}: {self._who()}")
+            raise UsageError(f"no tenant is named {request.tenant[:80]!r}: {self._who()}")
         self._keep({name: kept for name, kept in self._kept.items() if name != request.tenant}, gone=request.tenant)
         self._tell_l1_of(request.tenant, None)
         self._tell_tiers(request.tenant)
@@ -178,7 +179,8 @@ class Quotas:
             taken = set(kept.namespaces).intersection(found)
             if taken and name != tenant:
                 raise UsageError(
-                    f"namespace {min(taken):016x} is tenant {name!r}'s: take it from there first, or remove that quota"
+                    f"namespace {min(taken):016x} belongs to tenant {name!r}: remove it there first, or "
+                    f"remove that quota"
                 )
         return found
 
@@ -226,14 +228,14 @@ class Quotas:
             raise UsageError(f"quota of {store}: {error}; give reserved_bytes, limit_bytes, or both") from error
         reserved, limit = figures.reserved_bytes, figures.limit_bytes
         if min(reserved or 0, limit or 0) < 0 or max(reserved or 0, limit or 0) >= _U64 >> 1:
-            raise UsageError(f"quota of {store}: a number of bytes is 0 or more")
+            raise UsageError(f"quota of {store}: bytes must be 0 or more")
         if limit is not None and (reserved or 0) > limit:
-            raise UsageError(f"quota of {store}: {reserved:,} bytes reserved are more than the limit of {limit:,}")
+            raise UsageError(f"quota of {store}: reserved_bytes ({reserved:,}) exceeds limit_bytes ({limit:,})")
         if reserved:
             if capacity is None:
                 raise UsageError(
-                    f"tier {store!r} has no capacity_bytes, so nothing of it can be reserved: give it one, or set "
-                    "limit_bytes alone"
+                    f"tier {store!r} has no capacity_bytes, so none of it can be reserved: set capacity_bytes, or only "
+                    "limit_bytes"
                 )
             others = sum(
                 kept.stores.get(store, _Figures()).reserved_bytes or 0
@@ -242,19 +244,19 @@ class Quotas:
             )
             if reserved + others > capacity:
                 raise UsageError(
-                    f"{store} has {capacity:,} bytes, other tenants have reserved {others:,} of them, and "
+                    f"{store} has {capacity:,} bytes, and other tenants have reserved {others:,} of them, so "
                     f"{reserved:,} more do not fit: reserve less, or use a limit"
                 )
         return figures
 
     def _capacity(self, store: str) -> int | None:
-        """Bytes of a store. Raises `UsageError` where there is none of that name, or it can have no tenants."""
+        """Bytes of a store. Raises `UsageError` for an unknown store, or one that cannot have tenants."""
         if store == POOL:
             return self._kernel.usage().pool_bytes
         tiering = self._l1.tiering
         tiers = {} if tiering is None else {tier.name: tier for tier in tiering.tiers}
         if store not in tiers:
-            raise UsageError(f"there is no store {store[:80]!r}: there are {', '.join([POOL, *tiers])}")
+            raise UsageError(f"no store is named {store[:80]!r}: there are {', '.join([POOL, *tiers])}")
         accounting = tiers[store].accounting
         if accounting.tenancy is None:
             raise UsageError(f"tier {store!r} evicts nothing (eviction none, or a medium that cannot delete): no quota")
@@ -266,7 +268,7 @@ class Quotas:
     # --- keeping and telling ------------------------------------------------------------------------------
 
     def _keep(self, tenants: dict[str, _Kept], gone: str = "") -> None:
-        """What was set at run time; `gone` is a tenant no more."""
+        """Save what was set at run time; `gone` is no longer a tenant."""
         try:
             replace_file(self._path, msgspec.json.format(msgspec.json.encode(tenants)))
         except OSError as error:
@@ -284,9 +286,9 @@ class Quotas:
         self._housekeeping.hurry()
 
     def _tell_l1_of(self, name: str, kept: _Kept | None) -> None:
-        """In a store where it has no figures, it is one of the others."""
+        """A tenant without a quota in a store counts as one of the others there."""
         if kept is None or POOL not in kept.stores:
-            if (POOL, name) in self._told:  # another of this name may stand in the settings
+            if (POOL, name) in self._told:  # another of this name may be in the settings
                 self._told.discard((POOL, name))
                 self._kernel.remove_tenant(name, self._l1.clock.now)
         else:
@@ -350,7 +352,10 @@ def _of_settings(quota: TenantQuota) -> _Kept:
 
 def _check_may(session: Session) -> None:
     if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
-        raise UsageError("quotas are changed over the lifeline, by the server's own user: run the command there")
+        raise UsageError(
+            "only the server's own user may change quotas, over the lifeline: run the "
+            "command as that user on the server's node"
+        )
 
 
 def _read(path: Path) -> dict[str, _Kept]:

@@ -1,7 +1,7 @@
-"""Recording what the server is asked for: begun with it, or at run time, and written beside the loop.
+"""Recording the server's requests: started with it or at run time, and written off the loop.
 
-While it records, nobody answers for the index, so clients ask for what they would have found by themselves: a recording
-without the hits would tell nothing. The loop leaves each operation on a bus of its own as it was asked and answered.
+While it records, the index is closed to clients, so they ask for what they would have found by themselves: a recording
+without the hits would be useless. The loop queues each operation and its answer on a separate bus.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lmcache_core.server.loop import Loop
     from lmcache_core.server.session import Session
 
-_PENDING_MAX = 65_536  # operations that are answered later
+_PENDING_MAX = 65_536  # operations to be answered later
 _KINDS: dict[type[m.Message], str] = {
     m.LookupRequest: LOOKUP,
     m.TracedLookup: LOOKUP,
@@ -63,25 +63,25 @@ class Recording:
     def start(self, settings: RecordSettings) -> None:
         """Begin; raises `UsageError` for a directory that cannot be used."""
         if self._bus is not None:
-            raise UsageError(f"the server records into {self._settings.dir} already: stop that first")
+            raise UsageError(f"the server is already recording into {self._settings.dir}: stop that first")
         try:
             header = header_of(self._server.name, __version__, self._about())
             self._recorder = TraceRecorder(settings, header, self._clock.now)
         except OSError as error:
-            raise UsageError(f"nothing can be recorded into {settings.dir}: {error.strerror}") from error
+            raise UsageError(f"cannot record into {settings.dir}: {error.strerror}") from error
         self._settings = settings
         self._bus = EventBus({"record": self._recorder}, RECORDS_WAITING_MAX)
         self.on = True
         self._l1.serve_index(False)
 
     def stop(self) -> None:
-        """End it, where there is one, and wait until it is written: at the server's end."""
+        """Stop the recording, if there is one, and wait until it is written: for the server's end."""
         bus = self._end()
         if bus is not None:
             bus.close()
 
     def _end(self) -> EventBus | None:
-        """Nothing more is recorded; who closes what is given back waits until the rest is written."""
+        """Stop recording; whoever closes the returned bus waits until the rest is written."""
         self.on = False
         for session, _ in self._pending:
             session.unlisten(self._answered)
@@ -92,7 +92,7 @@ class Recording:
         return bus
 
     def _about(self) -> dict[str, Any]:
-        """What a recording says of its server."""
+        """What a recording says about its server."""
         settings, tiering = self._server, self._l1.tiering
         return {
             "pool_bytes": self._l1.kernel.usage().pool_bytes,
@@ -103,13 +103,16 @@ class Recording:
         }
 
     def change(self, session: Session, request: m.ChangeRecording) -> m.Message | None:
-        """Serves requests to begin and to end one. The end is answered (None) when all is written."""
+        """Handle a request to start or stop. A stop is answered (None) once everything is written."""
         if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
-            raise UsageError("recordings are made over the lifeline, by the server's own user: run the command there")
+            raise UsageError(
+                "only the server's own user may record, over the lifeline: run the command "
+                "as that user on the server's node"
+            )
         if request.dir is None:
             bus = self._end()
             if bus is None:
-                raise UsageError("the server records nothing")
+                raise UsageError("the server is not recording")
             done = m.Done(request.rid)
 
             def close() -> None:
@@ -126,7 +129,7 @@ class Recording:
         return m.Done(request.rid)
 
     def check(self) -> None:
-        """Now and then: a recorder that hangs is put aside."""
+        """Call this regularly: a recorder that hangs is disabled."""
         if self._bus is not None:
             self._bus.check()
 
@@ -180,7 +183,7 @@ class Recording:
 def _operation(
     at_s: float, asked_at_s: float, took_s: float, worker: int, nbytes: int, request: Any, reply: Any
 ) -> Iterator[CacheEvent]:
-    """On the bus's thread."""
+    """Called on the bus's thread."""
     statuses: bytes = getattr(reply, "statuses", b"")
     hits = reply.hits if isinstance(reply, m.LookupReply) else statuses.count(_GRANTED)
     yield OperationServed(

@@ -1,7 +1,7 @@
 """The server: owns the pool, runs the loop, and leaves nothing behind.
 
-`Server(settings, registry).run()` serves in this thread until SIGTERM or SIGINT. `start()` is embedded mode: the
-same server on a thread of the caller's process; `connect()` gives clients of it without any socket path.
+`Server(settings, registry).run()` serves in this thread until SIGTERM or SIGINT. `start()` is embedded mode: the same
+server on a thread of the caller's process; `connect()` makes clients of it without any socket path.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 
 
 class Server:
-    """Built whole from settings, or not at all: the constructor raises before anything is served."""
+    """Built completely from settings, or not at all: the constructor raises before anything is served."""
 
     def __init__(self, settings: Settings, registry: Registry | None = None, clock: Clock | None = None) -> None:
-        """`registry`: None for all plugins that are installed."""
+        """`registry`: None for all installed plugins."""
         with contextlib.ExitStack() as undo:
             parts = build(settings, load_plugins() if registry is None else registry, clock or Clock(), undo)
             self._take(parts)
@@ -104,18 +104,18 @@ class Server:
         self._refusal_told_at_s = -LIMIT_WARNING_PAUSE_S
         self.draining = False
         self.longest_turn_objects = 0  # touched in one turn of the loop, at most
-        self.end_faults = 0  # steps of the end that failed; the others were done
+        self.end_faults = 0  # steps of the shutdown that failed; the others were done
         self._scribbled = False
         self._lanes_ended = True
         self._keeps_pool = False
         self._thread: threading.Thread | None = None
-        self._arrivals: deque[socket.socket] = deque()  # of clients in this process, until the loop takes them
+        self._arrivals: deque[socket.socket] = deque()  # clients in this process, until the loop accepts them
         self._drain_until_s: float | None = None
         self._chores_at_s = 0.0
 
     @property
     def tiering(self) -> Tiering | None:
-        """None: no tier has ever been there."""
+        """None: there has never been a tier."""
         return self.l1.tiering
 
     @property
@@ -126,12 +126,12 @@ class Server:
     # --- running ------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[str], None] | None = None, signals: EndSignals | None = None) -> int:
-        """Serve in this thread until SIGTERM or SIGINT; the exit status. Only in the main thread. `signals`: of a
-        caller that has heard them since before this server was made."""
+        """Serve in this thread until SIGTERM or SIGINT; returns the exit status. Only in the main thread. `signals`:
+        from a caller that has handled them since before this server was made."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # A full collection over a million residents stalls for 160 ms, and one of 50,000 young objects for 4. What is
-        # here now stays; the young are looked at a few at a time, and once more in housekeeping; cycles that live
-        # longer than that are not made on the data path.
+        # A full garbage collection over a million residents stalls for 160 ms, and one of 50,000 young objects for 4.
+        # Current objects are frozen; young ones are collected a few at a time, and again in housekeeping; the data path
+        # makes no longer-lived cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
@@ -140,7 +140,7 @@ class Server:
             try:
                 self._started()
                 if on_ready is not None:
-                    self.populator.wait_begun(READY_WAIT_S)  # whoever waits for this stores at once
+                    self.populator.wait_begun(READY_WAIT_S)  # callers that wait for this store at once
                     on_ready(self.address)
                 self.service_manager.ready()
             except BaseException:
@@ -150,10 +150,11 @@ class Server:
         return 1 if self.end_faults else 0
 
     def start(self, *, wait: bool = False) -> Self:
-        """Embedded mode: serve on a thread of this process until `stop`. Once: UsageError after that. `wait`: until all
-        of the pool is populated, so that no store is answered WARMING; raises `PoolError` where there is no memory."""
+        """Embedded mode: serve on a thread of this process until `stop`. Only once: UsageError after that. `wait`:
+        until all of the pool is populated, so that no store is answered WARMING; raises `PoolError` if there is not
+        enough memory."""
         if self._thread is not None:
-            raise UsageError(f"server {self.settings.name!r} was started already: a server serves once")
+            raise UsageError(f"server {self.settings.name!r} was already started: make a new Server")
         self._thread = threading.Thread(target=self._serve, name="lmcache-server", daemon=True)
         self._thread.start()
         try:
@@ -166,13 +167,13 @@ class Server:
         return self
 
     def stop(self) -> None:
-        """Drain and end; waits for it in embedded mode. Safe from any thread and from signal handlers."""
+        """Drain and end; in embedded mode, waits for that. Safe from any thread and from signal handlers."""
         self.loop.call(self._begin_drain)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def connect(self, client_name: str = "embedded", *, maps_pool: bool = True, use_index: bool = True) -> Any:
-        """A client of this server over a socket pair: nothing on the file system is involved."""
+        """A client of this server over a socket pair, without anything in the file system."""
         from lmcache_core.client.client import Client
         from lmcache_core.client.link import Target
 
@@ -197,7 +198,7 @@ class Server:
             self._accept(self._arrivals.popleft())
 
     def _close_arrivals(self) -> None:
-        """Who came too late finds an end of file."""
+        """Clients that came too late get an end of file."""
         with contextlib.suppress(IndexError):
             while True:
                 self._arrivals.popleft().close()
@@ -213,7 +214,7 @@ class Server:
     def _tick(self) -> float | None:
         now, kernel, tiering = self.clock.now, self.kernel, self.tiering
         more = False
-        if kernel.clearing or self.clears.waiting:  # most turns have nothing of this to do, and calls cost
+        if kernel.clearing or self.clears.waiting:  # most turns have nothing to do here, and calls cost time
             more |= self.clears.step()
         if kernel.working or self.l1.preparing:
             more |= self.l1.make_room()
@@ -251,7 +252,7 @@ class Server:
             self.longest_turn_objects = touched
         if more:
             return now
-        if tiering is not None:  # without tiers nobody waits for one, nor for room
+        if tiering is not None:  # without tiers nobody waits for one, or for room
             reply, room, tiers = self.lookups.next_reply_s, self.store_waits.next_at_s, tiering.next_deadline()
             stored = self.stored_waits.next_at_s
         if self.l1.companions is not None:
@@ -263,9 +264,9 @@ class Server:
         return next_s
 
     def _keep_house(self, now: float) -> None:
-        """What workers read, headroom, and the pool's name. The first two go in bounded steps. While there is more to
-        evict, the next turn comes at once after everybody's next message; uses are noted with pauses, for however much
-        workers read in place, it must not become the server's work."""
+        """Report reads, evict for headroom, and check the pool's name. The first two go in bounded steps. While there
+        is more to evict, the next turn comes at once, after everybody's next message; reads are reported with pauses,
+        so that they never become the server's main work, however much workers read in place."""
         self.service_manager.alive(now)
         more = self.l1.note_uses()
         freed = self.kernel.trim(now)
@@ -273,8 +274,8 @@ class Server:
         if not freed and now >= self._chores_at_s:
             self._chores_at_s = now + HOUSEKEEPING_S
             if self._thread is None and self.adopting is not None and self.adopting.makes_objects:
-                gc.freeze()  # they stay, a hundred thousand in this time: to look at them took up to 18 ms
-            elif gc.get_count()[1]:  # cycles among what is young, before it grows too old for the collector to look at
+                gc.freeze()  # a hundred thousand of them in this time: scanning them took up to 18 ms
+            elif gc.get_count()[1]:  # young cycles, before they get too old for the collector to scan
                 gc.collect(1)
             if self.l1.index is not None:
                 self.l1.index.keep_places(self.kernel.adoption.under_way)
@@ -295,12 +296,13 @@ class Server:
             self.sessions.drop_silent(now)
 
     def _repair(self) -> None:
-        """A worker maps the pool writable: what it scribbled over is written again."""
+        """Workers map the pool writable: rewrite what one has overwritten."""
         if self.segment.repair() and not self._scribbled:
             self._scribbled = True
             log.warning(
-                "pool %r: somebody wrote into its tables, which is the server's to do; they are repaired, and status "
-                "counts it: look for a worker that writes outside of its slots",
+                "pool %r: another process has overwritten its tables; they are repaired, and status "
+                "counts it: look for a "
+                "worker that writes outside its slots",
                 self.settings.name,
             )
 
@@ -309,8 +311,8 @@ class Server:
         return idle or self._drain_until_s is None or now >= self._drain_until_s
 
     def _begin_drain(self) -> None:
-        """Take nothing new, have everything that is owed to tiers go out. Whatever one of these steps does, the server
-        ends, `drain_s` from now at the latest."""
+        """Accept nothing new, and write everything that is waiting for tiers. Whatever these steps do, the server ends
+        within `drain_s`."""
         if self._drain_until_s is None:
             self.draining = True
             self._drain_until_s = self.clock.now + self.settings.drain_s
@@ -349,13 +351,13 @@ class Server:
     def _accept(self, sock: socket.socket) -> None:
         try:
             peer = LifelinePeer(sock, self.loop, self.dispatch.on_frame, self.peer_ended)
-        except OSError:  # it hung up already
+        except OSError:  # it has already hung up
             sock.close()
             return
         self.admit(peer)
 
     def admit(self, peer: LifelinePeer) -> None:
-        """Let a peer that has connected say hello, or turn it away."""
+        """Let a connected peer say hello, or refuse it."""
         ours = peer.uid in (0, os.geteuid())
         in_group = self.settings.l1.access == "group" and not peer.gids().isdisjoint(self.settings.l1.gids)
         if not ours and not in_group:
@@ -380,16 +382,16 @@ class Server:
     # --- the end ------------------------------------------------------------------------------------------
 
     def _end_by(self, *steps: tuple[str, Callable[[], object]]) -> None:
-        """Take all these steps, whatever becomes of the others."""
+        """Take all these steps, even if some of them fail."""
         for what, step in steps:
             try:
                 step()
             except BaseException:
                 self.end_faults += 1
-                log.exception("pool %r: %s failed; the end goes on", self.settings.name, what)
+                log.exception("pool %r: %s failed; the shutdown continues", self.settings.name, what)
 
     def _close(self) -> None:
-        """Everything that was opened, in the reverse order; the mapping itself ends with its last view."""
+        """Close everything that was opened, in reverse order; the mapping itself ends with its last view."""
         log.info("%r ends%s", self.settings.name, self._owed(), extra=named("ending"))
         self._end_by(
             ("ending the recording", self.recording.stop),
@@ -416,7 +418,7 @@ class Server:
         )
 
     def _owed(self) -> str:
-        """What of the pool no tier has, in words."""
+        """The objects of the pool that no tier has, in words."""
         owed = {} if self.tiering is None else self.tiering.owed
         said = ", ".join(f"{objects:,} that tier {tier} does not have" for tier, objects in owed.items() if objects)
         return f"; of its objects there are {said}" if said else ""
@@ -445,27 +447,27 @@ class Server:
         self._lanes_ended = False  # until it is known that no call may touch the pool
         self._lanes_ended = self.tiering is None or self.tiering.close()
         if not self._lanes_ended:
-            log.warning("a tier's call is still out: its thread is left behind, and the memory it may touch with it")
+            log.warning("a tier's call has not returned: its thread is abandoned, with the memory that it may touch")
 
     def _free_cleared(self) -> None:
         while self.settings.l1.keep_pool and self.kernel.clearing:
-            self.kernel.free_cleared(self.clock.now)  # or the next server would find what was cleared here
+            self.kernel.free_cleared(self.clock.now)  # otherwise the next server would find what was cleared here
 
     def _remove_directory(self) -> None:
-        with contextlib.suppress(OSError):  # another server may have moved in already, or a user's file be there
+        with contextlib.suppress(OSError):  # another server may already be here, or a user's file
             self._directory.rmdir()
 
     def _decide_keeping(self) -> None:
-        """Leave the pool to the next server, if that was wished and nobody of ours can touch it any more."""
+        """Keep the pool for the next server, if requested and nothing of ours can touch it any more."""
         if not self.settings.l1.keep_pool:
             return
         why_not = ""
         if not self._lanes_ended:
-            why_not = "a tier's call is still out and may write to it"
+            why_not = "a tier's call has not returned and may write to it"
         elif self.end_faults:
-            why_not = "its end was not in order"
+            why_not = "its shutdown was not clean"
         elif self.l1.index is None:
-            why_not = "without the C extension there is no index to find anything by"
+            why_not = "without the C extension it has no index"
         elif self.name_lost or not name_exists(self.segment):
             why_not = "its name was deleted"
         self._keeps_pool = not why_not

@@ -1,6 +1,6 @@
-"""What the service manager is told: systemd's notification protocol, as sd_notify(3) describes it.
+"""Notifications to the service manager: systemd's protocol, as described in sd_notify(3).
 
-Without NOTIFY_SOCKET in the environment nobody is there to be told, and nothing happens.
+Without NOTIFY_SOCKET in the environment, nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 
 class ServiceManager:
-    """Says READY once, and WATCHDOG twice in each interval that the unit asks for, from the loop itself: a loop that
-    hangs says nothing, and is restarted."""
+    """Sends READY once, and WATCHDOG twice in each interval that the unit sets, from the loop itself: a loop that hangs
+    sends nothing, and is restarted."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         path = environ.get("NOTIFY_SOCKET", "")
@@ -28,11 +28,11 @@ class ServiceManager:
         self._say("READY=1")
 
     def stopping(self) -> None:
-        """The end has begun; it may take as long as the drain."""
+        """The shutdown has begun; it may take as long as the drain."""
         self._say("STOPPING=1")
 
     def alive(self, now: float) -> None:
-        """The loop turns. Called in every turn that has chores; speaks when it is time to."""
+        """The loop is alive. Called in every turn with chores; sends when it is time."""
         if self._pause_s and now >= self._alive_at_s:
             self._alive_at_s = now + self._pause_s
             self._say("WATCHDOG=1")
@@ -40,7 +40,7 @@ class ServiceManager:
     def _say(self, words: str) -> None:
         if not self._address:
             return
-        # A manager that does not listen, or not now, is not worth a moment of the loop.
+        # A manager that does not listen, or not now, is not worth any delay of the loop.
         with contextlib.suppress(OSError):
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
                 out.setblocking(False)

@@ -14,18 +14,18 @@ from lmcache_core.server.session_states import SESSION_TRANSITIONS, SessionEvent
 
 
 class Peer(ABC):
-    """The far end of a carrier. `send` never blocks: who does not read is dropped once the queue is full."""
+    """The far end of a carrier. `send` never blocks: a peer that does not read is dropped once the queue is full."""
 
     carrier: str
     uid: int
-    pid: int  # 0 where it is not known, as across pid namespaces
-    origin: str  # whom the caps count together: a uid, a CURVE key, an address
+    pid: int  # 0 if unknown, as across pid namespaces
+    origin: str  # what limits are counted by: a uid, a CURVE key, an address
     session: Session | None = None  # once it has said hello
     can_pass_fd: bool = False
 
     @abstractmethod
     def send(self, frame: bytes, fd: int = -1) -> None:
-        """Queue a frame; with a descriptor where the carrier can pass one."""
+        """Queue a frame; with a descriptor if the carrier can pass one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Peer(ABC):
 
 @dataclass(eq=False)
 class Session:
-    """What the server knows of a client. The kernel holds its leases under `id`, from its hello on."""
+    """What the server knows about a client. The kernel knows its leases under `id`, from its hello on."""
 
     id: int
     peer: Peer | None  # None: the connection ended
@@ -47,40 +47,40 @@ class Session:
     name: str = ""
     row: int = NO_ROW  # in the pool's worker table
     nonce: int = 0
-    wants_pool: bool = False  # it said so in its hello
-    maps_pool: bool = False  # it has shown so; stays true when it is lost
+    wants_pool: bool = False  # according to its hello
+    maps_pool: bool = False  # it has proved it; stays true when it is lost
     ended_by: str = ""  # once it has ended: goodbye, die, …
     namespaces: dict[int, int] = field(default_factory=dict)  # namespace id → layout id
-    storing: Counter[int] = field(default_factory=Counter)  # of these, into which a store waits: not to be forgotten
+    storing: Counter[int] = field(default_factory=Counter)  # of these, those that stores wait for: not to be forgotten
     pidfd: int = -1
     heard_at_s: float = 0.0
-    check_at_s: float = 0.0  # when its life lock is looked at next, and how long after the last time
+    check_at_s: float = 0.0  # when its life lock is checked next, and the pause since the last check
     check_pause_s: float = 0.0
-    listeners: tuple[Callable[[Session, Message], None], ...] = ()  # hear what it is answered later
+    listeners: tuple[Callable[[Session, Message], None], ...] = ()  # called with its later answers
 
     def move(self, event: SessionEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller's: `KeyError`."""
         self.state = SESSION_TRANSITIONS[self.state, event]
 
     @property
     def attached(self) -> bool:
-        """It is given slots."""
+        """Whether it may get slots."""
         return self.state is SessionState.ATTACHED
 
     def send(self, message: Message) -> None:
-        """Answer, or tell; nothing happens where nobody listens any more."""
+        """Send a message; does nothing if the peer is gone."""
         for listener in self.listeners:
             listener(self, message)
         if self.peer is not None:
             self.peer.send(encode(message))
 
     def listen(self, listener: Callable[[Session, Message], None]) -> None:
-        """Have somebody hear what it is answered later, from now on."""
+        """Call `listener` with every later answer from now on."""
         if listener not in self.listeners:
             self.listeners += (listener,)
 
     def unlisten(self, listener: Callable[[Session, Message], None]) -> None:
-        """Who listened does so no more."""
+        """Stop calling `listener`."""
         self.listeners = tuple(each for each in self.listeners if each != listener)
 
     def describe(self) -> dict[str, object]:

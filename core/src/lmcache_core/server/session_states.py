@@ -3,12 +3,12 @@
 The table feeds the code (`Session.move` looks every step up in it), the diagram in the docs and the test machine.
 Three rules stand behind it:
 
-- End of file is not death. Whoever has shown that it maps the pool may touch its bytes until its death is proven;
-  a session whose connection ended waits as LOST.
-- A row of the worker table goes to nobody who has not asked for the pool, and slots to nobody who has not shown
+- End of file is not death. A client that has proved that it maps the pool may touch its bytes until its death is
+  proven; a session whose connection ended waits as LOST.
+- A row of the worker table goes only to a client that has asked for the pool, and slots only to one that has proved
   that it maps it.
-- Every session ends once, and nothing leads back: a client that returns opens a new session, which takes over
-  what it declares.
+- Every session ends once, and there is no way back: a client that returns opens a new session, which takes over what it
+  declares.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class SessionState(IntEnum):
 
     CONNECTED = 0  # accepted, and has said nothing: a deadline runs
     OPEN = 1  # has said hello: may look up, ask and register namespaces
-    SEATED = 2  # a row of the worker table is its own: may show that it maps the pool
-    ATTACHED = 3  # has shown it: is given slots
-    LOST = 4  # the connection ended while it may hold something, and its death is not proven
+    SEATED = 2  # has a row of the worker table: may prove that it maps the pool
+    ATTACHED = 3  # has proved it: may get slots
+    LOST = 4  # the connection ended, but it may still hold something, and its death is not proven
     ENDED = 5
 
 
@@ -34,13 +34,13 @@ class SessionEvent(IntEnum):
 
     HELLO = 0
     SEAT = 1  # the server gave it a row
-    ATTACH = 2  # it read the nonce of that row, and holds the row's life lock
+    ATTACH = 2  # it read that row's nonce, and holds the row's life lock
     HANG_UP = 3  # the connection ended
-    GOODBYE = 4  # it answers for everything that it held
+    GOODBYE = 4  # everything that it held is settled
     DIE = 5  # its pidfd fired, or its life lock is free
     RETURN = 6  # the same client instance has another session now, which took over what it declared
-    DROP = 7  # ended by the server: silent for too long, or in the way of others, and holding nothing
-    SHUT = 8  # the server itself ends
+    DROP = 7  # ended by the server: silent too long, or to make room, while holding nothing
+    SHUT = 8  # the server itself stops
 
 
 def _session_transitions() -> Transitions[SessionState, SessionEvent]:

@@ -1,12 +1,12 @@
-"""Who is connected, who is lost, and who is dead.
+"""Which sessions are connected, lost, or dead.
 
-End of file is not death, and death is not end of file. A session whose connection ended is *lost*: its leases
-go on. It is *dead* when its pidfd fires or its life lock is found free, and only then is its memory taken back
-at once. A lost client that comes back under the same client id declares what it still holds.
+End of file is not death, and death is not end of file. A session whose connection ended is *lost*: its leases continue.
+It is *dead* when its pidfd fires or its life lock is found free; only then is its memory reclaimed at once. A lost
+client that returns under the same client id declares what it still holds.
 
-How a session moves between its states stands in `session_states`; this is what goes with each step. Nobody can use
-up what all share: who connects and says nothing is dropped after a while, and where there is no room for one more
-session, the longest silent that holds nothing has to go.
+The states of a session are in `session_states`; this module does the work of each step. Nobody can exhaust what all
+share: a client that connects and says nothing is dropped after a while, and if there is no room for another session,
+the session that has been silent the longest while holding nothing is ended.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Sessions:
         on_end: Callable[[Session], None],
         by_id: dict[int, Session],
     ) -> None:
-        """`by_id`: to be filled with the sessions, each from its hello on. `on_gone`: what it was not told of yet, it
-        will not hear of; called before anything becomes of its leases. `on_end`: it has ended."""
+        """`by_id`: is filled with the sessions, each from its hello on. `on_gone`: the session will not get further
+        answers; called before anything happens to its leases. `on_end`: it has ended."""
         self._kernel = kernel
         self._segment = segment
         self._loop = loop
@@ -73,19 +73,19 @@ class Sessions:
         self._on_end = on_end
         self._ids = count(1)
         self._by_id = by_id
-        self._waiting: dict[Peer, Session] = {}  # for their hello, in the order of their deadlines
-        self._suspects: dict[int, Session] = {}  # life lock to be looked at by the clock
-        # A heap of when, and at which of these: an entry for each, and stale ones of those that have ended.
+        self._waiting: dict[Peer, Session] = {}  # until their hello, in the order of their deadlines
+        self._suspects: dict[int, Session] = {}  # those whose life lock is checked by the clock
+        # A heap of (when, which of these): an entry for each, and stale ones of those that have ended.
         self._looks: list[tuple[float, int]] = []
-        # Who goes first at a limit, and when it was heard last: for each origin, and under "" for all.
+        # The order of ending at a limit, by the last sign of life: for each origin, and under "" for all.
         self._idle: dict[str, deque[tuple[float, Session]]] = {}
         self._warned_at_s = float("-inf")
         self.deaths = 0
-        self.dropped = 0  # without a hello in time, or to make room
+        self.dropped = 0  # for lack of a hello in time, or to make room
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """The child of an embedded server watches over nobody."""
+        """The child of an embedded server watches no session."""
         for session in self:
             if session.pidfd >= 0:
                 os.close(session.pidfd)
@@ -108,28 +108,29 @@ class Sessions:
     # --- the steps ----------------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, now: float) -> None:
-        """A peer has connected and is to say hello within `HELLO_S`. Of too many of one uid the first has to go: who
-        means well says hello at once."""
+        """A peer has connected and must say hello within `HELLO_S`. If one uid has too many such peers, the first is
+        dropped: honest clients say hello at once."""
         of_uid = [each for each in self._waiting.values() if each.uid == peer.uid]
         if len(of_uid) >= UNANSWERED_PER_UID_MAX:
             self._drop(of_uid[0])
         self._waiting[peer] = self._new(peer, now)
 
     def open(self, peer: Peer, client_id: bytes, name: str, pid: int, now: float, *, wants_pool: bool) -> Session:
-        """The peer has said hello. One that wants the pool gets a row of the worker table at once if it is given the
-        pool's descriptor now; any other may be on another machine, and gets one when it has shown that it maps it."""
+        """The peer has said hello. If it wants the pool and gets the pool's descriptor now, it gets a row of the worker
+        table at once; otherwise it may be on another machine, and gets a row once it has proved that it maps the
+        pool."""
         self._make_room(peer.origin, now)
         gives_row = wants_pool and peer.can_pass_fd
         former = self._of_client(client_id, peer.uid)
         returns = any(old.row != NO_ROW for old in former)
         row, nonce = self._free_row(peer.origin, peer.pid or pid, returns=returns) if gives_row else (NO_ROW, 0)
-        session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers speak first
+        session = self._waiting.pop(peer, None) or self._new(peer, now)  # on some carriers the peers send first
         session.client_id, session.name, session.pid, session.heard_at_s = client_id, name, peer.pid or pid, now
         session.move(SessionEvent.HELLO)
         self._kernel.open_session(session.id, session.uid, holder=session.origin)
         self._by_id[session.id] = session
         peer.session = session
-        for old in former:  # those that had to make room for this one hold nothing
+        for old in former:  # those that were ended to make room for this one hold nothing
             self._kernel.keep_promises(old.id, session.id, now)
         session.wants_pool = wants_pool
         if gives_row:
@@ -141,7 +142,7 @@ class Sessions:
         return session
 
     def attach(self, session: Session, row: int, nonce: int, held: list[int], now: float) -> list[int]:
-        """The session has shown that it maps the pool. Returns the leases that it goes on holding."""
+        """The session has proved that it maps the pool. Returns the leases that it still holds."""
         if not session.wants_pool:
             raise ProtocolError("this session did not ask for the pool in its hello")
         former = [old for old in self._of_client(session.client_id, session.uid) if old is not session]
@@ -150,7 +151,8 @@ class Sessions:
             self._seat(session, row, self._segment.take_row(row, nonce, session.pid), chosen=True)
         elif (row, nonce) != (session.row, session.nonce) or life_lock_free(self._segment, session.row):
             raise NotAttachedError(
-                f"row {row} of the pool was not shown to be mapped: attach to the pool of this server and lock the row"
+                f"the client has not proved that it maps row {row} of the pool: attach to this server's "
+                f"pool and lock the row"
             )
         session.move(SessionEvent.ATTACH)
         session.maps_pool = True
@@ -163,16 +165,16 @@ class Sessions:
             kept += self._kernel.reclaim(old.id, session.id, held, now)
             self._end(old, SessionEvent.RETURN, now)
         if session.carrier != "lifeline":
-            self._suspect(session, now)  # no end of file will ever tell
+            self._suspect(session, now)  # no end of file will ever come
         return kept
 
     def goodbye(self, session: Session, now: float) -> None:
-        """It answers for everything it held, also where the answer to that has just found out that nobody reads it."""
+        """Everything that it held is settled, even if the reply has just shown that nobody reads it."""
         if session.state is not SessionState.ENDED:
             self._end(session, SessionEvent.GOODBYE, now)
 
     def lost(self, peer: Peer, now: float) -> None:
-        """The connection ended. Look whether its client is dead; if nothing proves it, look again by and by."""
+        """The connection ended. Check whether its client is dead; without proof, check again later."""
         waiting = self._waiting.pop(peer, None)
         if waiting is not None:
             waiting.move(SessionEvent.HANG_UP)
@@ -192,7 +194,7 @@ class Sessions:
             self._suspect(session, now)
 
     def check(self, now: float) -> None:
-        """Drop who has not said hello in time, and look at the life locks that are due."""
+        """Drop peers that have not said hello in time, and check the life locks that are due."""
         while self._waiting:
             session = next(iter(self._waiting.values()))
             if now < session.heard_at_s + HELLO_S:
@@ -205,7 +207,7 @@ class Sessions:
             check_at_s, session_id = heapq.heappop(looks)
             suspect = self._suspects.get(session_id)
             if suspect is None or suspect.check_at_s != check_at_s:
-                continue  # it has ended, or is looked at another time
+                continue  # it has ended, or is checked at another time
             if self._proven_dead(suspect):
                 self._died(suspect, now)
             elif suspect.state is SessionState.LOST and not self._may_hold(suspect):
@@ -215,7 +217,7 @@ class Sessions:
                 self._look_after(suspect, min(pause, LIFE_CHECK_S_MAX), now)
 
     def next_check(self) -> float | None:
-        """When `check` is due; perhaps too early. Costs the same however many are watched."""
+        """When `check` is due; perhaps too early. The cost does not depend on how many are watched."""
         due = None
         if self._looks:
             due = self._looks[0][0]
@@ -225,7 +227,8 @@ class Sessions:
         return due
 
     def drop_silent(self, now: float) -> None:
-        """End sessions without a lifeline or a life lock that have said nothing for long: nothing else would."""
+        """End sessions without a lifeline or a life lock that have been silent for long: nothing else would end
+        them."""
         for session in self:
             unwatched = session.carrier != "lifeline" and not session.maps_pool
             if unwatched and now - session.heard_at_s > SILENT_SESSION_S:
@@ -240,13 +243,13 @@ class Sessions:
         return Session(next(self._ids), peer, peer.uid, peer.pid, peer.carrier, peer.origin, heard_at_s=now)
 
     def _of_client(self, client_id: bytes, uid: int) -> list[Session]:
-        """The sessions of one client instance: more than one while it comes back."""
+        """The sessions of one client instance: more than one while it reconnects."""
         return [each for each in self._by_id.values() if each.client_id == client_id and each.uid == uid]
 
     # --- room ---------------------------------------------------------------------------------------------
 
     def _make_room(self, origin: str, now: float) -> None:
-        """Room for one more session, of this origin too. Raises `LimitError` where everybody holds something."""
+        """Make room for another session, also of this origin. Raises `LimitError` if every session holds something."""
         if len(self._by_id) < min(SESSIONS_PER_ORIGIN_MAX, SESSIONS_MAX):
             return
         of_origin = sum(session.origin == origin and not session.maps_pool for session in self._by_id.values())
@@ -261,8 +264,8 @@ class Sessions:
             )
 
     def _end_idle(self, now: float, origin: str = "") -> bool:
-        """End the longest silent session that holds nothing, those that map no pool before others; of this origin only
-        one that maps none, for only those are counted together."""
+        """End the session that has been silent the longest while holding nothing, first those that do not map the pool;
+        for one origin only those, because only they are counted together."""
         idle = self._idle.setdefault(origin, deque())
         for again in (False, True):
             while idle:
@@ -271,7 +274,7 @@ class Sessions:
                 if current and not self._kernel.holds(session.id):
                     self._end_to_make_room(session, now)
                     return True
-            if not again:  # sorted once for many: under a flood of hellos each of them comes here
+            if not again:  # sorted once for many calls: under a flood of hellos each of them comes here
                 order = sorted(self._by_id.values(), key=lambda each: (each.maps_pool, each.heard_at_s))
                 idle.extend(
                     (each.heard_at_s, each)
@@ -286,8 +289,8 @@ class Sessions:
         if now - self._warned_at_s >= LIMIT_WARNING_PAUSE_S:
             self._warned_at_s = now
             log.warning(
-                "a limit of sessions is reached (%d are connected): session %d (%r, %s, %s) was silent for %.1f s and "
-                "held nothing, and is ended; so were %d before it",
+                "a limit of sessions is reached (%d are connected): session %d (%r, %s, %s) was silent for %.1f s, "
+                "held nothing, and was ended; so were %d before it",
                 len(self._by_id),
                 session.id,
                 session.name,
@@ -300,19 +303,19 @@ class Sessions:
         self._end(session, SessionEvent.DROP, now)
 
     def _free_row(self, origin: str, pid: int, *, returns: bool) -> tuple[int, int]:
-        """(row, nonce)."""
+        """Returns (row, nonce)."""
         self._make_row(origin, returns=returns)
         try:
             return self._segment.claim_row(pid)
-        except LimitError:  # rows that former workers still have are no session's
+        except LimitError:  # rows that former workers still have belong to no session
             if not self._end_seated():
                 raise
             return self._segment.claim_row(pid)
 
     def _make_row(self, origin: str, *, returns: bool) -> None:
-        """A row of the worker table for one more session of this origin. Where all are taken, a session that has not
-        attached leaves its own; where the origin has its share of them, one of its own does. `returns`: the same
-        client has one already, and gives it up as it attaches."""
+        """Free a row of the worker table for another session of this origin. If all rows are taken, a session that has
+        not attached gives up its row; if the origin has used up its share, one of its own does. `returns`: the same
+        client has a row already, and gives it up when it attaches."""
         rows = self._rows
         spare = ROWS_RETURNING_MAX if returns else 0
         if rows.taken >= rows.total + spare:
@@ -321,19 +324,20 @@ class Sessions:
             self._end_dead(origin)
         if rows.full_for(origin, spare) and not self._end_seated(origin):
             raise LimitError(
-                f"{rows.taken} of {rows.total} worker rows of pool {self._segment.info.name!r} are taken, "
-                f"{rows.of(origin)} of them by {origin}, which is given no more: close some of its clients"
+                f"{rows.taken} of {rows.total} worker rows of pool {self._segment.info.name!r} are in use, "
+                f"{rows.of(origin)} of them by {origin}, which gets no more: close some of its clients"
             )
 
     def _end_dead(self, origin: str) -> None:
-        """End those lost sessions of the origin whose death is proven by now, before the clock would look at them."""
+        """End lost sessions of the origin whose death is proven by now, before the clock would check them."""
         lost = (each for each in list(self._suspects.values()) if each.state is SessionState.LOST)
         some = islice((each for each in lost if each.origin == origin), LIFE_CHECKS_PER_TURN_MAX)
         for each in [each for each in some if self._proven_dead(each)]:
             self._died(each, self._loop.clock.now)
 
     def _end_seated(self, origin: str = "") -> bool:
-        """End the longest silent session that has a row, has not attached, and holds no promise; of this origin."""
+        """End the session, of this origin, that has been silent the longest with a row but unattached and without a
+        promise."""
         seated = [each for each in self._by_id.values() if each.state is SessionState.SEATED]
         idle = [each for each in seated if each.origin == (origin or each.origin) and not self._kernel.holds(each.id)]
         if idle:
@@ -349,7 +353,7 @@ class Sessions:
     # --- ends ---------------------------------------------------------------------------------------------
 
     def _may_hold(self, session: Session) -> bool:
-        """Whether something would be lost with it: memory that it may touch, or a promise that another redeems."""
+        """Whether its end would lose something: memory that it may touch, or a promise that another one redeems."""
         return session.maps_pool or self._kernel.holds(session.id)
 
     def _suspect(self, session: Session, now: float) -> None:
@@ -363,7 +367,7 @@ class Sessions:
 
     def _proven_dead(self, session: Session) -> bool:
         if session.pidfd >= 0:
-            fired = select.poll()  # select.select() takes no descriptor above 1023
+            fired = select.poll()  # select.select() accepts no descriptor above 1023
             fired.register(session.pidfd, select.POLLIN)
             if fired.poll(0):
                 return True
@@ -375,12 +379,12 @@ class Sessions:
             self._end(session, SessionEvent.DIE, now)
 
     def _drop(self, session: Session) -> None:
-        """It has not said hello, and there is nothing to settle."""
+        """Drop a peer that has not said hello; there is nothing to settle."""
         self.dropped += 1
         self._end(session, SessionEvent.DROP, self._loop.clock.now)
 
     def _end(self, session: Session, event: SessionEvent, now: float) -> None:
-        """The one way out. What it held is settled by what ended it."""
+        """The only way to end a session. Its holdings are settled according to what ended it."""
         session.move(event)
         session.ended_by = event.name.lower()
         self._on_gone(session)
@@ -396,7 +400,7 @@ class Sessions:
             session.pidfd = -1
         if session.row != NO_ROW:
             self._tallies.fold(session.row)
-            if event is SessionEvent.RETURN:  # slots that its successor goes on holding name it for some steps still
+            if event is SessionEvent.RETURN:  # slots that its successor still holds name it for some more steps
                 self._kernel.leave_row(session.row)
             else:
                 self._segment.release_row(session.row)

@@ -1,9 +1,9 @@
-"""Shares of what everybody takes from one table: rows of the worker table, layouts, namespaces, what may wait.
+"""Shares of common tables: rows of the worker table, layouts, namespaces, waiting requests.
 
-A *holder* is who the sessions belong to, as in the kernel's ledger: a uid, over ZMQ a CURVE key. On most nodes all
-workers have one uid, so one holder may have nearly all; and none may have the rest, or the next user finds nothing.
-So a cap is a share of what is free: the less is left, the less more each may have. What somebody has is never taken
-away.
+A *holder* is the owner of sessions, as in the kernel's ledger: a uid, or over ZMQ a CURVE key. On most nodes all
+workers have one uid, so one holder may have nearly everything; but nobody may have the rest, so that the next user
+finds something. So a cap is a share of what is free: the less is left, the less each may add. Places in use are never
+taken away.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lmcache_core.limits import SHARE_FEW
 class Share:
     """One table of `total` places, counted by holder.
 
-    A holder that is alone has at most `fraction` of them. Of several, each is given one more for as long as it has at
-    most `fraction / (1 - fraction)` times what is then free: whoever has most is refused first, and one that has next
-    to nothing is given the last place.
+    A single holder has at most `fraction` of them. With several, a holder gets another place as long as it has at most
+    `fraction / (1 - fraction)` times the number that is then free: the largest holder is refused first, and one with
+    next to nothing gets the last place.
     """
 
     def __init__(self, total: int, fraction: float = 1.0) -> None:
@@ -34,19 +34,19 @@ class Share:
         return self._by_holder.get(holder, 0)
 
     def full_for(self, holder: str, beyond: int = 0) -> bool:
-        """Whether the holder is refused one more. `beyond`: places over its share, and over the total, that it may have
-        for a moment."""
+        """Whether the holder is refused another place. `beyond`: places over its share, and over the total, that it may
+        have temporarily."""
         left = self.total + beyond - self.taken - 1
-        more = self._by_holder.get(holder, 0) + 1 - beyond  # asked by every store; for `[…]` a Counter runs Python code
+        more = self._by_holder.get(holder, 0) + 1 - beyond  # every store comes here; `[…]` would run Python code
         return left < 0 or (more > self._few and more * (1 - self._fraction) > left * self._fraction)
 
     def take(self, holder: str, places: int = 1) -> None:
-        """The holder has so many more: it was asked before, or has a right to them."""
+        """Give the holder more places: it was checked before, or has a right to them."""
         self._by_holder[holder] += places
         self.taken += places
 
     def free(self, holder: str, places: int = 1) -> None:
-        """It has so many less."""
+        """Take back places."""
         self.taken -= places
         self._by_holder[holder] -= places
         if not self._by_holder[holder]:  # users come and go
@@ -54,10 +54,10 @@ class Share:
 
 
 class Shares:
-    """All that is counted so, of one server. Lives on the loop's thread."""
+    """All such tables of one server. Lives on the loop's thread."""
 
     def __init__(self, fraction: float) -> None:
-        """`fraction`: of each table, for one holder while nobody else has anything there."""
+        """`fraction`: of each table, for one holder while nobody else uses it."""
         self.rows = Share(limits.WORKERS_MAX - limits.ROWS_RETURNING_MAX, fraction)
         self.layouts = Share(limits.LAYOUTS_MAX - 1, fraction)
         self.namespaces = Share(limits.NAMESPACES_MAX, fraction)

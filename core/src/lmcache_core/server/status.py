@@ -1,4 +1,4 @@
-"""What `status` answers: plain values, no secret, cheap to make."""
+"""The answer of `status`: plain values, no secrets, cheap to make."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from lmcache_core.server.server import Server
 
 SESSIONS_SHOWN_MAX = 100
-ROWS_SHOWN_MAX = 100  # of size classes, and of culprits: the reply is one frame
-STATUS_BYTES_MAX = FRAME_BYTES_MAX - 64  # around it stand the reply's tag and its number
-# What is shortened where the whole is larger than that, the longest first; those of the second line only where nothing
-# is left of the first. Rows that say most come first in each.
+ROWS_SHOWN_MAX = 100  # of size classes and of culprits: the reply is one frame
+STATUS_BYTES_MAX = FRAME_BYTES_MAX - 64  # leaves room for the reply's tag and id
+# What is shortened if the whole is larger than that, longest first; tables of the second line only when those of the
+# first are empty. The most important rows come first in each.
 SHORTENED = (
     ("sessions", "companions", "l1.holders", "l1.held_by_session", "l1.quarantine_by_session",
      "l1.quarantine_by_holder", "l1.classes", "l1.tenants"),
@@ -31,8 +31,8 @@ SHORTENED = (
 
 
 def describe(server: Server) -> dict[str, Any]:
-    """The server's account of itself, in one frame. `not_shown`: how many rows of which table were left out for that,
-    and under `texts` how many texts were cut."""
+    """The server's status, in one frame. `not_shown`: how many rows of which table were left out to fit, and under
+    `texts` how many texts were cut."""
     status = _described(server)
     if len(encode(status)) > STATUS_BYTES_MAX:
         _shorten(status)
@@ -73,7 +73,7 @@ def _described(server: Server) -> dict[str, Any]:
             "adopted": None if server.adopting is None else server.adopting.describe(),
             "why_cold": server.segment.why_cold,
             "repaired_words": 0 if segment.master is None else segment.master.repaired,
-            # What the kernel has heard of: until then a store is answered WARMING.
+            # What the kernel knows about: until then a store is answered WARMING.
             "populated_bytes": usage["populated_bytes"],
             "population_error": server.populator.error,
             "huge_page_fraction": round(server.populator.huge_page_fraction, 4),
@@ -119,8 +119,8 @@ def _counters(server: Server) -> dict[str, int]:
 
 
 def _shorten(status: dict[str, Any]) -> None:
-    """Make it fit: cut the texts of others (errors, above all), then leave rows out. A few milliseconds at most, where
-    there is so much to say."""
+    """Make it fit: cut foreign texts (mostly errors), then leave rows out. Takes a few milliseconds at most, if there
+    is that much to say."""
     cut = _Cut()
     for name in list(status):
         status[name] = cut(status[name])
@@ -146,7 +146,7 @@ def _shorten(status: dict[str, Any]) -> None:
 
 
 class _Cut:
-    """Plain values with their longer texts cut; `texts` counts these."""
+    """Plain values with longer texts cut; `texts` counts them."""
 
     def __init__(self) -> None:
         self.texts = 0
@@ -163,7 +163,7 @@ class _Cut:
 
 
 def _table(status: Mapping[str, Any], path: str) -> Any:
-    """The table at a dotted path; None where an answer of this server has none."""
+    """The table at a dotted path; None if this server has none."""
     value: Any = status
     for name in path.split("."):
         value = (value or {}).get(name)
@@ -175,7 +175,7 @@ def _first(table: Any, rows: int) -> Any:
 
 
 def traffic(server: Server) -> dict[str, Any]:
-    """What was asked for and found since the start: what workers found by the index, and what came as calls."""
+    """What was requested and found since the start: by workers in the index, and by calls."""
     counted, told = server.l1.traffic.status(), server.l1.tallies.totals()
     lookups, retrieves = counted["lookups"], counted["retrieves"]
     lookups["hits_by_index"] = told[Tally.LOOKUP_HITS]
@@ -196,13 +196,13 @@ def traffic(server: Server) -> dict[str, Any]:
 
 
 def _most(usage: Mapping[Any, HolderUsage]) -> list[tuple[Any, dict[str, int]]]:
-    """Who keeps most from others, first."""
+    """Those who keep most from others, first."""
     rows = [(name, asdict(each)) for name, each in usage.items()]
     return sorted(rows, key=lambda row: -sum(row[1].values()))[:ROWS_SHOWN_MAX]
 
 
 def _holders(server: Server, usage: KernelUsage) -> dict[str, dict[str, int]]:
-    """What each uid, or over ZMQ each key, has of what all share: one table, of what is counted where it is kept."""
+    """What each uid, or over ZMQ each key, uses of everything shared, in one table."""
     holders = dict(_most(usage.holders))
     for name, holder in holders.items():
         holder.update(connections=0, **server.shares.describe(name))
@@ -213,7 +213,7 @@ def _holders(server: Server, usage: KernelUsage) -> dict[str, dict[str, int]]:
 
 
 def _plain(value: Any) -> Any:
-    """With string keys throughout, as every reader of MessagePack and JSON takes them."""
+    """With string keys throughout, as every reader of MessagePack and JSON accepts them."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
-"""Stores that wait for room: with `dirty = "wait"` the answer to a store that finds the pool full is held back while
-tiers are still taking what fills it, for `store_wait_s` at most. The loop goes on meanwhile."""
+"""Stores that wait for room: with `dirty = "wait"` the answer to a store that finds the pool full is delayed while
+tiers are still writing what fills it, for `store_wait_s` at most. The loop continues meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lmcache_core.server.shares import Share
 
 @dataclass(eq=False)
 class _Wait:
-    """One page of a store: granted in part, or not at all, and nobody was told."""
+    """One page of a store: granted in part, or not at all, and not answered yet."""
 
     session: Session
     rid: int
@@ -36,20 +36,20 @@ class _Wait:
 
 
 class StoreWaits:
-    """First come, first served: the room that comes is the oldest's. Lives on the loop's thread."""
+    """First come, first served: room goes to the oldest. Lives on the loop's thread."""
 
     def __init__(self, kernel: Kernel, l1: L1, share: Share, wait_s: float) -> None:
-        """`wait_s` 0: no store waits."""
+        """`wait_s` 0: stores do not wait."""
         self._kernel = kernel
         self._l1 = l1
         self._share = share
         self._wait_s = wait_s
         self._waits: dict[_Wait, None] = {}
         self._by_session: Counter[Session] = Counter()
-        self._unshielded = 0  # what the kernel said when it was last tried …
-        self._retry_at_s = 0.0  # … and when it is tried again although that has not changed: readers end, too
+        self._unshielded = 0  # the kernel's count at the last attempt …
+        self._retry_at_s = 0.0  # … and when to try again even if it has not changed, because readers end, too
         self.waited = 0  # since the start
-        self.waited_in_vain = 0  # of these, answered FULL all the same
+        self.waited_in_vain = 0  # of these, those answered FULL anyway
 
     def __len__(self) -> int:
         """Stores that wait."""
@@ -74,8 +74,8 @@ class StoreWaits:
         return True
 
     def step(self) -> bool:
-        """Give the oldest what room there is, and answer who has waited for long enough. A bounded piece of work, for
-        one page; whether there is more."""
+        """Give the oldest what room there is, and answer those that have waited long enough. A bounded piece of work,
+        for one page; returns whether there is more."""
         now, kernel = self._l1.clock.now, self._kernel
         while self._waits and (oldest := next(iter(self._waits))).reply_at_s <= now:
             self._answer(oldest)
@@ -95,7 +95,7 @@ class StoreWaits:
                 now,
                 wait_s=oldest.reply_at_s - now,
             )
-        except CacheError:  # its lease has expired: it has what it had
+        except CacheError:  # its lease has expired: it keeps what it had
             self._answer(oldest)
             return bool(self._waits)
         if oldest.preparation is not None:
@@ -104,7 +104,7 @@ class StoreWaits:
         return self._tried(oldest)
 
     def _prepared(self, wait: _Wait, done: Preparation) -> None:
-        """The slabs that could be had are empty, and what it was granted there is its own."""
+        """The slabs that could be freed are empty, and what was granted there belongs to it."""
         wait.preparation = None
         if done.grants is not None:
             self._take(wait, done.grants)
@@ -117,15 +117,16 @@ class StoreWaits:
             if wait in self._waits:
                 kernel.take_more(session.id, wait.namespace, wait.grants, more, now)
                 return
-        with contextlib.suppress(CacheError):  # it was answered, or went, in the step that made room
+        with contextlib.suppress(CacheError):  # it was answered or withdrawn in the step that made room
             kernel.abort_store(session.id, more.lease_id, now)
 
     def _tried(self, oldest: _Wait) -> bool:
-        """It was given what there is: answer it, unless it lacks something that may come. Whether there is another."""
+        """It got what there is: answer it, unless it lacks something that may come. Returns whether there is
+        another."""
         if Grant.FULL in oldest.grants.statuses and self._kernel.shielded:
             return False
         self._answer(oldest)
-        self._retry_at_s = self._l1.clock.now  # the next one: there may be room left
+        self._retry_at_s = self._l1.clock.now  # for the next one: there may be room left
         return bool(self._waits)
 
     @property
@@ -133,11 +134,11 @@ class StoreWaits:
         """When `step` has something to do even if nothing else happens."""
         if not self._waits:
             return None
-        return min(self._retry_at_s, next(iter(self._waits)).reply_at_s)  # they all wait for as long
+        return min(self._retry_at_s, next(iter(self._waits)).reply_at_s)  # they all have the same time limit
 
     def session_gone(self, session: Session) -> None:
-        """Its stores are withdrawn: nobody was told of what they were granted, so nobody writes there. Before anything
-        else becomes of its leases."""
+        """Withdraw its stores: nobody was told what they were granted, so nobody writes there. Called before anything
+        happens to its leases."""
         if self._by_session[session]:
             for wait in [wait for wait in self._waits if wait.session is session]:
                 self._remove(wait)
@@ -151,17 +152,17 @@ class StoreWaits:
         self._answer_all([wait for wait in self._waits if namespace in (None, wait.namespace)])
 
     def session_ends(self, session: Session) -> None:
-        """Its leases are about to be settled: what they were granted is said before, and nothing is granted after."""
+        """Its leases are about to be settled: report grants before that, and grant nothing afterwards."""
         if self._by_session[session]:
             self._answer_all([wait for wait in self._waits if wait.session is session])
 
     def end(self) -> None:
-        """Nothing new is granted any more."""
+        """Grant nothing new any more."""
         self.clear(None)
 
     def _answer_all(self, waits: Sequence[_Wait]) -> None:
         for wait in waits:
-            if wait in self._waits:  # else its session has gone, which came to light since
+            if wait in self._waits:  # otherwise its session has gone, which was noticed since
                 self._answer(wait)
 
     def _answer(self, wait: _Wait) -> None:

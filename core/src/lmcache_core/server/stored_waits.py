@@ -1,4 +1,4 @@
-"""Who waits until tiers have what was committed: the answer is held back while any of it is on its way to one."""
+"""Callers that wait until tiers have what was committed: the answer is delayed while any of it is on its way."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class StoredWaits:
         self._share = share
         self._waits: dict[_StoredWait, None] = {}
         self._by_session: Counter[int] = Counter()
-        self._moves = 0  # of the tiering, when the waits were last looked at …
-        self._look_at_s = 0.0  # … and when they are looked at although nothing has moved: a scan has ended, say
+        self._moves = 0  # of the tiering, at the last look at the waits …
+        self._look_at_s = 0.0  # … and when to look although nothing has moved, for example because a scan has ended
 
     def __len__(self) -> int:
         """Calls that wait."""
         return len(self._waits)
 
     def wait(self, session: Session, request: m.WaitStored) -> m.Message | None:
-        """The answer, or None: it follows when nothing of these keys is on its way to a tier, or their time is up."""
+        """The answer, or None: it follows when none of these keys is on its way to a tier, or at the timeout."""
         keys, now, tiering = split_keys(request.keys), self._l1.clock.now, self._l1.tiering
         told = self._explains.look(session, request.namespace, keys)
         if tiering is None:
@@ -77,7 +77,7 @@ class StoredWaits:
             self._leave(wait)
 
     def step(self) -> None:
-        """Answer those that have nothing more to wait for. A look at one that waits on costs a microsecond."""
+        """Answer those that have nothing left to wait for. Checking one that still waits costs a microsecond."""
         tiering, now = self._l1.tiering, self._l1.clock.now
         if tiering is None or not self._waits:
             return
@@ -106,5 +106,5 @@ class StoredWaits:
         try:
             told = self._explains.look(wait.session, wait.namespace, wait.keys)
             wait.session.send(self._explains.reply(wait.rid, told, wait.watch.answers()))
-        except CacheError as error:  # it has named so many namespaces since that this one is forgotten
+        except CacheError as error:  # it has named so many namespaces since that this one was forgotten
             wait.session.send(error_reply(wait.rid, error))

@@ -1,4 +1,4 @@
-"""Stores: most are answered at once; one for which whole slabs have to be emptied is answered when they are."""
+"""Stores: most are answered at once; one that needs whole slabs to be emptied is answered when they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmcache_core.server.store_waits import StoreWaits, granted
 
 
 class Stores:
-    """Who waits for room. Lives on the loop's thread."""
+    """The stores that wait for room. Lives on the loop's thread."""
 
     def __init__(self, kernel: Kernel, l1: L1, store_waits: StoreWaits, share: Share) -> None:
         self._kernel = kernel
@@ -29,7 +29,7 @@ class Stores:
         self.waited = 0  # stores that could not be answered at once
 
     def prepare(self, session: Session, request: m.PrepareStore, layout_id: int) -> m.Message | None:
-        """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` without all of it."""
+        """The answer, or None: it follows once there is room, or after `ROOM_WAIT_S` with a part of it."""
         now, keys = self._l1.clock.now, split_keys(request.keys)
         self._l1.before_store(layout_id, len(keys))
         waiting = self._waiting.get(session, {})
@@ -58,14 +58,14 @@ class Stores:
         return self._share.taken
 
     def session_ends(self, session: Session) -> None:
-        """Its leases are about to be settled, and the kernel cancels what it waits for: it hears of that before."""
+        """Its leases are about to be settled, and the kernel cancels what it waits for: answer it before."""
         ended = LeaseExpiredError("the session was ended while this store waited for room: store again")
         for request in self._remove_all(session):
             session.send(error_reply(request.rid, ended))
         self._store_waits.session_ends(session)
 
     def session_gone(self, session: Session) -> None:
-        """The kernel cancels those that it waits for; what tiers are waited for with, is withdrawn."""
+        """The kernel cancels those that wait for it; waits for tiers are withdrawn."""
         self._remove_all(session)
         self._store_waits.session_gone(session)
         session.storing.clear()
@@ -74,7 +74,7 @@ class Stores:
         return [self._remove(session, each) for each in list(self._waiting.get(session, {}))]
 
     def _remove(self, session: Session, preparation: Preparation) -> m.PrepareStore:
-        """It does not wait any more."""
+        """It no longer waits."""
         mine = self._waiting[session]
         request = mine.pop(preparation)
         if not mine:  # sessions come and go
@@ -86,13 +86,13 @@ class Stores:
     def _answer(
         self, session: Session, request: m.PrepareStore, layout_id: int, keys: list[bytes], grants: Grants
     ) -> m.Message | None:
-        """None: tiers are waited for, too."""
+        """None: it waits for tiers, too."""
         if self._store_waits.holds(session, request.rid, request.namespace, layout_id, keys, grants):
             return None
         return granted(request.rid, grants, self._l1.clock.now)
 
     def _answer_late(self, session: Session, layout_id: int, keys: list[bytes], done: Preparation) -> None:
-        if done not in self._waiting.get(session, {}):  # its session went in the step that made room
+        if done not in self._waiting.get(session, {}):  # its session has gone in the step that made room
             return
         request = self._remove(session, done)
         reply: m.Message | None = None

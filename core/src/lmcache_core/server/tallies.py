@@ -1,8 +1,8 @@
-"""What workers say that they found and read without a call: summed, and never believed further than it may be true.
+"""Workers' own counts of what they found and read without a call: summed, but only as far as plausible.
 
-A worker's line in the pool is its own claim. A figure that goes back, or further than any worker gets, is not taken,
-nor is anything else that its line says at that look; `doubted` counts it, and what comes after is compared with the new
-line. So a scribbled line costs the hits of one look, and no total ever goes back.
+A worker's line in the pool is its own claim. A figure that decreases, or grows faster than any worker could, is not
+accepted, nor is anything else in its line at that reading; `doubted` counts it, and later readings are compared with
+the new line. So an overwritten line costs the hits of one reading, and no total ever decreases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lmcache_core.pool.tally import Tally
 
 _WORDS = len(Tally)
 _LINE = struct.Struct(f"={_WORDS}Q")
-# Of each word, in the order of `Tally`: the most that it may grow in a second.
+# For each word, in the order of `Tally`: the most that it may grow in a second.
 _PER_S = (
     TALLY_HITS_PER_S_MAX,
     TALLY_HITS_PER_S_MAX,
@@ -30,33 +30,33 @@ _PER_S = (
 
 
 class WorkerTallies:
-    """One line for each row that a worker has. Lives on the loop's thread."""
+    """One line for each row in use. Lives on the loop's thread."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._total = [0] * _WORDS
-        self._seen: dict[int, tuple[tuple[int, ...], float]] = {}  # of each row: its line, and when it was looked at
+        self._seen: dict[int, tuple[tuple[int, ...], float]] = {}  # for each row its line, and when it was read
         self.doubted = 0
 
     def adopt(self, rows: Iterable[int]) -> None:
-        """Rows that workers have from a former server: what they have counted so far was for that one."""
+        """Rows of a former server's workers: what they have counted so far belongs to that server."""
         for row in rows:
             self._seen[row] = (self._read(row), time.monotonic())
 
     def watch(self, row: int, *, chosen: bool = False) -> None:
-        """A worker is given this row, and counts from 0. `chosen`: it chose the row by itself, has cleared its line,
-        and may have begun to count."""
+        """A worker gets this row, and counts from 0. `chosen`: it chose the row itself, has cleared its line, and may
+        have begun to count."""
         if not chosen:
             self._segment.clear_tally(row)
         self._seen[row] = ((0,) * _WORDS, time.monotonic())
 
     def fold(self, row: int) -> None:
-        """The row is about to be released: what its worker has counted stays counted."""
+        """The row is about to be released: add its worker's counts to the total."""
         self._look(row)
         self._seen.pop(row, None)
 
     def totals(self) -> dict[Tally, int]:
-        """Everything that all workers have counted since the start, as far as it is believed."""
+        """Everything that all workers have counted since the start, as far as plausible."""
         for row in list(self._seen):
             self._look(row)
         return dict(zip(Tally, self._total, strict=True))

@@ -1,4 +1,4 @@
-"""Where events are tapped: as the kernel's effects, tiers' completions and sessions pass, a batch at a time."""
+"""Where events are produced: from the kernel's effects, tiers' completions and sessions, a batch at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class EventTaps:
-    """There is one where there are subscribers, and none else: then nothing of this runs. Lives on the loop's thread;
-    implements `tiers.observer.TierObserver`."""
+    """Exists only if there are subscribers; otherwise none of this runs. Lives on the loop's thread; implements
+    `tiers.observer.TierObserver`."""
 
     def __init__(self, bus: EventBus, eviction_policy: str, wants_blocks: bool, wants_tokens: bool) -> None:
         self.bus = bus
@@ -50,7 +50,7 @@ class EventTaps:
         self._faults = 0
 
     def effect(self, effect: Effect) -> None:
-        """What the kernel decided, and what was carried out."""
+        """The kernel decided this, and it was carried out."""
         emit = self.bus.emit
         match effect:
             case Committed():
@@ -102,7 +102,7 @@ class EventTaps:
     def lookup(
         self, namespace: int, keys: int, hits: int, loaded: int, reasons: dict[str, int], tiers: bool, duration_s: float
     ) -> None:
-        """A lookup that came as a call is over."""
+        """A lookup that came as a call has ended."""
         self.bus.emit(
             one,
             LookupAnswered,
@@ -139,7 +139,7 @@ class EventTaps:
         self.bus.emit(one, DrainBegun, drain_s=drain_s)
 
     def look(self, faults: int) -> None:
-        """Now and then: `faults` of the loop and of requests, so far; and subscribers that hang are put aside."""
+        """Called regularly: `faults` of the loop and of requests so far; also disables subscribers that hang."""
         if faults > self._faults:
             self._faults = faults
             self.bus.emit(one, ServerFault, where="the loop, or a request")

@@ -1,8 +1,8 @@
-"""Tiers that come, change and go while the server runs.
+"""Tiers that are added, changed and removed while the server runs.
 
-Settings are validated by the same composition as at the start, with the plugins' own models. That, imports and an
-adapter's construction take their time, so they happen on a thread of their own; the loop only swaps what is ready.
-No plugin enters: only adapters that were installed at the start can be named.
+Settings are validated by the same composition as at the start, with the plugins' own models. That, imports and building
+an adapter take time, so they happen on a separate thread; the loop only swaps what is ready. No plugin is added: only
+adapters that were installed at the start can be named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lmcache_core.tiers.tier.tier import Tier
 
 log = logging.getLogger(__name__)
 
-_Finish = Callable[[], None]  # on the loop's thread; may raise what the caller is to be told
+_Finish = Callable[[], None]  # on the loop's thread; may raise an error for the caller
 
 
 class TierChanges:
@@ -54,12 +54,15 @@ class TierChanges:
         return m.TiersReply(rid, [{**tier, "settings": _shown(settings[tier["name"]])} for tier in tiers])
 
     def change(self, session: Session, request: m.ChangeTier) -> m.Message | None:
-        """The answer, or None where it follows once the tier has been built."""
+        """The answer, or None if it follows once the tier has been built."""
         if session.carrier != "lifeline" or session.uid not in (0, os.geteuid()):
-            raise UsageError("tiers are changed over the lifeline, by the server's own user: run the command there")
+            raise UsageError(
+                "only the server's own user may change tiers, over the lifeline: run the "
+                "command as that user on the server's node"
+            )
         name = request.tier
         if name in self._under_way:
-            raise UsageError(f"another change of tier {name!r} is under way: wait for its answer")
+            raise UsageError(f"tier {name!r} is already being changed: wait for the answer")
         if request.action == "drain":
             self._tiers.opened().drain_tier(name)
             return m.Done(request.rid)
@@ -73,7 +76,7 @@ class TierChanges:
         elif request.action == "reconfigure":
             before = self._settings.get(name)
             if before is None:
-                raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._settings) or 'none'}")
+                raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._settings) or 'none'}")
             self._build(session, request, lambda: self._reconfigure(name, request, before))
         else:
             raise UsageError(f"unknown tier action {request.action!r}: use add, drain, remove or reconfigure")
@@ -113,11 +116,11 @@ class TierChanges:
 
     def _refuse_taken(self, name: str) -> None:
         if name in self._settings:
-            raise UsageError(f"there is a tier {name!r} already: reconfigure it, or choose another name")
+            raise UsageError(f"tier {name!r} already exists: reconfigure it, or choose another name")
 
     def _build(self, session: Session, request: m.ChangeTier, make: Callable[[], _Finish]) -> None:
         if len(self._under_way) >= TIER_CHANGES_MAX:
-            raise LimitError(f"{TIER_CHANGES_MAX} changes of tiers are under way: wait for their answers")
+            raise LimitError(f"{TIER_CHANGES_MAX} tiers are already being changed: wait for the answers")
         self._under_way.add(request.tier)
 
         def work() -> None:
@@ -129,7 +132,7 @@ class TierChanges:
 
         try:
             threading.Thread(target=work, name=f"tier-{request.tier}-build", daemon=True).start()
-        except RuntimeError as error:  # a limit of the user's processes, or of the control group's
+        except RuntimeError as error:  # a limit of the user's processes, or of the control group
             self._under_way.discard(request.tier)
             raise LimitError(f"no thread to build tier {request.tier!r} on: {error}; try again later") from error
 
@@ -143,7 +146,9 @@ class TierChanges:
             raise
         except BaseException as error:
             log.exception("a change of tier %s failed", request.tier)
-            reason = f"tier {request.tier!r} could not be built: {type(error).__name__}; the server's log says how"
+            reason = (
+                f"tier {request.tier!r} could not be built: {type(error).__name__}; the server's log has the traceback"
+            )
             session.send(error_reply(request.rid, PluginError(reason)))
         else:
             session.send(m.Done(request.rid))
@@ -157,7 +162,7 @@ def _raising(error: BaseException) -> _Finish:
 
 
 def _closing_if_refused(finish: _Finish, tier: Tier) -> _Finish:
-    """A tier that was built and is not taken leaves nothing open."""
+    """Closes a tier that was built but not accepted."""
 
     def guarded() -> None:
         try:

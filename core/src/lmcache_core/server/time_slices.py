@@ -1,10 +1,10 @@
-"""Short time slices for the loop's thread, and for no thread that it starts.
+"""Short time slices for the loop's thread, and for none of the threads that it starts.
 
-On a machine with more to do than cores, a thread that wakes up waits until another's slice is over: 1.4 to 3 ms, and
-two of them where it needs the GIL from a lane that was put aside while it held it. Linux (6.12 and later) lets who
-asks for shorter slices go first; it gets no more of the processor. No privilege is needed.
+On a machine with more work than cores, a thread that wakes up waits until another's slice ends: 1.4 to 3 ms, and two of
+them if it needs the GIL from a lane that was preempted while holding it. Linux (6.12 and later) lets a thread with
+shorter slices go first; it gets no more processor time. No privilege is needed.
 
-Lanes keep the usual slices: a lane with short ones is put aside as soon as it has the GIL, and the loop waits for it
+Lanes keep the usual slices: a lane with short ones is preempted as soon as it has the GIL, and the loop waits for it
 (docs/decisions/0010-lanes-are-threads.md has the figures).
 """
 
@@ -24,8 +24,8 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority,
 
 
 def ask_for_short_slices() -> bool:
-    """For the calling thread alone. False: this system does not give them, or the thread has a scheduling policy of
-    somebody's choice, which is left alone."""
+    """Only for the calling thread. False: this system does not support it, or the thread has a scheduling policy that
+    somebody chose, which is left alone."""
     number = _SCHED_SETATTR.get(platform.machine())
     policy = os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK
     if number is None or policy != os.SCHED_OTHER:

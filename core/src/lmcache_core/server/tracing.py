@@ -1,8 +1,8 @@
-"""The traces that requests belong to: which spans there are, and who hangs under whom.
+"""The traces of requests: which spans exist, and which are their parents.
 
 A lookup's span ends with its loads, a store's with its last slot. Loads know the lookups that wait for them. Objects on
-their way to tiers are remembered by their incarnation, so that a later object of the same key is of no earlier trace.
-The loop leaves each span on a bus of its own as it ended; one thread beside it makes and sends what a collector takes.
+their way to tiers are remembered by incarnation, so that a later object with the same key does not join an earlier
+trace. The loop queues each ended span on a separate bus; another thread makes and sends what a collector accepts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Kept = Callable[[int, Sequence[bytes]], Sequence["Incarnation"]]
 
 
 class Span(NamedTuple):
-    """One that has begun. `parent` 0: it begins its trace."""
+    """A span that has begun. `parent` 0: the root of its trace."""
 
     trace: int
     id: int
@@ -67,8 +67,8 @@ class _Store:
 
 
 class Tracing:
-    """There is one where the settings name a collector, and none else: then nothing of this runs. Lives on the loop's
-    thread; implements `tiers.observer.TierTracer`."""
+    """Exists only if the settings name a collector; otherwise none of this runs. Lives on the loop's thread; implements
+    `tiers.observer.TierTracer`."""
 
     def __init__(
         self, settings: OtelSettings, server: str, clock: Clock, kept: Kept, tiered: Callable[[], bool]
@@ -92,7 +92,7 @@ class Tracing:
     # --- requests -------------------------------------------------------------------------------------------
 
     def begin(self, request: m.Message) -> Span | None:
-        """The span of a request; None: nobody records its trace."""
+        """The span of a request; None: its trace is not recorded."""
         text = getattr(request, "traceparent", "")
         parent = parse_traceparent(text) if text else None
         if parent is None:
@@ -102,12 +102,12 @@ class Tracing:
         return Span(parent.trace, _new_id(), parent.span, self._clock.now) if parent.sampled else None
 
     def lookup_ended(self, span: Span, namespace: int, keys: int, hits: int, loaded: int) -> None:
-        """A lookup is answered, and nothing is loaded for it any more."""
+        """A lookup is answered, and nothing more is loaded for it."""
         figures: Figures = {"lmcache.keys": keys, "lmcache.hits": hits, "lmcache.loaded": loaded}
         self._end(LOOKUP, span, _named(namespace) | figures, remote=True)
 
     def store_asked(self, session: Session, request: m.PrepareStore, reply: m.Message | None) -> None:
-        """Slots were asked for: the answer, or None where it follows."""
+        """Slots were requested: the answer, or None if it follows."""
         span = self.begin(request)
         if span is None:
             return
@@ -201,7 +201,7 @@ class Tracing:
                 by_store.setdefault(span, []).append(at)
         if not by_store:
             return None
-        nbytes, began_s = objects[0].nbytes, self._clock.now  # of one layout
+        nbytes, began_s = objects[0].nbytes, self._clock.now  # all of one layout
 
         def ended(outcomes: Sequence[Outcome]) -> None:
             for span, positions in by_store.items():
@@ -242,11 +242,11 @@ class Tracing:
         )
 
     def check(self) -> None:
-        """Now and then: a collector that never ends an answer is given up."""
+        """Called regularly: a collector that never finishes an answer is given up."""
         self._bus.check()
 
     def close(self) -> None:
-        """What is left is sent, for as long as that takes no longer than a moment."""
+        """Send the rest, for a moment at most."""
         self._bus.close()
 
     def status(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What was asked for, found and missed: counted where it is answered, and nothing twice."""
+"""What was requested, found and missed: counted where it is answered, and nothing twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmcache_core.kernel.answers import Grant, Reason
 from lmcache_core.limits import TRAFFIC_NAMESPACES_MAX, TRAFFIC_NAMESPACES_SHOWN_MAX, TRAFFIC_TIERS_MAX
 from lmcache_core.tiers.tier.latency import Latency
 
-BEHIND = "behind_a_miss"  # the keys behind the one that ends a prefix: nobody asked why they miss
+BEHIND = "behind_a_miss"  # the keys after the end of a prefix: they were not looked up
 OTHER = 0  # stands for namespaces beyond the limit: no namespace has this id
 
 _LOADING, _QUOTA, _ABSENT = bytes([Grant.LOADING]), bytes([Grant.QUOTA]), bytes([Grant.MISS])
@@ -22,7 +22,7 @@ _NAMES = {int(reason): reason.name.lower() for reason in Reason}
 
 @dataclass(slots=True)
 class NamespaceTraffic:
-    """Of one namespace, what came as calls. One of more than a frame's keys is several."""
+    """Calls in one namespace. A call with more keys than fit into a frame counts several times."""
 
     lookups: int = 0
     lookup_keys: int = 0
@@ -35,18 +35,18 @@ class NamespaceTraffic:
 
 
 class Traffic:
-    """What came as calls: hits by the index are counted by the workers that have them. Lives on the loop's thread, and
-    costs a call that hits some 0.3 µs."""
+    """Counts of calls; workers count their own hits by the index. Lives on the loop's thread, and costs a call that
+    hits about 0.3 µs."""
 
     def __init__(self) -> None:
         self.namespaces: dict[int, NamespaceTraffic] = {}
         self.misses: Counter[str] = Counter()  # of lookups, by reason
         self.retrieve_misses: Counter[str] = Counter()
         self.loaded_from: Counter[str] = Counter()  # of what tiers brought for lookups, by tier
-        self.waited = Latency()  # of lookups that tiers were asked for, from the question to its end
+        self.waited = Latency()  # of lookups that tiers were asked for, from begin to end
 
     def looked_up(self, namespace: int, keys: int, hits: int, reasons: dict[str, int] | None = None) -> None:
-        """A lookup was answered by what the L1 has. `reasons` sums to what missed."""
+        """A lookup was answered from the L1. `reasons` sums to the number of misses."""
         row = self.namespaces.get(namespace) or self._new(namespace)
         row.lookups += 1
         row.lookup_keys += keys
@@ -64,8 +64,8 @@ class Traffic:
         duration_s: float,
         came_from: Iterable[str] = (),
     ) -> None:
-        """A lookup is over that tiers were asked for. `hits`: with what they `loaded`; `came_from`: a tier for each of
-        these, but for what the L1 had by then."""
+        """A lookup that tiers were asked for has ended. `hits`: including what they `loaded`; `came_from`: the tier of
+        each of these, except for what the L1 had by then."""
         self.looked_up(namespace, keys, hits, reasons)
         (self.namespaces.get(namespace) or self.namespaces[OTHER]).lookup_loaded += loaded
         for tier, number in Counter(came_from).items():
@@ -76,7 +76,7 @@ class Traffic:
     def retrieved(
         self, namespace: int, statuses: bytearray, reasons: bytearray, object_bytes: int, *, begins: bool
     ) -> None:
-        """A page of a retrieve was granted. What is over its session's share is asked for again, and counted then."""
+        """A page of a retrieve was granted. Keys over its session's share are requested again, and counted then."""
         keys = hits = len(statuses)
         if reasons:  # something was not granted
             keys -= statuses.count(_QUOTA)
@@ -95,7 +95,7 @@ class Traffic:
         return self.namespaces.setdefault(namespace, NamespaceTraffic())
 
     def status(self) -> dict[str, Any]:
-        """Plain figures, of calls alone."""
+        """Plain figures, only of calls."""
         rows = [asdict(row) for row in self.namespaces.values()]
         totals = {field: sum(row[field] for row in rows) for field in NamespaceTraffic.__slots__}
         return {
@@ -132,7 +132,8 @@ class Traffic:
 
 
 def missed(statuses: bytes | bytearray, reasons: bytes | bytearray) -> dict[str, int]:
-    """How many keys missed, by the name of the reason. A few passes in C, however many keys: it runs on the loop."""
+    """How many keys missed, by the name of the reason. A few passes in C, however many keys there are: it runs on the
+    loop."""
     loading = statuses.count(_LOADING)
     absent = len(statuses) - len(statuses.translate(None, _ABSENT)) if reasons else 0
     found = named(reasons)
@@ -145,7 +146,7 @@ def missed(statuses: bytes | bytearray, reasons: bytes | bytearray) -> dict[str,
 
 
 def named(reasons: bytes | bytearray) -> dict[str, int]:
-    """How many there are of each reason, but for none, by its name."""
+    """The count of each reason except none, by its name."""
     found: dict[str, int] = {}
     rest = reasons.translate(None, _NONE)
     while rest:

@@ -1,11 +1,11 @@
-"""Adopted objects, checked in the background: are their bytes those that their checksums were taken of?
+"""Background check of adopted objects: do their bytes match their checksums?
 
-Whoever reads one first checks it by itself, and need not wait for this. What was checked here nobody checks again, and
-what is damaged is dropped before anybody asks for it.
+The first reader of an object checks it by itself and need not wait for this. Objects checked here need no further
+check, and damaged ones are dropped before anybody asks for them.
 
-The bytes are read on a thread of its own, which gives way to everybody else, in steps of bounded size. Objects are not
-held meanwhile: what left the pool while its slot was read is known by its state, and says nothing about its bytes. A
-turn of the loop picks one step's objects and settles those of the step before.
+The bytes are read on a separate low-priority thread, in steps of bounded size. Objects are not held meanwhile: if one
+left the pool while its slot was read, its state shows it, and its bytes are ignored. A turn of the loop picks the
+objects of one step and settles those of the step before.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Verifying:
         self._l1 = l1
         self._nbytes_by_layout = nbytes_by_layout
         self._call = call
-        self._mapping: Mapping | None = l1.segment.mapping  # it stays for as long as the thread may read there
+        self._mapping: Mapping | None = l1.segment.mapping  # it stays as long as the thread may read there
         self._steps: SimpleQueue[list[Checked] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="lmcache-verify", daemon=True)
         self._began_s = self._logged_s = time.monotonic()
-        self.steps = 0  # of which the bytes were read
+        self.steps = 0  # whose bytes were read
         self.verified = 0  # objects
         self.verified_bytes = 0
         self.damaged = 0
-        self.done_s: float | None = None  # seconds that it took
+        self.done_s: float | None = None  # how many seconds it took
         self._ended = False
 
     # --- on the loop's thread -----------------------------------------------------------------------------
@@ -76,7 +76,7 @@ class Verifying:
         elif items:
             self._steps.put([Checked(each, each.offset, self._nbytes_by_layout[each.layout_id]) for each in items])
         else:
-            self._call(self._next)  # nothing to check so far: after everybody's next message
+            self._call(self._next)  # nothing to check so far: continue after everybody's next message
 
     def _settle(self, step: Sequence[Checked]) -> None:
         """The thread has read these."""
@@ -93,7 +93,7 @@ class Verifying:
             self.verified += len(sound)
             self.verified_bytes += sum(item.nbytes for item in sound)
             self.damaged += len(damaged)
-        finally:  # the loop logs and counts what failed; the rest is checked all the same
+        finally:  # the loop logs and counts the failure; the rest is checked anyway
             self.steps += 1
             self._next()
         if time.monotonic() - self._logged_s >= VERIFY_LOG_S:
@@ -113,7 +113,7 @@ class Verifying:
         return f"verified {self.verified} adopted objects of {self.verified_bytes} bytes{dropped}"
 
     def stop(self) -> None:
-        """End after the step that is being read. Nobody else waits for that longer than such a step takes."""
+        """End after the current step. Waiting for that takes no longer than such a step."""
         self._ended = True
         self._steps.put(None)
         if self._thread.ident is not None:
@@ -139,8 +139,8 @@ class Verifying:
 
     def _read(self, step: Sequence[Checked]) -> None:
         mapping = self._mapping
-        assert mapping is not None, "dropped only once this thread has nothing to read"
-        assert native is not None, "nothing is adopted without"
+        assert mapping is not None, "it is dropped only when this thread has nothing to read"
+        assert native is not None, "adoption needs the C extension"
         base = mapping.address
         by_size: dict[int, list[Checked]] = {}
         for each in step:

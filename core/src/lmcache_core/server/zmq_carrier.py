@@ -1,7 +1,7 @@
-"""The ZMQ carrier: a ROUTER for everybody who is not on the lifeline.
+"""The ZMQ carrier: a ROUTER for all clients that are not on the lifeline.
 
-The socket's descriptor is edge-triggered, so `pump` is called once a turn of the loop and asks for the events
-itself. A message that is not exactly one frame behind the routing id is counted and dropped.
+The socket's descriptor is edge-triggered, so `pump` is called once a turn of the loop and asks for the events itself. A
+message that is not exactly one frame after the routing id is counted and dropped.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MESSAGES_A_TURN = 16
 
 
 class ZmqPeer(Peer):
-    """One DEALER, known by its routing id. Who it is the library says: over ipc its uid, over CURVE its key."""
+    """One DEALER, known by its routing id. The library says who it is: over ipc by uid, over CURVE by key."""
 
     def __init__(self, carrier: ZmqCarrier, identity: bytes, first: zmq.Frame) -> None:
         self.carrier = "zmq"
         self.uid = UNKNOWN_UID
-        self.pid = 0  # of another pid namespace, often enough
+        self.pid = 0  # often of another pid namespace
         self._carrier = carrier
         self.identity = identity
         address, key = _said(first, "Peer-Address"), _said(first, "User-Id")
@@ -59,13 +59,13 @@ class ZmqPeer(Peer):
 def _said(frame: zmq.Frame, what: str) -> str:
     try:
         return str(frame.get(what))
-    except zmq.ZMQError:  # not told on this transport
+    except zmq.ZMQError:  # not available on this transport
         return ""
 
 
 class ZmqCarrier:
-    """Binds one ROUTER and turns its messages into frames of peers. With `curve`, only of the keys it names; over ipc,
-    only of our uid, root's, and the groups that `access` opens it to."""
+    """Binds one ROUTER and turns its messages into frames of peers. With `curve`, only from the keys that it names;
+    over ipc, only from our uid, root, and the groups that `access` admits."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class ZmqCarrier:
         self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES_MAX)
         self._socket.setsockopt(zmq.RCVHWM, SEND_QUEUE_FRAMES_MAX)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's routing id
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # nobody can take over another's routing id
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HELLO_S * 1000))
         if curve is not None:
             curve.apply(self._socket)
         self._path = Path(address.removeprefix("ipc://")) if self.is_ipc else None
-        self._inode = 0  # of our own socket there, once there is one
+        self._inode = 0  # of our own socket there, if any
         try:
             if self._path is not None:
                 self._admit(access, gids)
@@ -108,13 +108,13 @@ class ZmqCarrier:
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """ZMQ's threads did not come along and its sockets did: one that listens on would let clients wait for a server
-        that is dead. ZMQ does not say which they are; their address does."""
+        """ZMQ's threads do not exist in the child, but its sockets do: one that listens on would let clients wait for a
+        dead server. ZMQ does not say which descriptors they are; their address does."""
         for entry in list(Path("/proc/self/fd").iterdir()):
             fd = int(entry.name)
             try:
                 found = sockets.socket(fileno=fd)
-            except OSError:  # it is no socket, or the listing's own
+            except OSError:  # it is not a socket, or the listing's own descriptor
                 continue
             with found:
                 try:
@@ -125,17 +125,17 @@ class ZmqCarrier:
                     found.detach()
 
     def _admit(self, access: Access, gids: Sequence[int]) -> None:
-        """Have the library close every connection of anybody else before a byte of it is read."""
+        """Make the library close connections of all others before a byte is read."""
         for uid in {os.geteuid(), 0}:
             self._socket.setsockopt(zmq.IPC_FILTER_UID, uid)
         for gid in gids if access is Access.GROUP else ():
             self._socket.setsockopt(zmq.IPC_FILTER_GID, gid)
 
     def _ready(self, mask: int) -> None:
-        """Nothing: the turn that follows pumps. The descriptor only wakes the loop."""
+        """Does nothing: the turn that follows pumps. The descriptor only wakes the loop."""
 
     def pump(self, on_frame: Callable[[Peer, memoryview], None]) -> bool:
-        """Hand what has come to `on_frame`, up to a bound. True: there is more, come back at once."""
+        """Pass what has come to `on_frame`, up to a bound. True: there is more, come back at once."""
         socket = self._socket
         for _ in range(_MESSAGES_A_TURN):
             if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -144,7 +144,7 @@ class ZmqCarrier:
             peer = self._peers.get(identity)
             if peer is not None:
                 frame = memoryview(socket.recv(zmq.NOBLOCK))
-            else:  # the library tells who it is beside the bytes, and that only where they are not copied
+            else:  # the library says who it is with the bytes, and only if they are not copied
                 first = socket.recv(zmq.NOBLOCK, copy=False)
                 peer, frame = ZmqPeer(self, identity, first), first.buffer
             if socket.getsockopt(zmq.RCVMORE):
@@ -152,19 +152,19 @@ class ZmqCarrier:
                 self.garbage += 1
                 continue
             on_frame(peer, frame)
-            if peer.session is not None:  # only who has a session is remembered: routing ids cost nothing to make
+            if peer.session is not None:  # only peers with a session are remembered: routing ids cost nothing to make
                 self._peers[identity] = peer
         return True
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Queue a frame; one for a peer that does not read is dropped by the socket's own bound."""
+        """Queue a frame; for a peer that does not read, the socket's own bound drops it."""
         try:
             self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
             self.garbage += 1
 
     def remove(self, peer: ZmqPeer) -> None:
-        """Drop what is known of a peer."""
+        """Forget a peer."""
         self._peers.pop(peer.identity, None)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class ZmqCarrier:
 
     def _end(self) -> None:
         self._socket.close()
-        if self._path is not None and self._inode:  # ZMQ leaves it there; another server may have bound it anew
+        if self._path is not None and self._inode:  # ZMQ leaves it there; another server may have bound it again
             with contextlib.suppress(FileNotFoundError):
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()
@@ -184,7 +184,7 @@ class ZmqCarrier:
 
 
 class CurveServer:
-    """The server's key and the clients it lets in, from files that `zmq.auth.create_certificates` makes."""
+    """The server's key and the clients that it admits, from files made by `zmq.auth.create_certificates`."""
 
     def __init__(self, secret_key_file: Path, clients_dir: Path) -> None:
         try:
@@ -192,7 +192,7 @@ class CurveServer:
         except (OSError, ValueError) as error:
             raise SettingsError(f"zmq.curve_secret_key_file: {error}") from error
         if secret is None:
-            raise SettingsError(f"{secret_key_file} has no secret key: give the file that ends in .key_secret")
+            raise SettingsError(f"{secret_key_file} has no secret key: use the file that ends in .key_secret")
         if not clients_dir.is_dir():
             raise SettingsError(
                 f"zmq.curve_clients_dir {clients_dir} is not a directory: make it, with one .key file per client"
@@ -201,7 +201,7 @@ class CurveServer:
         self._clients_dir = clients_dir
 
     def authenticate(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
-        """Start answering the library's question whether a key may come in."""
+        """Start answering the library's question whether a key is admitted."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve(domain="*", location=self._clients_dir)
@@ -238,7 +238,7 @@ def bind_carriers(
 
 
 def _is_address(bound: object, address: str) -> bool:
-    """Whether a socket's own name is what a ZMQ address says."""
+    """Whether a socket's own name matches a ZMQ address."""
     if isinstance(bound, str):
         return address == f"ipc://{bound}"
     return isinstance(bound, tuple) and address.startswith("tcp://") and address.endswith(f":{bound[1]}")

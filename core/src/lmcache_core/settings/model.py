@@ -34,7 +34,8 @@ def check_tier_name(name: str) -> None:
     """Raises `SettingsError`. A tier's name appears in threads, logs, metrics and every status."""
     if len(name) > limits.TIER_NAME_CHARS_MAX:
         raise SettingsError(
-            f"{name[:20]!r}… is not a tier name: it has {len(name):,} of at most {limits.TIER_NAME_CHARS_MAX} characters"
+            f"{name[:20]!r}… is not a tier name: it has {len(name):,} of at most "
+            f"{limits.TIER_NAME_CHARS_MAX} characters"
         )
     if not _TIER_NAME.fullmatch(name):
         raise SettingsError(f"{name!r} is not a tier name", cure="use lower-case words joined by single underscores")

@@ -1,4 +1,4 @@
-"""Token ids to chunk keys, and the namespaces that keep apart what must not be shared."""
+"""Token ids to chunk keys, and namespaces, which separate what must not be shared."""
 
 from lmcache_core.tokens.keys import chunk_keys, keys_from_block_hashes
 from lmcache_core.tokens.namespace import Namespace

@@ -1,7 +1,7 @@
-"""Token ids, however the caller holds them, as the one form that is hashed: little-endian u32.
+"""Token ids of any type, converted to the one form that is hashed: little-endian u32.
 
-Nothing here imports numpy or torch, and arrays never become lists of ints: a list of 131,072 tokens costs more
-to build than its keys cost to hash.
+Nothing here imports numpy or torch, and arrays never become lists of ints: building a list of 131,072 tokens takes
+longer than hashing its keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TOKEN_ID_MAX = (1 << 32) - 1
 _LITTLE = sys.byteorder == "little"
 _WORD = "I"  # array's unsigned int: 4 bytes on every Linux
 _SIGNED = frozenset("ilqn")
-_INTEGERS = _SIGNED | frozenset("ILQN")  # 32 or 64 bits, as the item size says
-_NARROWED_AT_ONCE = 4096  # small enough that the temporaries are reused: large fresh ones cost more than the work
+_INTEGERS = _SIGNED | frozenset("ILQN")  # 32 or 64 bits, depending on the item size
+_NARROWED_AT_ONCE = 4096  # small enough that the temporaries are reused: allocating large ones costs more than the work
 
 _FORMATS = {"int32": "i", "uint32": "I", "int64": "q", "uint64": "Q"}  # of tensors
 _READ_ONLY = 0x100  # PyBUF_READ
@@ -59,19 +59,19 @@ def token_words(tokens: Tokens) -> memoryview:
 
 
 def in_memory(tokens: Tokens) -> tuple[Any, Any]:
-    """The same ids as C walks them, and what must be kept for as long as it does.
+    """The same ids in a form that C can read, and what must be kept alive meanwhile.
 
-    A tensor becomes a view of its memory (it has no buffer protocol, and `.numpy()` would need numpy); one on
-    another device is copied to this one first. Everything else stays what it is.
+    A tensor becomes a view of its memory (it has no buffer protocol, and `.numpy()` would need numpy); one on another
+    device is first copied to this one. Everything else stays as it is.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(tokens, torch.Tensor):
         return tokens, tokens
-    # As few calls as will do: out of the caches, each of torch's costs as much as hashing hundreds of tokens.
+    # As few calls as possible: with cold caches, each of torch's takes as long as hashing hundreds of tokens.
     code = _tensor_formats(torch).get(tokens.dtype)
     if code is None:
         dtype = str(tokens.dtype).removeprefix("torch.")
-        raise UsageError(f"tokens are a tensor of {dtype}: give int32, uint32, int64 or uint64")
+        raise UsageError(f"tokens are a tensor of {dtype}: use int32, uint32, int64 or uint64")
     shape = tokens.shape
     _check_dimensions(len(shape), tuple(shape))
     if not shape[0]:
@@ -88,7 +88,7 @@ def _tensor_formats(torch: Any) -> dict[Any, str]:
 def _of_iterable(tokens: Any) -> memoryview:
     if isinstance(tokens, str | Mapping | Set) or not isinstance(tokens, Iterable):
         raise UsageError(f"tokens are a {type(tokens).__name__}: give a sequence, array or tensor of token ids")
-    # Kept, because an iterator could not be walked again to say where the fault is.
+    # Kept, because an iterator could not be walked again to find the fault.
     ids = tokens if isinstance(tokens, list | tuple | range) else list(tokens)
     try:
         return memoryview(array(_WORD, ids))
@@ -104,7 +104,7 @@ def _of_iterable(tokens: Any) -> memoryview:
 
 def _of_tensor(tensor: Any) -> memoryview:
     view, _kept = in_memory(tensor)
-    # Copied here, while the tensor's memory is kept.
+    # Copied here, while the tensor's memory is still alive.
     return _of_buffer(memoryview(view.tobytes()).cast(view.format) if view.nbytes else view)
 
 
@@ -121,13 +121,13 @@ def _of_buffer(view: memoryview) -> memoryview:
         if view.itemsize == 2 * TOKEN_BYTES:
             return _narrowed(flat, kind in _SIGNED)
     raise UsageError(
-        f"tokens are a buffer of format {view.format!r}, {view.itemsize} bytes an item: give native 32- or 64-bit "
-        "integers (bytes say what they mean with memoryview(…).cast('I'))"
+        f"tokens are a buffer of format {view.format!r}, {view.itemsize} bytes per item: use native 32- or 64-bit "
+        "integers (cast bytes with memoryview(…).cast('I'))"
     )
 
 
 def _checked(words: memoryview, signed: bool) -> memoryview:
-    """32-bit ids as they are, once none is known to be negative."""
+    """32-bit ids, after checking that none is negative."""
     if signed:
         # A negative id has the top bit of its top byte set; `isascii` looks for that bit in a whole run.
         raw = words.tobytes()
@@ -139,7 +139,7 @@ def _checked(words: memoryview, signed: bool) -> memoryview:
 
 
 def _narrowed(pairs: memoryview | bytes, signed: bool) -> memoryview:
-    """64-bit ids as 32-bit words: the low halves, once the high halves are known to be zero."""
+    """64-bit ids as 32-bit words: the low halves, after checking that the high halves are zero."""
     raw = memoryview(pairs).cast("B")
     words = array(_WORD)
     step = _NARROWED_AT_ONCE * 2 * TOKEN_BYTES
@@ -168,4 +168,4 @@ def _check_dimensions(dimensions: int, shape: tuple[int, ...]) -> None:
 
 def _check_id(position: int, token: int) -> None:
     if not 0 <= token <= TOKEN_ID_MAX:
-        raise UsageError(f"token {position} is {token}: token ids run from 0 to {TOKEN_ID_MAX:,}")
+        raise UsageError(f"token {position} is {token}: token ids must be from 0 to {TOKEN_ID_MAX:,}")

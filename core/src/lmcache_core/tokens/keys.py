@@ -1,10 +1,10 @@
 """Chunk keys: k_i = SHA-256(k_{i-1} ‖ tokens_i), k_{-1} = SHA-256(namespace).
 
-A key stands for everything before it as well: two prompts share their first n keys exactly if they share a
-namespace and their first n chunks. Nothing depends on Python's `hash()`, on the process or on the machine.
+A key stands for everything before it as well: two prompts share their first n keys exactly if they share a namespace
+and their first n chunks. Nothing depends on Python's `hash()`, the process or the machine.
 
-The C extension hashes a whole prompt in one call. What it does not take, it leaves to the way in Python, which gives
-the same keys, and raises what there is to raise.
+The C extension hashes a whole prompt in one call. Inputs that it does not take go through the Python implementation,
+which makes the same keys and raises the errors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from lmcache_core.native import native
 from lmcache_core.tokens.canonical import TOKEN_BYTES, Tokens, in_memory, token_words
 from lmcache_core.tokens.namespace import Namespace
 
-BLOCK_HASH_BYTES_MIN = 32  # 256 bits: below that a collision, which serves another prompt's KV, is within reach
-NAMED_HASH_BYTES_MIN = 16  # of an algorithm that the caller has named, and so knows
+BLOCK_HASH_BYTES_MIN = 32  # 256 bits: with fewer, a collision, which serves another prompt's KV, is within reach
+NAMED_HASH_BYTES_MIN = 16  # for an algorithm that the caller has named, and so knows
 
-# Separate these keys from chunk keys: eight tokens are as long as a hash.
+# These separate keys of block hashes from chunk keys: eight tokens are as long as a hash.
 _BLOCK_TAG = b"lmcache-core block hash 1"
 _NAMED_BLOCK_TAG = b"lmcache-core named block hash 1"
 _EXTRA_TAG = b"lmcache-core chunk extra 1"
@@ -36,28 +36,30 @@ def chunk_keys(
     previous: bytes | None = None,
     extra: bytes | Mapping[int, bytes] = b"",
 ) -> list[bytes]:
-    """One 32-byte key for each whole chunk of `tokens`; what is left after the last whole chunk has none.
+    """One 32-byte key for each whole chunk of `tokens`; a rest shorter than a chunk has none.
 
     `tokens`: ints in a list, tuple, range or other iterable; anything with the buffer protocol whose items are
     32- or 64-bit integers (array, memoryview, numpy array); or a torch tensor. One dimension. Equal ids give
     equal keys, whatever holds them. `previous` continues a sequence: the key of the chunk right before
     `tokens`, from the same namespace (the caller's promise; a key does not show where it came from).
 
-    `extra` is what the KV depends on beside the tokens: an adapter's name and version, a salt, the hash of an image. As
-    bytes it stands for the whole prompt; by number of a chunk, counted from the first of `tokens`, for that chunk and
-    all behind it. Where `previous` has it already, do not give it again.
+    `extra` is what the KV depends on besides the tokens: an adapter's name and version, a salt, the hash of an image.
+    As bytes it applies to the whole prompt; as a mapping by chunk number, counted from the first of `tokens`, it
+    applies to that chunk and all after it. If `previous` includes it already, do not pass it again.
 
-    Raises `UsageError` for ids that are negative or above 32 bits (with the position), for other item types,
-    for a `previous` that is not a key, and for an `extra` that is of no chunk.
+    Raises `UsageError` for ids that are negative or above 32 bits (with the position), for other item types, for a
+    `previous` that is not a key, and for an `extra` for a chunk that does not exist.
     """
     if chunk_tokens < 1:
-        raise UsageError(f"chunk_tokens is {chunk_tokens}: give the tokens of one chunk, 1 or more")
+        raise UsageError(f"chunk_tokens must be 1 or more, got {chunk_tokens}")
     if previous is None:
         key = namespace.digest
     elif len(previous) == KEY_BYTES:
         key = bytes(previous)
     else:
-        raise UsageError(f"previous has {len(previous)} bytes: give the key of the chunk before, of {KEY_BYTES}")
+        raise UsageError(
+            f"previous has {len(previous)} bytes: pass the key of the previous chunk, of {KEY_BYTES} bytes"
+        )
     if extra:
         return _keys_with_extra(key, tokens, chunk_tokens, _extra_by_chunk(extra, previous is not None))
     if native is not None:
@@ -78,14 +80,15 @@ def _extra_by_chunk(extra: bytes | Mapping[int, bytes], continues: bool) -> dict
     if isinstance(extra, bytes):
         if continues:
             raise UsageError(
-                "extra is of the whole prompt, and previous has it: leave it out, or give it by chunk, as {0: extra}"
+                "extra applies to the whole prompt, so previous includes it: leave it out, or pass it by "
+                "chunk, as {0: extra}"
             )
         return {0: extra}
     if not isinstance(extra, Mapping):
         raise UsageError(f"extra is a {type(extra).__name__}: give bytes, or a mapping from chunk numbers to bytes")
     for number, each in extra.items():
         if type(number) is not int or number < 0:
-            raise UsageError(f"extra has something for chunk {number!r}: give chunk numbers, from 0 on")
+            raise UsageError(f"extra has an entry for chunk {number!r}: chunk numbers are whole and start at 0")
         if not isinstance(each, bytes):
             raise UsageError(f"extra of chunk {number} is a {type(each).__name__}: give bytes")
     return {number: each for number, each in extra.items() if each}
@@ -103,7 +106,7 @@ def _keys_with_extra(key: bytes, tokens: Tokens, chunk_tokens: int, extra: Mappi
 
 
 def _stretches(starts: Sequence[int], chunks: int) -> Iterator[tuple[int, int]]:
-    """From each start to the next; together all chunks."""
+    """From each start to the next; together they cover all chunks."""
     marks = [0, *(start for start in starts if 0 < start < chunks), chunks]
     return ((first, end) for first, end in pairwise(marks) if end > first)
 
@@ -122,15 +125,15 @@ def _chained(key: bytes, words: memoryview, step: int) -> list[bytes]:
 def keys_from_block_hashes(
     hashes: Sequence[bytes], namespace: Namespace, *, algorithm: str = "", seed: bytes | str = b""
 ) -> list[bytes]:
-    """One key for each hash of an engine that chains its own, so that tokens are hashed once.
+    """One key for each chained block hash of an engine, so that tokens are hashed only once.
 
-    Each hash must cover its block and all before it; the namespace is mixed in here. Where one object holds several of
-    the engine's blocks, pass the hash of the last block of each: `hashes[n - 1 :: n]`.
+    Each hash must cover its block and all before it; the namespace is mixed in here. If one object holds several engine
+    blocks, pass the hash of the last block of each: `hashes[n - 1 :: n]`.
 
     `algorithm` and `seed` are the engine's, and become part of the keys: other settings give other hashes for the same
-    blocks, and equal ones need not mean the same. Without a name hashes have 32 bytes or more; with one 16 will do, as
-    those of "xxhash": whoever chooses prompts can make two of these collide, so that is for prompts that you trust.
-    Raises `UsageError`, naming the position, for a hash that is shorter.
+    blocks, and equal ones need not mean the same. Without a name, hashes must have 32 bytes or more; with one, 16 are
+    enough, as for "xxhash": anyone who chooses prompts can make two of those collide, so use it only for trusted
+    prompts. Raises `UsageError`, with the position, for a hash that is too short.
     """
     prefix, bytes_min = _BLOCK_TAG + namespace.digest, BLOCK_HASH_BYTES_MIN
     if algorithm or seed:
@@ -161,9 +164,9 @@ def keys_from_block_hashes(
 
 
 def _bound(algorithm: str, seed: bytes | str) -> bytes:
-    """Both, each behind its length. A seed that is text is another than its bytes."""
+    """Both, each prefixed with its length. A text seed differs from the seed with the same bytes."""
     if not isinstance(algorithm, str) or not isinstance(seed, bytes | str):
-        raise UsageError("algorithm is the name of the engine's hash, and seed its bytes or text")
+        raise UsageError("algorithm must be the name of the engine's hash, and seed bytes or text")
     kind, raw = (b"t", seed.encode()) if isinstance(seed, str) else (b"b", seed)
     parts = [algorithm.encode(), kind + raw]
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)

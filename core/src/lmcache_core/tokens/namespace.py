@@ -1,4 +1,4 @@
-"""The namespace: everything that must agree before the bytes of one run may be reused by another."""
+"""The namespace: everything that must match before one run may reuse the bytes of another."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from functools import cached_property
 from lmcache_core.errors import UsageError
 from lmcache_core.pool.layout import Layout
 
-# First in the canonical bytes. Another way to write a namespace down gets another tag, so that keys of the two
-# ways can never meet.
+# First in the canonical bytes. A new way to serialize a namespace gets a new tag, so that keys of the two ways never
+# collide.
 _TAG = b"lmcache-core namespace 1"
 
-KV_SHARDS_MAX = 1 << 16  # far above tensor parallel × pipeline parallel anywhere; more is a mix-up
+KV_SHARDS_MAX = 1 << 16  # far above any tensor parallel × pipeline parallel; more is a mistake
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """What the keys of a chunk are rooted in, beside its tokens.
+    """What chunk keys are derived from, besides the tokens.
 
-    `model` names the model as the operator means it: two names, two namespaces. `layout` is that of one chunk.
-    `weights_version` separates two states of the weights under one name. `kv_shard` is (i, n): the i-th of n
-    parts of the KV; KV that is equal on all ranks is one shard, (0, 1), and is stored once. `tenant_salt`
-    separates tenants: without the salt nobody can compute a key, so it is a secret and never part of the repr. `format`
-    says what the bytes of an opaque layout mean: the backend, its instruction set, block size and memory layout, the
-    cache's dtype; whatever makes the bytes of one engine useless to another.
+    `model` names the model as the operator chooses: two names are two namespaces. `layout` is that of one chunk.
+    `weights_version` separates two states of the weights under one name. `kv_shard` is (i, n): the i-th of n parts of
+    the KV; KV that is equal on all ranks is one shard, (0, 1), and is stored once. `tenant_salt` separates tenants:
+    without the salt nobody can compute a key, so it is a secret and never part of the repr. `format` says what the
+    bytes of an opaque layout mean: the backend, its instruction set, block size and memory layout, the cache's dtype;
+    anything that makes the bytes of one engine useless to another.
 
-    Raises `UsageError` where a field cannot be part of a namespace.
+    Raises `UsageError` if a field cannot be part of a namespace.
     """
 
     model: str
@@ -55,9 +55,9 @@ class Namespace:
 
     @cached_property
     def canonical(self) -> bytes:
-        """The namespace as bytes: every field with its length in front (u64, little-endian), in a fixed order.
+        """The namespace as bytes: every field prefixed with its length (u64, little-endian), in a fixed order.
 
-        No two different namespaces have equal bytes, whatever their fields contain. They hold the salt: hash
+        No two different namespaces have equal bytes, whatever their fields contain. The bytes include the salt: hash
         them, never log or send them.
         """
         layout = self.layout
@@ -71,7 +71,7 @@ class Namespace:
             _numbers_bytes(self.kv_shard),
             _text_bytes("tenant_salt", self.tenant_salt),
         ]
-        if self.format:  # one field more is another length: no namespace without one has these bytes
+        if self.format:  # one more field changes the length: no namespace without a format has these bytes
             parts.append(_text_bytes("format", self.format))
         return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
@@ -82,7 +82,7 @@ class Namespace:
 
     @cached_property
     def id(self) -> int:
-        """The first 8 bytes of the digest as a little-endian u64: all that the kernel ever sees of a namespace."""
+        """The first 8 bytes of the digest as a little-endian u64: the only part of a namespace that the kernel sees."""
         return int.from_bytes(self.digest[:8], "little")
 
 
@@ -92,7 +92,7 @@ def _text_bytes(name: str, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        # The text itself stays out of the message, and the cause out of the chain: it may be the salt.
+        # The text stays out of the message, and the cause out of the chain, because it may be the salt.
         raise UsageError(f"namespace {name} is not valid Unicode (lone surrogates): decode it properly") from None
 
 
