@@ -432,7 +432,7 @@ GOOD = {"offset": 0, "page_bytes": 512, "page_stride": 1024, "pages": 4}
         ({"buffer": np.zeros((8, 1024), np.uint8)[:, ::2]}, "not contiguous"),
         ({"device": "gpu"}, "device is 'gpu': give one of 'cpu', 'pinned', 'cuda'"),
         ({"device": "cuda"}, 'device is "cuda", and the buffer is a bytearray'),
-        ({"device": "pinned"}, 'device is "pinned", and'),
+        ({"device": "pinned"}, 'device is "pinned", but'),
     ],
 )
 def test_a_region_that_cannot_be_is_refused_in_words(ways: Ways, change: dict[str, Any], words: str) -> None:

@@ -76,7 +76,7 @@ class Companion(ABC):
         """These have left the L1, for whatever reason: when this returns, none of them may be found in the companion's
         data."""
 
-    def read(self, objects: Sequence[Incarnation]) -> None:  # optional
+    def read(self, objects: Sequence[Incarnation]) -> None:  # noqa: B027  # optional
         """These were read, by a call or in place. Reads in place are reported once a second, however many there
         were."""
 
@@ -85,7 +85,7 @@ class Companion(ABC):
         loop, so it should return a precomputed value."""
         return None
 
-    def step(self, now: float) -> None:  # optional
+    def step(self, now: float) -> None:  # noqa: B027  # optional
         """Do a bounded part of its own work."""
 
     def operate(self, operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

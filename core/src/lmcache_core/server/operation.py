@@ -125,5 +125,5 @@ class ServerOperation(ABC):
         """Returns the reply. Raises `UsageError` or another `CacheError` with a message for the caller; any other
         exception is a fault, which is logged, and the server continues."""
 
-    def close(self) -> None:  # optional
+    def close(self) -> None:  # noqa: B027  # optional
         """The server stops: no more calls follow."""
