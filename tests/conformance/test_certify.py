@@ -85,7 +85,7 @@ def test_a_proxy_is_put_before_a_port_an_address_or_a_url(value: str, host: str,
 
 
 def test_an_address_without_a_port_is_refused() -> None:
-    with pytest.raises(UsageError, match="names no host and port"):
+    with pytest.raises(UsageError, match="does not contain a host and port"):
         Described(load_plugins(), "tier", {}, {"where": "box"}, "where").address()
 
 

@@ -173,7 +173,7 @@ def test_a_position_that_a_lease_does_not_have_is_named(node: Node) -> None:
         (("uint8", ()), "positive dimensions"),
         (("uint8", (4, -1)), "positive dimensions"),
         (("uint8", (4, 4), "K"), "one letter for each axis"),
-        (("uint8", (1 << 40,)), "fewer tokens a chunk"),
+        (("uint8", (1 << 40,)), "fewer tokens per chunk"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_where_it_is_made(arguments: Any, message: str) -> None:

@@ -284,7 +284,7 @@ def gone_from_tier(at: World) -> None:
         (damaged, "damaged", "tier cold: damaged there, found .* ago: .+", {"l2": TIER}),
         (evicted_from_tier, "cleared", "tier cold: evicted .* ago by lru",
          {"l2": {"cold": {**TIER["cold"], "capacity_bytes": 8 * NBYTES}}}),
-        (gone_from_tier, "dropped", "left the pool .* ago", {"l2": TIER, "store_policy": "skip_l1"}),
+        (gone_from_tier, "dropped", "removed from the pool .* ago", {"l2": TIER, "store_policy": "skip_l1"}),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )  # fmt: skip
@@ -370,9 +370,9 @@ def test_tokens_are_explained_chunk_by_chunk_with_the_servers_chunk_size(make: C
     told = at.client.explain(tokens=tokens, namespace=NS)
     assert [each.key for each in told] == keys
     assert [each.hit for each in told] == [True, True] + [False] * 298
-    with pytest.raises(UsageError, match="one of them"):
+    with pytest.raises(UsageError, match="give either keys"):
         at.client.explain(keys, tokens=tokens, namespace=NS)
-    with pytest.raises(UsageError, match="one of them"):
+    with pytest.raises(UsageError, match="give either keys"):
         at.client.explain(namespace=NS)
 
 
@@ -501,8 +501,8 @@ def test_the_command_explains_keys_and_tokens_by_description_and_by_id(make: Cal
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "m"], "one of them"),
-        (["--model", "m", "--tokens", "1,2", "ab" * 32], "one of them"),
+        (["--model", "m"], "give either keys"),
+        (["--model", "m", "--tokens", "1,2", "ab" * 32], "give either keys"),
         (["--tokens", "1"], "--model"),
         (["--namespace", "1", "--tokens", "1"], "not enough to derive the keys of tokens"),
         (["--namespace", "x", "ab" * 32], "hexadecimal"),

@@ -422,7 +422,7 @@ def test_a_segment_that_another_user_made_first_is_neither_used_nor_removed(
 
     users.ask(MALLORY, make)
     for on_stale in OnStale:
-        with pytest.raises(PoolError, match=f"{path} belongs to uid {MALLORY} and this process runs as uid 0"):
+        with pytest.raises(PoolError, match=f"{path} belongs to uid {MALLORY} but this process runs as uid 0"):
             Segment.create(name, 2 * MIB, runtime_dir=shared / "run", on_stale=on_stale)
     found = path.stat()
     assert (found.st_uid, stat.S_IMODE(found.st_mode), path.read_bytes()) == (MALLORY, 0o666, content)

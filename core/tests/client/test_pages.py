@@ -234,7 +234,7 @@ def objects_of(plan: Plan, ask: Ask, storage: np.ndarray[Any, Any]) -> list[byte
 def scattered(
     plans: Sequence[Plan], reads: Sequence[Ask], objects: Sequence[Sequence[bytes]], before: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any] | None:
-    """The storage after a retrieve; None where two pages of it lie over one another."""
+    """The storage after a retrieve; None where two of its pages overlap."""
     storage, written = before.copy(), np.zeros(len(before), np.int64)
     for ask in reads:
         plan = plans[ask.group]
@@ -293,7 +293,7 @@ def test_what_is_stored_and_retrieved_is_what_plain_indexing_gives(
     storage[:] = before = chance.integers(0, 256, STORAGE_BYTES, np.uint8)
     after, pages = scattered(chosen, reads, wanted, before), ways.pages(read_way, groups)
     if after is None:
-        with pytest.raises(UsageError, match=r"twice|over one another"):
+        with pytest.raises(UsageError, match=r"twice|overlap"):
             pages.retrieve(entries(chosen, reads, keys), order=order, verify=verify)
         assert (storage == before).all()
         return

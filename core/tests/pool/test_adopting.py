@@ -96,7 +96,7 @@ def test_a_damaged_header_begins_cold(pool_name: str, runtime_dir: Path, gone: o
     with adopt(pool_name, runtime_dir) as segment:
         assert segment.recreated
         if damage == "version":
-            assert "version 2 and this library speaks 3" in segment.why_cold
+            assert "version 2 and this library supports 3" in segment.why_cold
 
 
 def test_rows_of_the_dead_are_released_and_those_of_the_living_are_not(

@@ -84,7 +84,7 @@ def test_a_refusal_carries_the_runtime_s_words_and_can_be_tried_again(make: Make
 @pytest.mark.skipif(not why_no_gpu(), reason="there is a GPU")
 def test_without_a_gpu_the_error_says_what_to_do(make: Make) -> None:
     segment = make(4 * MIB, backing=Backing.MEMFD)
-    with pytest.raises(UsageError, match=r"needs (torch: pip install|a GPU, and torch sees none here)"):
+    with pytest.raises(UsageError, match=r"needs (torch: pip install|a GPU, and torch finds none)"):
         pin_for_cuda(segment.mapping)
     assert not segment.mapping.pinned
 

@@ -54,7 +54,7 @@ def test_an_embedded_server_is_served_by_one_thread_however_it_is_started(tmp_pa
     before = serving()
     with Server(settings_for(tmp_path), load_plugins()).start() as server:
         assert serving() == before + 1
-        with pytest.raises(UsageError, match="was started already"):
+        with pytest.raises(UsageError, match="was already started"):
             server.start()
         with server.connect() as client:
             client.noop()

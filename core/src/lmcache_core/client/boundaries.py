@@ -127,7 +127,7 @@ class CommonLookups:
         return CommonHits(0, [GroupHits(0, 0, hits.unit_tokens) for hits in found.groups])
 
     def _held(self, groups: Sequence[KeyGroup | tuple[Any, ...]], found: CommonHits) -> CommonHits | None:
-        """The same with a promise; None if some of it was evicted."""
+        """The same with a promise; None if some of it has left."""
         kept = [
             self._lookups.hold(given[1][hits.first : hits.end], given[0])
             for given, hits in zip(groups, found.groups, strict=True)

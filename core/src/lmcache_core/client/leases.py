@@ -455,7 +455,7 @@ class ReadLease(Lease):
         seen = [incarnation for _, incarnation in entries] + [0] * (len(keys) - len(entries))
         self.watch(keys[: len(found)])
         there = [bool(generation) for generation in self._generations]
-        if prefix and not all(there):  # it was evicted since it was found
+        if prefix and not all(there):  # it has left since it was found
             there = there[: there.index(False)]
         there += [False] * (len(keys) - len(there))
         self._offsets.extend(_ZERO * (len(keys) - len(self._offsets)))
@@ -560,7 +560,7 @@ class ReadLease(Lease):
 
     def finish(self, positions: Sequence[int] | None = None) -> list[Status]:
         """Release these positions (None: all that are left). Returns the statuses of all positions of the lease; for an
-        optimistic one `MISS` if the object was evicted while it was read, so that the bytes cannot be trusted.
+        optimistic one `MISS` if the object left the pool while it was read, so that the bytes cannot be trusted.
 
         Raises `DisconnectedError` or `LeaseExpiredError` if the server that held these slots is gone and the index
         cannot prove that they are unchanged: its successor may have reused them while they were read, so nothing read
@@ -587,6 +587,6 @@ class ReadLease(Lease):
             gone = [position for position in read if self.statuses[position] is not Status.HIT]
             if gone:
                 raise LeaseExpiredError(
-                    f"positions {gone[:8]} were evicted while they were read: do not use the bytes read there"
+                    f"positions {gone[:8]} left the pool while they were read: do not use the bytes read there"
                 )
         super().__exit__(kind, error, trace)

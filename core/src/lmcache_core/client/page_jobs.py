@@ -57,7 +57,7 @@ class PagesResult:
     """What became of each key, by entry and then by key, and of the pages.
 
     `untrusted`: for each entry the ids of pages that were, or may have been, written to and do not hold their keys'
-    data: the object was evicted meanwhile, proved damaged, or the job was cancelled. Pages of hits are right, and all
+    data: the object left the pool meanwhile, proved damaged, or the job was cancelled. Pages of hits are right, and all
     other pages are unchanged. For a store it is always empty. `incarnations`: which incarnation of each key was read,
     or tried, for `Client.drop`; 0 if none was, or it is unknown.
     """

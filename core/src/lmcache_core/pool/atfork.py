@@ -1,8 +1,8 @@
 """Descriptors that a forked child must not keep.
 
-A fork duplicates every descriptor, and with it the lock that its open file description carries: a child
-that sleeps on would keep its dead parent "alive", or a dead server's pool name taken. What registers here
-is told in the child, before any of the caller's code runs there.
+A fork duplicates every descriptor, and with it the lock on its open file description: a sleeping child would keep its
+dead parent "alive", or a dead server's pool name taken. Objects registered here are called in the child before any of
+the caller's code runs there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lmcache_core.descriptors import Descriptor
 
 
 class ForgottenInChild(Protocol):
-    """Something that a forked child has to let go of."""
+    """Something that a forked child must release."""
 
     def after_fork_in_child(self) -> None:
         """Close descriptors and mark the object as unusable. Must not raise, lock, or touch mapped memory."""
@@ -51,7 +51,7 @@ class PrivateDescriptor(Descriptor):
     once."""
 
     def __init__(self, fd: int | Descriptor) -> None:
-        """Takes it from its owner, if it has one."""
+        """Takes `fd` over from its owner, if it has one."""
         super().__init__()
         owner = fd if isinstance(fd, Descriptor) else Descriptor.of(fd)
         self.fds, owner.fds = owner.fds, self.fds  # no interrupt comes between the two
@@ -59,6 +59,6 @@ class PrivateDescriptor(Descriptor):
         forget_in_child(self)
 
     def after_fork_in_child(self) -> None:
-        """Let go of the child's duplicate; the parent's lock is untouched by a close."""
+        """Close the child's duplicate; that does not affect the parent's lock."""
         with contextlib.suppress(OSError):
             self.close()

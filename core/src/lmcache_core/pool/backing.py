@@ -1,4 +1,4 @@
-"""Where the pool's bytes live: a named file in /dev/shm, an unnamed memfd, or an unnamed memfd on huge pages."""
+"""Where the pool's memory is: a named file in /dev/shm, an unnamed memfd, or an unnamed memfd on huge pages."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*\Z")
 
 
 class Backing(StrEnum):
-    """What holds the pool's memory."""
+    """The kind of the pool's memory."""
 
     SHM = "shm"  # named: tools and other containers attach by name
     MEMFD = "memfd"  # no name to leak, no limit of /dev/shm, and sealed: no worker can truncate it
-    HUGETLB = "hugetlb"  # as memfd, from the pages that vm.nr_hugepages reserves
+    HUGETLB = "hugetlb"  # like memfd, with pages that vm.nr_hugepages reserves
 
     @property
     def has_name(self) -> bool:
@@ -46,22 +46,22 @@ class Access(StrEnum):
 
 
 def check_name(name: str) -> str:
-    """The name itself, or a UsageError that says what a pool name looks like."""
+    """Returns the name, or raises a UsageError that says what is allowed."""
     if len(name) > POOL_NAME_BYTES_MAX or not _NAME.match(name):
         raise UsageError(
-            f"pool name {name!r} is not usable: up to {POOL_NAME_BYTES_MAX} of a-z, 0-9, _ and -, "
+            f"{name!r} is not a valid pool name: use up to {POOL_NAME_BYTES_MAX} of a-z, 0-9, _ and -, "
             "starting with a letter or a digit"
         )
     return name
 
 
 def segment_path(name: str, shm_dir: Path = SHM_DIR, *, uid: int | None = None) -> Path:
-    """The file of a pool of backing shm, of a server of this uid (None: ours): each user has names of their own."""
+    """The file of a pool with backing shm, for a server of this uid (None: ours): each user has separate names."""
     return shm_dir / f"{FILE_PREFIX}{os.geteuid() if uid is None else uid}.{check_name(name)}"
 
 
 def former_segment_path(name: str, shm_dir: Path = SHM_DIR) -> Path:
-    """Where servers looked before names had the uid in them."""
+    """Where older servers looked, before names contained the uid."""
     return shm_dir / f"{FILE_PREFIX}{check_name(name)}"
 
 
@@ -79,12 +79,12 @@ def create_memfd(name: str, backing: Backing) -> int:
 
 
 def seal(fd: int) -> None:
-    """Fix the size for good: a truncation by a worker would be a SIGBUS for everyone."""
+    """Fix the size forever: if a worker truncated it, all others would get SIGBUS."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
 
 
 def reopen(fd: int) -> Descriptor:
-    """A second open file description of the same segment: no lock and no position is shared with the first."""
+    """A second open file description of the same segment, which shares no lock and no position with the first."""
     try:
         return Descriptor(os.open, f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:

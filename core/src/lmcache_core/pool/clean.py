@@ -1,4 +1,4 @@
-"""What dead servers left behind, found and removed. What a living one holds is never touched."""
+"""Finds and removes what dead servers left behind. Never touches what a living one uses."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from lmcache_core.trust import Trust
 
 
 class CleanState(StrEnum):
-    """What became of a file."""
+    """What happened to a file."""
 
     REMOVED = "removed"
     WOULD_REMOVE = "would remove"
     OWNER_LIVES = "owner lives"
-    KEPT = "kept for the next server"  # its last server left it on purpose: removed only when it is named
-    REFUSED = "refused"  # another user's, most often
+    KEPT = "kept for the next server"  # its last server kept it on purpose: removed only if it is named
+    REFUSED = "refused"  # usually another user's
 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """One file that was found. `nbytes` of memory were given back, or would be."""
+    """One file that was found. `nbytes`: memory that was freed, or would be."""
 
     path: Path
     state: CleanState
@@ -45,10 +45,10 @@ def clean(
 ) -> list[Cleaned]:
     """Remove segments, lock files and sockets of dead servers of our uid.
 
-    `names` limits it to these pools, and takes those among them that were kept for the next server, too.
-    Lock files NAME.lock are looked for in `runtime_dir` and one level below;
-    with one goes the socket NAME.sock beside it, or, in a directory called NAME, every socket there and
-    the directory itself, once it is empty. Dead is whose lock is free.
+    `names` limits this to these pools, and includes those of them that were kept for the next server. Lock files
+    NAME.lock are searched in `runtime_dir` and one level below. With a lock file, the socket NAME.sock beside it is
+    removed, or, in a directory called NAME, every socket there and the directory itself, if it is then empty. A server
+    is dead if its lock is free.
     """
     wanted = {check_name(name) for name in names}
     found: list[Cleaned] = []
@@ -71,7 +71,7 @@ def clean(
 
 
 def _segments(shm_dir: Path) -> list[Path]:
-    """What bears our uid in its name, and what a former version of ours left: names without a uid are anybody's."""
+    """Files with our uid in the name, and those of our own older versions: names without a uid may be anybody's."""
     former = (path for path in _files(shm_dir, f"{FILE_PREFIX}*") if "." not in path.name.removeprefix(FILE_PREFIX))
     return [
         *_files(shm_dir, f"{FILE_PREFIX}{os.geteuid()}.*"),
@@ -86,7 +86,7 @@ def _files(directory: Path, pattern: str) -> list[Path]:
 def _selected(name: str, wanted: set[str]) -> bool:
     with contextlib.suppress(UsageError):
         return check_name(name) in wanted if wanted else bool(check_name(name))
-    return False  # not a pool's name: someone else's file
+    return False  # not a pool's name, so somebody else's file
 
 
 def _clean(path: Path, dry_run: bool, *, segment: bool, kept_too: bool) -> Iterator[Cleaned]:
@@ -99,7 +99,7 @@ def _clean(path: Path, dry_run: bool, *, segment: bool, kept_too: bool) -> Itera
         yield Cleaned(path, CleanState.REFUSED, reason=str(error))
         return
     if lock is None:
-        return  # its owner went in an orderly way just now
+        return  # its owner has just removed it by itself
     with contextlib.closing(lock):
         nbytes = os.fstat(lock.fileno()).st_blocks * 512 if segment else 0
         if segment and not kept_too and _kept(lock.fileno()):
@@ -128,7 +128,8 @@ def _kept(fd: int) -> bool:
 
 
 def _remove_sockets(lock_path: Path) -> None:
-    """The sockets that the lock covers: its namesake's, and in a directory of the pool's own all of them."""
+    """The sockets that the lock covers: the one with the same name, and in a directory of the pool's own, all of
+    them."""
     own_directory = lock_path.parent.name == lock_path.stem
     for path in lock_path.parent.glob("*" if own_directory else f"{lock_path.stem}.sock"):
         if path.is_socket():

@@ -28,5 +28,5 @@ def _quota_v2(directory: Path) -> float | None:
 
 def _quota_v1(directory: Path) -> float | None:
     quota, period = (read_lines(directory / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    # -1 is its way to say that there is no limit
+    # -1 means no limit
     return int(quota[0]) / int(period[0]) if quota and period and quota[0].isdigit() else None

@@ -1,6 +1,6 @@
 """The pool's mapping, registered with CUDA, so that a GPU reads and writes it directly.
 
-Without it the driver copies through a buffer of its own, and no copy is asynchronous. Registering locks every page,
+Without this, the driver copies through a buffer of its own, and no copy is asynchronous. Registering locks every page,
 once for each process that maps the pool.
 """
 
@@ -17,7 +17,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for every device of this process, not
 
 
 class Runtime(Protocol):
-    """What is asked of CUDA. Both return 0, or the number of an error."""
+    """The CUDA functions in use. Both return 0 or an error number."""
 
     def register(self, address: int, nbytes: int) -> int: ...
 
@@ -27,9 +27,9 @@ class Runtime(Protocol):
 
 
 def pin_for_cuda(mapping: Mapping, runtime: Runtime | None = None) -> bool:
-    """Register a mapping, until the last view of it is gone. False: it was registered already.
+    """Register a mapping, until the last view of it is gone. False: it was already registered.
 
-    Raises `UsageError` where there is no torch or no GPU, and `PoolError` with CUDA's words where it refuses.
+    Raises `UsageError` if there is no torch or no GPU, and `PoolError` with CUDA's message if it refuses.
     """
     if mapping.pinned:
         return False
@@ -40,8 +40,8 @@ def pin_for_cuda(mapping: Mapping, runtime: Runtime | None = None) -> bool:
             "or go without pinning: copies work, and are slower"
         )
     mapping.pinned = True
-    # The newest finalizer of an object runs first, so this one runs before the one that unmaps. CUDA's own end comes
-    # with the process, and it may be gone before an atexit call.
+    # The newest finalizer of an object runs first, so this one runs before the one that unmaps. CUDA itself ends with
+    # the process, and may be gone before an atexit call.
     weakref.finalize(mapping.array, _unregister, cuda, mapping.address, os.getpid()).atexit = False
     return True
 
@@ -52,7 +52,7 @@ def _unregister(cuda: Runtime, address: int, pid: int) -> None:
 
 
 class _TorchRuntime:
-    """CUDA as torch has it loaded: the process has one runtime, and it is torch's."""
+    """torch's CUDA runtime: a process has only one."""
 
     def __init__(self) -> None:
         try:
@@ -63,9 +63,9 @@ class _TorchRuntime:
             ) from error
         if not torch.cuda.is_available():
             raise UsageError(
-                "pinning the pool for CUDA needs a GPU, and torch sees none here: look at nvidia-smi, at "
-                "CUDA_VISIBLE_DEVICES, and at torch.version.cuda (None: a build without CUDA); "
-                "without a GPU leave pinning out"
+                "pinning the pool for CUDA needs a GPU, and torch finds none: check nvidia-smi, "
+                "CUDA_VISIBLE_DEVICES and torch.version.cuda (None: a build without CUDA); "
+                "without a GPU, do not pin"
             )
         cuda: Any = torch.cuda
         cuda.init()

@@ -1,4 +1,4 @@
-"""The segment's first page, and where everything behind it stands.
+"""The segment's first page, and the offsets of everything after it.
 
     offset 0   header          one page: magic, version, boot id, sizes, offsets, name, checksum
                layouts         LAYOUTS_MAX rows of 32 bytes
@@ -13,14 +13,13 @@
     data_offset  data          2 MiB-aligned
 
 All numbers are little-endian. Offsets count from the start of the segment, and 0 is never an object's. The
-sizes follow from `data_bytes`, `index_entries` and the backing alone, so a reader computes the plan again and
-compares: a header whose checksum fits but whose offsets do not is refused before one of them is used.
+sizes follow only from `data_bytes`, `index_entries` and the backing, so a reader computes the plan again and compares:
+a header with a valid checksum but wrong offsets is refused before any of them is used.
 
-The writer fills everything in and writes the magic last. A segment without magic is being made, or its maker
-died: nobody attaches to it.
+The writer writes the magic last. A segment without magic is still being made, or its maker died: nobody attaches to it.
 
-The serving word (u64 at SERVING_OFFSET, in the first page and outside of the checksum) is the lease epoch of the
-server that answers for the index now, 0 while there is none: who reads the index without a call looks at it.
+The serving word (u64 at SERVING_OFFSET, in the first page but outside the checksum) is the lease epoch of the server
+that answers for the index now, 0 if there is none: readers of the index check it.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ LAYOUT_VERSION = 3  # 2 had no tallies
 HEADER_BYTES = PAGE_BYTES
 LAYOUT_ROW_BYTES = 32
 WORKER_ROW_BYTES = 64
-TALLY_BYTES = 128  # two cache lines, as processors fetch them: no worker slows another one down
-KEPT_OFFSET = 1088  # u64, not 0 where the last server left the pool on purpose; the low 24 bits: its epoch
-PROOF_OFFSET = 1152  # u64, drawn at random by each server: who can say it maps the pool
-SERVING_OFFSET = 1024  # a cache line of its own: every reader looks at it, one server writes it
+TALLY_BYTES = 128  # two cache lines, as processors fetch them, so that workers do not slow each other down
+KEPT_OFFSET = 1088  # u64, not 0 if the last server kept the pool on purpose; the low 24 bits: its epoch
+PROOF_OFFSET = 1152  # u64, a random number of each server: knowing it proves a mapping of the pool
+SERVING_OFFSET = 1024  # in its own cache line: every reader checks it, one server writes it
 EPOCH_MASK = (1 << 24) - 1
 INDEX_MARK_BYTES = 2
 _INDEX_ENTRIES_MIN = 4096
@@ -69,7 +68,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class PoolInfo:
-    """What a worker compares before it uses an offset. Plain fields: it travels in `hello`."""
+    """What a worker compares before it uses an offset. Plain fields, because it travels in `hello`."""
 
     name: str
     backing: Backing
@@ -113,20 +112,20 @@ class Header:
     index_entries: int  # a power of two
     tallies_offset: int
     tally_rows: int
-    pid: int  # the maker's, for messages only: it means nothing in another pid namespace
+    pid: int  # the maker's, only for messages: it has no meaning in another pid namespace
     created_ns: int  # Unix time
     name: str
 
     @property
     def info(self) -> PoolInfo:
-        """What travels to workers."""
+        """What is sent to workers."""
         return PoolInfo(
             self.name, self.backing, self.segment_bytes, self.data_offset, self.boot_id, self.layout_version
         )
 
     @property
     def index_numbers(self) -> dict[str, int]:
-        """Where the index stands in the mapping: the keyword arguments of `_native.Index`."""
+        """The place of the index in the mapping: the keyword arguments of `_native.Index`."""
         return {
             "index_offset": self.index_offset,
             "entries": self.index_entries,
@@ -188,7 +187,7 @@ def plan(name: str, data_bytes: int, backing: Backing, *, boot_id: int, index_en
 
 
 def index_entries_for(data_bytes: int, object_bytes: int) -> int:
-    """Entries that do for a pool full of objects of `object_bytes`: a power of two, within the limits."""
+    """Entries that are enough for a pool full of objects of `object_bytes`: a power of two, within the limits."""
     least = max(_INDEX_ENTRIES_MIN, math.ceil(data_bytes / (INDEX_LOAD_MAX * object_bytes)))
     return min(1 << (least - 1).bit_length(), INDEX_ENTRIES_MAX)
 
@@ -199,13 +198,14 @@ def _index_entries(wanted: int | None, data_bytes: int) -> int:
     if wanted & (wanted - 1) or not _INDEX_ENTRIES_MIN <= wanted <= INDEX_ENTRIES_MAX:
         raise UsageError(
             f"an index of {wanted:,} entries cannot be made: give a power of two from {_INDEX_ENTRIES_MIN:,} to "
-            f"{INDEX_ENTRIES_MAX:,}, or 0 to have it follow from the pool's size"
+            f"{INDEX_ENTRIES_MAX:,}, or 0 to derive it from the pool's size"
         )
     return wanted
 
 
 def regions(header: Header) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(start, end) of what only the server writes before the index: header, layouts and workers; slabs and slots."""
+    """(start, end) of the parts before the index that only the server writes: header, layouts and workers; slabs and
+    slots."""
     workers_end = header.workers_offset + header.worker_rows * WORKER_ROW_BYTES
     return (0, workers_end), (header.slabs_offset, header.slots_offset + header.slot_rows * 8)
 
@@ -216,7 +216,7 @@ def round_up(nbytes: int, unit: int) -> int:
 
 
 def encode(header: Header) -> bytes:
-    """The header's bytes, magic and checksum included."""
+    """The header's bytes, including magic and checksum."""
     values = [getattr(header, field.name) for field in fields(header)]
     values[5] = _BACKING_CODES[header.backing]
     body = _FORM.pack(MAGIC, *values[:-1], header.name.encode())
@@ -224,24 +224,24 @@ def encode(header: Header) -> bytes:
 
 
 def decode(page: bytes) -> Header:
-    """The header in a segment's first bytes. Whatever they hold, nothing but a PoolMismatchError is raised."""
+    """The header in a segment's first bytes. For any invalid content it raises only PoolMismatchError."""
     if len(page) < _FORM.size + _CHECKSUM.size:
-        raise PoolMismatchError(f"the segment holds {len(page)} bytes and a pool's header is longer")
+        raise PoolMismatchError(f"the segment has {len(page)} bytes, and a pool's header is longer")
     body = page[: _FORM.size]
     magic, *numbers, raw_name = _FORM.unpack(body)
     if magic == bytes(len(MAGIC)):
         raise PoolMismatchError("the segment has no header: it is being made, or its maker died; try again later")
     if magic != MAGIC:
-        raise PoolMismatchError(f"the segment starts with {magic!r} and a pool starts with {MAGIC!r}")
+        raise PoolMismatchError(f"the segment starts with {magic!r}, but a pool starts with {MAGIC!r}")
     version = numbers[0]
     if version != LAYOUT_VERSION:
         raise PoolMismatchError(
-            f"the segment has layout version {version} and this library speaks {LAYOUT_VERSION}: "
+            f"the segment has layout version {version} and this library supports {LAYOUT_VERSION}: "
             "use the same lmcache-core on both sides"
         )
     (checksum,) = _CHECKSUM.unpack_from(page, _FORM.size)
     if checksum != zlib.crc32(body):
-        raise PoolMismatchError("the segment's header is damaged: its checksum does not fit")
+        raise PoolMismatchError("the segment's header is damaged: its checksum does not match")
     return _checked(numbers, raw_name)
 
 
@@ -252,8 +252,8 @@ def _checked(numbers: list[int], raw_name: bytes) -> Header:
     try:
         name = check_name(raw_name.rstrip(b"\0").decode("ascii"))
         expected = plan(name, numbers[4], backing, boot_id=numbers[1], index_entries=numbers[16])
-    except ValueError as error:  # UsageError and UnicodeDecodeError: input, not a broken program
-        raise PoolMismatchError(f"the segment's header makes no sense: {error}") from error
+    except ValueError as error:  # UsageError and UnicodeDecodeError: bad input, not a bug
+        raise PoolMismatchError(f"the segment's header is invalid: {error}") from error
     values: list[Any] = [*numbers[:5], backing, *numbers[6:], name]
     found = Header(*values)
     for field in fields(Header):
@@ -266,10 +266,10 @@ def _checked(numbers: list[int], raw_name: bytes) -> Header:
 
 
 def same_plan(found: Header, wanted: Header) -> None:
-    """Raise a PoolMismatchError that names both sides, unless a pool planned as `wanted` may go on as `found`."""
+    """Raise a PoolMismatchError that names both sides, unless a pool planned as `wanted` can continue as `found`."""
     free = ("boot_id", "pid", "created_ns")
     names = [f.name for f in fields(Header) if f.name not in free and getattr(found, f.name) != getattr(wanted, f.name)]
-    # One setting moves many offsets: only what a person has set is named.
+    # One setting moves many offsets: name only what a person has set.
     said = [name for name in ("layout_version", "backing", "data_bytes", "index_entries", "name") if name in names]
     if names:
         differ = ", ".join(

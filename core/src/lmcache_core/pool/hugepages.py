@@ -1,4 +1,4 @@
-"""How much of the pool is on huge pages: what the kernel counts, since its return codes do not say."""
+"""How much of the pool is on huge pages: counted from the page tables, because return codes do not say it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SCAN = struct.Struct("=12Q")
 _PAGEMAP_SCAN = 3 << 30 | _SCAN.size << 16 | ord("f") << 8 | 16
 _PAGE_IS_HUGE = 1 << 6
 _REGIONS_MAX = 1024
-_SCAN_BYTES = 64 << 20  # at once: 0.1 ms for small pages
+_SCAN_BYTES = 64 << 20  # per call: 0.1 ms for small pages
 
 
 def huge_page_fraction(segment: Segment, smaps: Path = Path("/proc/self/smaps")) -> float:
     """The part of the data area, 0 to 1, that this process maps with huge pages.
 
-    Walks its page tables, in steps of 0.1 ms; on a Linux before 6.7 those of the whole process at once (18 ms for a GiB
-    of small pages), and meanwhile no thread gets memory from the system. Not for a timer.
+    Walks the process's page tables in steps of 0.1 ms; on Linux before 6.7 all of them at once (18 ms for a GiB of
+    small pages), and meanwhile no thread can get memory from the system. Do not call it from a timer.
     """
     try:
         huge_bytes = _scanned(segment)
@@ -32,7 +32,7 @@ def huge_page_fraction(segment: Segment, smaps: Path = Path("/proc/self/smaps"))
 
 
 def _scanned(segment: Segment) -> int:
-    """Raises OSError where the kernel cannot do that."""
+    """Raises OSError if the kernel does not support it."""
     at = segment.mapping.address + segment.header.data_offset
     end = at + segment.info.data_bytes
     regions = array("Q", bytes(24 * _REGIONS_MAX))

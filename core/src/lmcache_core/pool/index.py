@@ -1,4 +1,4 @@
-"""The index in a mapped pool, for whoever may look into it."""
+"""The index in a mapped pool, for readers."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ if TYPE_CHECKING:
 
 
 def open_index(segment: Segment) -> Index | None:
-    """The index of the pool, or None without the C extension. It keeps the mapping until it is closed or dropped."""
+    """The index of the pool, or None without the C extension. It keeps the mapping alive until it is closed or
+    dropped."""
     return None if native is None else native.Index(segment.buffer, **segment.index_numbers)

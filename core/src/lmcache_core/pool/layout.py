@@ -1,4 +1,4 @@
-"""The layout of an object: what its bytes mean, and the fingerprint that two sides compare."""
+"""The layout of an object: what its bytes mean, and the fingerprint for comparing two sides."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ DTYPE_BYTES = {
 class Layout:
     """dtype, shape and memory format of one object.
 
-    `dtype` is a torch dtype's name without `torch.`; `shape` is in elements; `memory_format` names the axes,
-    one letter each (K: key or value, L: layer, T: token, H: head, D: head dimension, B: block), or is empty
-    where the inside is opaque. Two layouts of equal size are never mistaken for one another: the fingerprint
-    covers all three fields.
+    `dtype` is a torch dtype's name without `torch.`; `shape` is in elements; `memory_format` names the axes, one letter
+    each (K: key or value, L: layer, T: token, H: head, D: head dimension, B: block), or is empty if the content is
+    opaque. Two layouts of equal size are never confused: the fingerprint covers all three fields.
     """
 
     dtype: str
@@ -53,12 +52,12 @@ class Layout:
         if self.memory_format and len(self.memory_format) != len(self.shape):
             raise UsageError(
                 f"memory_format {self.memory_format!r} names {len(self.memory_format)} axes "
-                f"and the shape {self.shape!r} has {len(self.shape)}: give one letter for each axis"
+                f"but the shape {self.shape!r} has {len(self.shape)}: give one letter for each axis"
             )
         if self.nbytes > OBJECT_BYTES_MAX:
             raise UsageError(
                 f"an object of {self.nbytes:,} bytes is over the limit of {OBJECT_BYTES_MAX:,}: "
-                "use fewer tokens a chunk, or split by layer"
+                "use fewer tokens per chunk, or split by layer"
             )
 
     @cached_property

@@ -1,9 +1,9 @@
-"""The life lock: held by a process for as long as it maps the pool. Free means dead.
+"""The life lock: a process holds it as long as it maps the pool. A free lock means that the process is dead.
 
-It is an open-file-description lock on the first byte of the worker's row in the pool itself, so it works in
-any pid namespace, over any carrier, and a new server finds it too. The description is the worker's own, from
-reopening the segment: the one the server passed is shared with the server. A forked child closes its
-duplicate before it runs on, or its parent's death would go unnoticed.
+It is an open-file-description lock on the first byte of the worker's row in the pool itself, so it works in any pid
+namespace and over any carrier, and a new server finds it, too. The worker makes its own description by reopening the
+segment, because the one that the server passed is shared with the server. A forked child closes its duplicate before it
+runs on; otherwise its parent's death would go unnoticed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class LifeLock(PrivateDescriptor):
-    """The proof that this process lives. `closed` in a forked child: that one must connect by itself."""
+    """The proof that this process lives. `closed` in a forked child, which must connect by itself."""
 
     def __init__(self, fd: int | Descriptor, row: int) -> None:
         super().__init__(fd)
@@ -37,8 +37,7 @@ class LifeLock(PrivateDescriptor):
 
     @classmethod
     def acquire(cls, segment: Segment, row: int) -> LifeLock:
-        """Take the lock of `row`; NO_ROW: of any that nobody has. Raises RowTakenError if another living process
-        has it."""
+        """Take the lock of `row`; NO_ROW: of any free row. Raises RowTakenError if another living process has it."""
         if row == NO_ROW:
             return cls._acquire_any(segment)
         ours = reopen(segment.fileno())
@@ -56,17 +55,17 @@ class LifeLock(PrivateDescriptor):
     @classmethod
     def _acquire_any(cls, segment: Segment) -> LifeLock:
         tables = segment.tables
-        # From the end: the server gives rows from the beginning on, to workers that are yet to lock them.
+        # From the end: the server assigns rows from the beginning to workers that have not locked them yet.
         for row in reversed(range(segment.header.worker_rows)):
             if not tables.row_claimed(row) and lock_is_free(segment.fileno(), tables.life_offset(row)):
                 try:
                     lock = cls.acquire(segment, row)
-                except PoolError:  # somebody was faster
+                except PoolError:  # another process was faster
                     continue
                 if not tables.row_claimed(row):
                     return lock
                 lock.close()
-        raise PoolError(f"all worker rows of pool {segment.info.name!r} are taken")
+        raise PoolError(f"all worker rows of pool {segment.info.name!r} are in use")
 
 
 def lock_is_free(fd: int, offset: int) -> bool:

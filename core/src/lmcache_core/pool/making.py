@@ -15,7 +15,7 @@ from lmcache_core.pool.header import Header
 
 
 def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> Header:
-    """The header of a segment that a dead server of our uid and of the same settings left. PoolMismatchError says what
+    """The header of a segment that a dead server of our uid left with the same settings. PoolMismatchError says what
     differs."""
     found = os.fstat(fd)
     header = read_header(fd)
@@ -25,7 +25,7 @@ def adoptable(wanted: Header, access: Access, gids: Sequence[int], fd: int) -> H
     if bool(mode & 0o060) != open_to_group or (open_to_group and group != gids[0]):
         was = f"group {group}" if mode & 0o060 else "its owner"
         now = f"group {gids[0]}" if open_to_group else "its owner"
-        raise PoolMismatchError(f"it is open to {was} and l1.access and l1.gids open it to {now}")
+        raise PoolMismatchError(f"it is open to {was}, but l1.access and l1.gids open it to {now}")
     backings.grant_access(fd, access, gids)
     return header
 
@@ -38,7 +38,7 @@ def size(fd: int, header: Header, access: Access, gids: Sequence[int]) -> None:
         os.ftruncate(fd, header.segment_bytes)
         if header.backing is not Backing.SHM:
             backings.seal(fd)
-        # The index too: readers touch any entry, and on a full host a hole would be their SIGBUS.
+        # The index, too: readers touch any entry, and on a full host a hole would give them SIGBUS.
         os.posix_fallocate(fd, 0, headers.round_up(front_bytes, header.backing.page_bytes))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
@@ -61,7 +61,7 @@ def read_header(fd: int) -> Header:
     header = headers.decode(page)
     if found.st_size != header.segment_bytes:
         raise PoolMismatchError(
-            f"the segment has {found.st_size:,} bytes and its header says {header.segment_bytes:,}: "
-            "someone truncated it, or it is half made"
+            f"the segment has {found.st_size:,} bytes, but its header says {header.segment_bytes:,}: "
+            "it was truncated, or is not finished"
         )
     return header

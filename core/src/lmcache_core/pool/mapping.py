@@ -1,11 +1,11 @@
-"""Mapped memory, and the few system calls on it that Python does not offer or runs under the GIL.
+"""Mapped memory, and the system calls on it that Python lacks or runs under the GIL.
 
 `mmap.mmap` can neither choose an address (huge pages need file and address aligned alike) nor populate
 without the GIL (512 MiB held it for 503 ms). Every call here goes through ctypes, which releases it.
 
-The mapping is a ctypes array of a class of its own, with `munmap` as its finalizer: a memoryview, numpy
-array or tensor over any part of it keeps it alive, and the last one to go unmaps it. So nothing is ever
-unmapped under a view, and `close` needs no count of them.
+The mapping is a ctypes array of its own class, with `munmap` as its finalizer: a memoryview, numpy array or tensor over
+any part of it keeps it alive, and the last of them unmaps it. So nothing is ever unmapped under a view, and `close`
+does not need to count views.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
 _MAP_FIXED = 0x10
-_MAP_FIXED_NOREPLACE = 0x100000  # a hint to a kernel before 4.17
+_MAP_FIXED_NOREPLACE = 0x100000  # only a hint for kernels before 4.17
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
 _FALLOC_FL_KEEP_SIZE = 1
@@ -50,10 +50,10 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 class Mapping:
-    """A shared mapping of a whole segment, aligned to huge pages. Gone with its last view.
+    """A shared mapping of a whole segment, aligned to huge pages. Unmapped with its last view.
 
-    `array` is the exporter: hold it (or a view of it) for as long as `address` is used. A write to one that is not
-    `writable` is a SIGSEGV, in whoever writes.
+    `array` is the exporter: keep it (or a view of it) while `address` is in use. A write to a mapping that is not
+    `writable` raises SIGSEGV in the writing process.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -61,21 +61,21 @@ class Mapping:
         held = _Range(nbytes + HUGE_PAGE_BYTES)
         self.address = held.map_aligned(fd, nbytes, writable)
         self.pinned = False  # by pool/cuda.py
-        # A class of its own, since plain ctypes arrays take no weak reference and so no finalizer.
+        # A class of its own, because plain ctypes arrays support no weak references, and so no finalizers.
         kind: Any = type("MappedArray", (ctypes.c_ubyte * nbytes,), {})
         self.array: Any = kind.from_address(self.address)
         self._mapped_by = [os.getpid()]
         finalizer = weakref.finalize(self.array, _unmap, held.spans, self._mapped_by)
-        # The end of the process unmaps: a daemon thread may still copy while the interpreter winds down.
+        # The mapping ends with the process: a daemon thread may still copy while the interpreter shuts down.
         finalizer.atexit = False
-        held.spans = deque()  # from here on it is the array's
-        # A child that forks off has no lease and no life lock, so it gets no memory to write to either;
-        # and what users' prompts left here does not belong in a core file.
+        held.spans = deque()  # from here on the array owns it
+        # A forked child has no lease and no life lock, so it must not get writable memory; and users' prompts in the
+        # pool do not belong in a core file.
         for advice in (MADV_DONTFORK, MADV_DONTDUMP):
             error = advise(self.address, nbytes, advice)
             if error:
                 raise PoolError(f"madvise({advice}) of the pool's mapping failed: {os.strerror(error)}")
-        # Only where the mount says "advise" does this give anything; elsewhere it is refused or ignored.
+        # This only has an effect if the mount says "advise"; otherwise it is refused or ignored.
         advise(self.address, nbytes, MADV_HUGEPAGE)
 
     def in_forked_child(self) -> Callable[[int], None]:
@@ -87,7 +87,7 @@ class Mapping:
         def map_again(fd: int) -> None:
             if shown() is not None:
                 protection = mmap.PROT_READ | mmap.PROT_WRITE
-                # Something of the child's may stand there by now: what it asked for first took the place of ours.
+                # Something of the child's may be there by now.
                 flags = mmap.MAP_PRIVATE | _MAP_FIXED_NOREPLACE | _MAP_NORESERVE
                 mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
                 if mapped == address:
@@ -98,12 +98,12 @@ class Mapping:
         return map_again
 
     def view(self) -> memoryview:
-        """A writable view of all bytes, format B."""
+        """A writable view of all bytes, with format B."""
         return memoryview(self.array).cast("B")
 
     def part(self, offset: int, nbytes: int) -> Any:
-        """Bytes of it, as an object of its own: whoever shows them keeps it, and it keeps the mapping. It takes weak
-        references and attributes."""
+        """Bytes of the mapping, as a separate object: what refers to them keeps it, and it keeps the mapping. It
+        supports weak references and attributes."""
         part = _part_type(nbytes).from_address(self.address + offset)
         part.mapping = self.array
         return part
@@ -115,17 +115,17 @@ def _part_type(nbytes: int) -> Any:
 
 
 class _Range:
-    """What owns a range of addresses, from the system call on: it is unmapped with its last reference, and once.
+    """Owns a range of addresses from the system call on: it is unmapped once, with its last reference.
 
-    An address that only a local variable knows is lost with an interrupt. So what maps, or unmaps, and notes it here is
+    An address held only by a local variable is lost on an interrupt. So mapping or unmapping and recording it here is
     one call into C: an interrupt comes before or after.
     """
 
     spans: deque[tuple[int, int]] = deque()  # noqa: RUF012 - of one that an interrupt kept from being made; never filled
 
     def __init__(self, nbytes: int) -> None:
-        """Address space, and no memory. Raises `PoolError` where there is none left."""
-        self.spans = deque()  # none, or one: start and length
+        """Reserves address space without memory. Raises `PoolError` if there is none left."""
+        self.spans = deque()  # at most one: start and length
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self.spans.extend(
             zip(map(_libc.mmap, (None,), (nbytes,), (_PROT_NONE,), (flags,), (-1,), (0,)), (nbytes,), strict=True)
@@ -134,11 +134,11 @@ class _Range:
             self.spans.clear()
             raise PoolError(
                 f"no address space for a pool of {nbytes:,} bytes: {os.strerror(ctypes.get_errno())}; "
-                "look at ulimit -v of this process"
+                "check ulimit -v of this process"
             )
 
     def map_aligned(self, fd: int, nbytes: int, writable: bool) -> int:
-        """Map the file into it, aligned to huge pages, and give back what that leaves over; the address."""
+        """Map the file into the range, aligned to huge pages, and release the rest of it; returns the address."""
         ((start, reserved),) = self.spans
         address = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -157,7 +157,7 @@ class _Range:
 
 
 def _call_each(calls: Iterable[Any]) -> None:
-    """In one call into C, where each of them is one."""
+    """In a single call into C, if each of them is one."""
     _exhaust(map(call, calls))
 
 
@@ -165,13 +165,13 @@ _exhaust = deque[None](maxlen=0).extend
 
 
 def _unmap(spans: deque[tuple[int, int]], mapped_by: list[int]) -> None:
-    # A forked child never had the mapping (MADV_DONTFORK): the addresses may be something else by now.
+    # A forked child never had the mapping (MADV_DONTFORK): the addresses may belong to something else by now.
     if os.getpid() == mapped_by[0] and spans:
         _exhaust(starmap(_libc.munmap, map(deque.pop, (spans,))))
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """madvise without the GIL. 0, or the errno."""
+    """madvise without the GIL. Returns 0 or the errno."""
     while _libc.madvise(address, nbytes, advice) != 0:
         error = ctypes.get_errno()
         if error != errno.EINTR:
@@ -180,7 +180,7 @@ def advise(address: int, nbytes: int, advice: int) -> int:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Give the memory of a range back. Whoever still maps it reads zeros; nobody gets a SIGBUS. Raises OSError."""
+    """Free the memory of a range. Processes that still map it read zeros; nobody gets SIGBUS. Raises OSError."""
     if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

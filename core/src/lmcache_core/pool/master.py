@@ -1,7 +1,7 @@
-"""The tables as their server knows them: memory that no worker maps, written through to the pool.
+"""The server's copy of the tables: memory that no worker maps, written through to the pool.
 
-Every worker maps the pool writable, so nothing that stands there may decide anything for the server. What it has to
-know it reads here; what differs in the pool was scribbled there, is written again, and counted.
+Every worker maps the pool writable, so the server must not base decisions on its content. The server reads this copy;
+where the pool differs from it, the pool was overwritten, and is repaired and counted.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import mmap
 
 from lmcache_core.limits import PAGE_BYTES
 
-_STEP_BYTES = 64 << 10  # compared at once; only where something differs is it looked at word by word
+_STEP_BYTES = 64 << 10  # compared at once; only differing steps are compared word by word
 
 
 class Master:
-    """The master copy of the front of one pool, and of what in it only the server writes. One thread uses it."""
+    """The master copy of the front of one pool, for the parts that only the server writes. For one thread."""
 
     def __init__(self, pool: memoryview, often: tuple[int, int], seldom: tuple[int, int]) -> None:
-        """`pool`: the front of the mapping. `often`, `seldom`: (start, end), whole words, in which only the server
-        writes: the first is repaired in each step, the second a part at a time."""
+        """`pool`: the front of the mapping. `often`, `seldom`: (start, end), whole words, that only the server writes:
+        the first is repaired in each step, the second a part at a time."""
         nbytes = -(-len(pool) // PAGE_BYTES) * PAGE_BYTES
-        # Pages that nothing was written to cost nothing.
+        # Pages that are never written cost nothing.
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pool = pool
         self._often, self._seldom = often, seldom
@@ -29,12 +29,12 @@ class Master:
         self.repaired = 0  # words
 
     def write(self, offset: int, data: bytes) -> None:
-        """Here first, and then in the pool."""
+        """Write to this copy first, then to the pool."""
         self.buffer[offset : offset + len(data)] = data
         self._pool[offset : offset + len(data)] = data
 
     def repair(self, nbytes: int) -> int:
-        """One step: write again what differs, in about so many bytes; how many words did."""
+        """One step: rewrite what differs, in about this many bytes; returns the number of words."""
         start, end = self._seldom
         behind = min(self._at + nbytes, end)
         repaired = self._repair(*self._often) + self._repair(self._at, behind)

@@ -1,8 +1,8 @@
-"""One server for one pool name, held by a lock that never travels.
+"""One server for each pool name, enforced by a lock that is never passed on.
 
-A `flock` belongs to an open file description, and goes wherever a descriptor or a mapping of it goes: to a
-worker that was passed one, to a child that was forked. So the description that carries it is neither sent
-nor mapped, and closes itself in forked children; the kernel frees the lock when the server dies, however.
+A `flock` belongs to an open file description, and goes wherever a descriptor or a mapping of it goes: to a worker that
+receives one, to a forked child. So the locked description is neither sent nor mapped, and closes itself in forked
+children; the kernel frees the lock when the server dies, in whatever way.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from lmcache_core.pool.mapping import punch_hole
 
 log = logging.getLogger(__name__)
 
-_TRIES = 100  # each loss means that another process unlinked the file at that moment
+_TRIES = 100  # each failure means that another process unlinked the file at that moment
 
 
 class OnStale(StrEnum):
-    """What a new server does with the named segment of a dead one."""
+    """What a new server does with a dead one's named segment."""
 
-    ADOPT = "adopt"  # go on with what is in it, where it is the same kind of pool; else begin cold
-    RECREATE = "recreate"  # give its memory back and begin cold
+    ADOPT = "adopt"  # continue with its content if it is the same kind of pool; else begin cold
+    RECREATE = "recreate"  # free its memory and begin cold
     REFUSE = "refuse"  # stop, and leave it to `lmcache-core clean`
 
 
 class OwnerLock(PrivateDescriptor):
-    """An exclusive lock on a file, held for as long as this process has it open."""
+    """An exclusive lock on a file, held as long as this process has it open."""
 
     def __init__(self, fd: int, path: Path, *, created: bool) -> None:
         super().__init__(fd)
         self.path = path
-        self.created = created  # by us, exclusively: nobody else can have it open
-        self.found_bytes = os.fstat(fd).st_size  # more than 0: someone was here before
+        self.created = created  # exclusively by us, so nobody else can have it open
+        self.found_bytes = os.fstat(fd).st_size  # more than 0: it was in use before
 
     @classmethod
     def acquire(cls, path: Path) -> OwnerLock:
-        """Lock the file, making it if need be. Raises PoolBusyError where a living process holds it."""
+        """Lock the file, and make it if necessary. Raises PoolBusyError if a living process holds it."""
         for _ in range(_TRIES):
             lock = cls._try_once(path, create=True)
             if lock is not None:
                 return lock
-        raise PoolError(f"{path} changes under every attempt to lock it: look for a service restarting in a loop")
+        raise PoolError(f"{path} was replaced at every attempt to lock it: look for a service that restarts in a loop")
 
     @classmethod
     def acquire_existing(cls, path: Path) -> OwnerLock | None:
-        """Lock a file that is there. None where it is not; PoolBusyError where a living process holds it."""
+        """Lock an existing file. None if there is none; PoolBusyError if a living process holds it."""
         for _ in range(_TRIES):
             try:
                 lock = cls._try_once(path, create=False)
@@ -64,7 +64,7 @@ class OwnerLock(PrivateDescriptor):
                 return None
             if lock is not None:
                 return lock
-        raise PoolError(f"{path} changes under every attempt to lock it")
+        raise PoolError(f"{path} was replaced at every attempt to lock it")
 
     @classmethod
     def _try_once(cls, path: Path, *, create: bool) -> OwnerLock | None:
@@ -78,7 +78,7 @@ class OwnerLock(PrivateDescriptor):
                     raise
                 fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
         except FileExistsError:
-            return None  # somebody was faster: look again
+            return None  # another process was faster: look again
         except FileNotFoundError:
             if create:
                 raise PoolError(f"{path.parent} does not exist: create it, or name another directory") from None
@@ -89,7 +89,7 @@ class OwnerLock(PrivateDescriptor):
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise PoolError(f"{path} is not a file, and so no pool's")
+                raise PoolError(f"{path} is not a file, so it is not a pool")
             _refuse_foreign(path, found)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock = cls(fd, path, created=created)
@@ -99,14 +99,14 @@ class OwnerLock(PrivateDescriptor):
         except BaseException:
             os.close(fd)
             raise
-        # Whoever held it may have unlinked the name before letting go: then this is a lock on nothing.
+        # The former holder may have unlinked the name before it released the lock: then this lock protects nothing.
         if lock.named():
             return lock
         lock.close()
         return None
 
     def write_pid(self) -> None:
-        """Say in a lock file who holds it. For messages only: the lock is the truth."""
+        """Write the holder's pid into a lock file. Only for messages: the lock decides."""
         os.ftruncate(self.fileno(), 0)
         os.pwrite(self.fileno(), f"{os.getpid()}\n".encode(), 0)
 
@@ -122,10 +122,11 @@ class OwnerLock(PrivateDescriptor):
 
 
 def _refuse_foreign(path: Path, found: os.stat_result | None) -> None:
-    """A file of another user's is neither used nor removed: it may be their live pool, or a trap."""
+    """Another user's file is neither used nor removed: it may be that user's live pool, or a trap."""
     if found is not None and found.st_uid != os.geteuid():
         raise PoolError(
-            f"{path} belongs to uid {found.st_uid} and this process runs as uid {os.geteuid()}: it is left alone, for "
+            f"{path} belongs to uid {found.st_uid} but this process runs as uid {os.geteuid()}: it is "
+            f"left alone, because "
             f"it may be that user's pool; have them remove it (sudo -u '#{found.st_uid}' rm {path}), or use "
             "another pool name"
         )

@@ -351,7 +351,8 @@ class Segment:
         taken = not 0 <= row < self.header.worker_rows or self.tables.row_claimed(row)
         if taken or nonce != self._proof[0] or lock_is_free(self.fileno(), self.tables.life_offset(row)):
             raise NotAttachedError(
-                f"row {row} of the pool was not shown to be mapped: attach to this server's pool and lock a free row"
+                f"the client has not proved that it maps row {row} of the pool: attach to this server's "
+                f"pool and lock a free row"
             )
         return self.tables.claim_row(pid, row)
 

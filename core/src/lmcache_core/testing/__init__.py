@@ -1,8 +1,8 @@
-"""The conformance kit: contract classes to subclass, wrappers to rehearse trouble with, and a model to compare with.
+"""The conformance kit: contract classes to subclass, wrappers that simulate trouble, and a model to compare with.
 
 Public, and versioned with the contracts. Needs `lmcache-core[testing]`; `MemoryAdapter`, the wrappers and
-`ServerProcess` need nothing but lmcache-core. Names are imported on first use, so that a pytest run that has no use for
-them pays nothing.
+`ServerProcess` need only lmcache-core. Names are imported on first use, so a pytest run that does not use them pays
+nothing.
 """
 
 from __future__ import annotations

@@ -13,12 +13,18 @@ from lmcache_core.testing.contract import NOT_CLAIMED, NOT_JUDGED, Contract, cla
 
 HELD, FAILED, KNOWN = "held", "FAILED", "known to fail"
 JUDGED_NOT, CLAIMED_NOT = "not judged", "not claimed"
-_ORDER = (FAILED, KNOWN, HELD, JUDGED_NOT, CLAIMED_NOT)  # of several variants of one claim the first is told
+_ORDER = (
+    FAILED,
+    KNOWN,
+    HELD,
+    JUDGED_NOT,
+    CLAIMED_NOT,
+)  # of several variants of a claim the first is reported
 _COLOURS = {FAILED: "red", KNOWN: "yellow", HELD: "brightgreen"}
 
 
 class Line(NamedTuple):
-    """`subject`: the test class. `why`: what was seen, what would unlock it, or nothing."""
+    """`subject`: the test class. `why`: what was seen, or what would make a judgement possible, or nothing."""
 
     subject: str
     claim: str
@@ -27,14 +33,14 @@ class Line(NamedTuple):
 
 
 class Card:
-    """What a run has shown so far."""
+    """The results of a run so far."""
 
     def __init__(self, speed: str) -> None:
         self.speed = speed
         self._lines: dict[tuple[str, str], Line] = {}
 
     def add(self, line: Line) -> None:
-        """Of a claim with several variants the worst counts."""
+        """Add a result. For a claim with several variants the worst counts."""
         place = line.subject, line.claim
         known = self._lines.get(place)
         if known is None or _ORDER.index(line.verdict) < _ORDER.index(known.verdict):
@@ -61,20 +67,20 @@ class Card:
         return {
             "schemaVersion": 1,
             "label": f"lmcache-core kit ({self.speed})",
-            "message": ", ".join(said) or "nothing was run",
+            "message": ", ".join(said) or "no tests were run",
             "color": _COLOURS[worst] if said else "lightgrey",
         }
 
     def write(self, path: Path) -> None:
-        """The badge, and beside it every claim."""
+        """Write the badge and all claims."""
         replace_file(path, (json.dumps(self.as_json(), indent=2) + "\n").encode())
 
     def as_json(self) -> dict[str, Any]:
-        """The badge, and beside it every claim."""
+        """The badge and all claims."""
         return {**self.badge(), "speed": self.speed, "claims": [line._asdict() for line in self.lines]}
 
     def table(self, *, every: bool = False) -> list[str]:
-        """Lines to print: for each subject its figures, and the claims that do not simply hold, or every one."""
+        """Lines to print: for each subject its counts, and the claims that do not simply hold, or all."""
         shown = set(_ORDER if every else (FAILED, KNOWN, JUDGED_NOT))
         told = []
         for subject in self.subjects:
@@ -87,7 +93,7 @@ class Card:
 
 
 class CardWriter:
-    """A pytest plugin: notes each contract test, prints the card at the end, and writes it to a file."""
+    """A pytest plugin: records each contract test, prints the card at the end, and writes it to a file."""
 
     def __init__(self, path: str | Path, speed: str) -> None:
         self.card = Card(speed)
@@ -112,12 +118,12 @@ class CardWriter:
 
 
 def subject_of(cls: type[Contract]) -> str:
-    """What a test class is about."""
+    """What a test class tests."""
     return f"{cls.component} ({cls.__name__})" if cls.component else cls.__name__
 
 
 def line_of(item: Any, report: Any) -> Line | None:
-    """What a report of pytest's says of a claim; None: nothing, or it is of no contract test."""
+    """What a pytest report says about a claim; None: nothing, or it is not from a contract test."""
     cls = getattr(item, "cls", None)
     if cls is None or not issubclass(cls, Contract) or (report.when != "call" and report.outcome == "passed"):
         return None

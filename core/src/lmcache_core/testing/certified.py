@@ -1,6 +1,6 @@
-"""The kit over a tier that settings describe: what `lmcache-core plugins certify` has pytest run.
+"""The kit on a tier described by settings: pytest runs this for `lmcache-core plugins certify`.
 
-Nothing but settings is known of the medium. Each test has a name of its own for `{fresh}`; without that the medium is
+Only the settings of the medium are known. Each test gets its own name for `{fresh}`; without that, the medium is
 emptied after each test.
 """
 
@@ -28,7 +28,7 @@ FRESH = "{fresh}"
 
 
 class Address(NamedTuple):
-    """Where a setting points to, and how that setting is written for another port of this machine."""
+    """The address in a setting, and how to write that setting for another port of this machine."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Address(NamedTuple):
 
 
 class Described:
-    """A tier by its settings: `values` as in a file's table, `texts` as in flags."""
+    """A tier given by settings: `values` as in a file's table, `texts` as in flags."""
 
     def __init__(
         self, registry: Registry, tier: str, values: Mapping[str, Any], texts: Mapping[str, str], through: str | None
@@ -49,12 +49,12 @@ class Described:
         self.has_fresh = any(FRESH in str(each) for each in (*self._values.values(), *self._texts.values()))
 
     def written(self) -> str:
-        """For the process that is to test it. May hold secrets."""
+        """For the process that will test it. May contain secrets."""
         told = {"tier": self._tier, "values": self._values, "texts": self._texts, "through": self.through}
-        return json.dumps(told, default=str)  # a date is what TOML has and JSON has not
+        return json.dumps(told, default=str)  # TOML has dates, and JSON has not
 
     def build(self, fresh: str, context: AdapterContext, **changed: Any) -> L2Adapter:
-        """An adapter. `changed`: settings that are otherwise. Raises SettingsError, PluginError."""
+        """An adapter. `changed`: settings to override. Raises SettingsError, PluginError."""
         from lmcache_core.settings.tier import tier_settings
 
         values = {name: _named(value, fresh) for name, value in self._values.items()} | changed
@@ -65,7 +65,7 @@ class Described:
         return made
 
     def address(self) -> Address:
-        """Of the setting that a proxy is put before. Raises UsageError where it holds none."""
+        """The address in the setting that a proxy is put in front of. Raises UsageError if it has none."""
         name = self.through or ""
         value = self._texts.get(name, self._values.get(name))
         if value is None:
@@ -76,7 +76,7 @@ class Described:
             return Address(host, int(text), int)
         parts = urlsplit(text if "//" in text else f"//{text}")
         if parts.hostname is None or parts.port is None:
-            raise UsageError(f"--through {name}: {text!r} names no host and port")
+            raise UsageError(f"--through {name}: {text!r} does not contain a host and port")
         before, at, _ = parts.netloc.rpartition("@")
 
         def written(port: int) -> str:
@@ -86,7 +86,7 @@ class Described:
         return Address(parts.hostname, parts.port, written)
 
     def expect_empty(self, context: AdapterContext) -> None:
-        """Raises UsageError for a medium that is not the kit's to empty."""
+        """Raises UsageError for a medium that the kit may not empty."""
         if self.has_fresh:
             return
         with self.build("", context) as adapter:
@@ -94,12 +94,12 @@ class Described:
             if not (able.scan and able.delete):
                 raise UsageError(
                     f"tier {self._tier!r} cannot be emptied after each test, because its adapter does not claim scan "
-                    f"and delete: let a setting name another place for each test by {FRESH}"
+                    f"and delete: use {FRESH} in a setting to get another place for each test"
                 )
             if material.scan(adapter):
                 raise UsageError(
                     f"tier {self._tier!r} holds objects, and the kit deletes what it finds: certify an empty one, "
-                    f"or let a setting name another place for each test by {FRESH}"
+                    f"or use {FRESH} in a setting to get another place for each test"
                 )
 
 
@@ -109,18 +109,18 @@ def _named(value: Any, fresh: str) -> Any:
 
 @pytest.fixture(scope="session")
 def described(request: pytest.FixtureRequest) -> Described:
-    """The tier, as the process that started this one has written it down."""
+    """The tier, as written down by the process that started this one."""
     from lmcache_core.plugins.loader import load_plugins
 
     path = request.config.getoption("--kit-tier")
     if path is None:
-        pytest.fail("run `lmcache-core plugins certify`: it says which tier is meant")
+        pytest.fail("run `lmcache-core plugins certify`, which chooses the tier")
     told = json.loads(Path(path).read_text(encoding="utf-8"))
     return Described(load_plugins(), **told)
 
 
 class TestCertified(L2AdapterContract):
-    """With the fixtures that settings, and a proxy, make possible."""
+    """With the fixtures that settings and a proxy make possible."""
 
     by_settings = True
 
@@ -173,7 +173,7 @@ class TestCertified(L2AdapterContract):
     def unreachable(
         self, described: Described, fresh: str, adapter_context: AdapterContext
     ) -> Iterator[L2Adapter | None]:
-        """An adapter for a port that is taken, and that nobody listens on."""
+        """An adapter for a port that is taken but that nobody listens on."""
         if described.through is None:
             yield None
             return
@@ -187,7 +187,7 @@ class TestCertified(L2AdapterContract):
 def described_tier(
     registry: Registry, name: str, table: Mapping[str, Any], texts: Mapping[str, str], through: str | None
 ) -> Described:
-    """The tier that the settings call `name`, or else one of that type. Raises SettingsError for neither."""
+    """The tier with this name in the settings, or a tier of that type. Raises SettingsError if there is neither."""
     if table:
         return Described(registry, name, table, texts, through)
     types = [spec.name for spec in registry.components(Kind.L2_ADAPTER)]

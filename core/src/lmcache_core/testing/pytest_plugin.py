@@ -1,5 +1,5 @@
-"""What pytest loads wherever lmcache-core is installed: a fixture, the kit's options, and how its tests are run.
-Imports nothing but pytest until a contract is under test."""
+"""Loaded by pytest if lmcache-core is installed: a fixture, the kit's options, and how its tests are run. Imports only
+pytest until a contract is tested."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kit",
         choices=SPEEDS,
         default="quick",
-        help="how much the conformance kit does: quick (default, below 30 s on a local medium), full, "
+        help="how thorough the conformance kit is: quick (default, below 30 s on a local medium), full, "
         "soak (full, and random work for --kit-seconds), chaos (full, and faults, threads and kills for as long)",
     )
-    group.addoption("--kit-seconds", type=float, default=60.0, help="of soak and of chaos (default: %(default)s)")
-    group.addoption("--kit-seed", type=int, default=0, help="of soak and of chaos (default: %(default)s)")
-    group.addoption("--kit-card", metavar="FILE", help="print the score card, and write it to a file as JSON")
-    # Of `plugins certify`, for the process that it starts.
+    group.addoption(
+        "--kit-seconds", type=float, default=60.0, help="duration of soak and of chaos (default: %(default)s)"
+    )
+    group.addoption("--kit-seed", type=int, default=0, help="seed of soak and of chaos (default: %(default)s)")
+    group.addoption("--kit-card", metavar="FILE", help="print the score card, and write it to FILE as JSON")
+    # Options of `plugins certify`, for the process that it starts.
     group.addoption("--kit-journal", metavar="FILE", help=argparse.SUPPRESS)
     group.addoption("--kit-tier", metavar="FILE", help=argparse.SUPPRESS)
 
@@ -47,14 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _contract(item: Any) -> Any:
-    """The contract class of a test, if it is a test of one."""
+    """The contract class of a test, if it is a contract test."""
     home, cls = sys.modules.get(_HOME), getattr(item, "cls", None)
     return cls if home is not None and cls is not None and issubclass(cls, home.Contract) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: Any) -> bool | None:
-    """Contract tests run under a watchdog: what hangs fails, and the rest goes on."""
+    """Run contract tests under a watchdog: a hanging test fails, and the rest continues."""
     cls = _contract(pyfuncitem)
     if cls is None:
         return None
@@ -76,7 +78,7 @@ def pytest_runtest_teardown(item: Any) -> Any:
 
 @pytest.fixture
 def kit(request: pytest.FixtureRequest) -> Kit:
-    """How much the kit is to do."""
+    """How thorough the kit is."""
     from lmcache_core.testing.speeds import Kit
 
     option = request.config.getoption
@@ -85,7 +87,7 @@ def kit(request: pytest.FixtureRequest) -> Kit:
 
 @pytest.fixture
 def adapter_context() -> AdapterContext:
-    """What the kernel gives an adapter, with requests that really run in parallel."""
+    """The context that the server gives an adapter; its requests really run in parallel."""
     from dataclasses import replace
     from functools import partial
 

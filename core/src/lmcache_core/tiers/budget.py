@@ -1,12 +1,12 @@
-"""One budget of time for a call, however many addresses, waits and receives it takes.
+"""A time budget for a whole call, however many addresses, waits and receives it takes.
 
-Libraries that adapters use bound each wait, not the call: a server that sends one byte a second is never late for
-them. So the budget belongs to the thread, and the sockets, which all of a library's waits end in, keep to it:
+Libraries that adapters use limit each wait, not the call: to them, a server that sends one byte a second is never late.
+So the budget belongs to the thread, and the sockets, which all of a library's waits go through, obey it:
 
     with within(deadline):
         library.call()  # on connections whose sockets are made here
 
-A thread without a budget waits as its sockets say.
+A thread without a budget waits as long as its sockets allow.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _budget = _OfThread()
 
 @contextmanager
 def within(deadline: float) -> Iterator[None]:
-    """What this thread waits for within, on sockets and locks of this module, has come by `deadline` (monotonic
-    seconds), or fails with `TimeoutError`. Nested, the nearer one counts."""
+    """Everything that this thread waits for inside, on sockets and locks of this module, ends by `deadline` (monotonic
+    seconds), or fails with `TimeoutError`. If nested, the earlier one applies."""
     before = _budget.deadline
     _budget.deadline = min(before, deadline)
     try:
@@ -57,16 +57,16 @@ def left_s() -> float:
         return _NEVER
     left = _budget.deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError("the deadline has come")
+        raise TimeoutError("the deadline has passed")
     return left
 
 
 @contextmanager
 def locked(lock: threading.Lock) -> Iterator[None]:
-    """The lock, waited for no longer than the budget. Raises `TimeoutError`."""
+    """Hold the lock, after waiting no longer than the budget. Raises `TimeoutError`."""
     left = left_s()
     if not lock.acquire(timeout=-1 if left == _NEVER else min(left, threading.TIMEOUT_MAX)):
-        raise TimeoutError("another call holds what this one needs, and did not end in time")
+        raise TimeoutError("another call held the lock until the deadline")
     try:
         yield
     finally:
@@ -74,7 +74,7 @@ def locked(lock: threading.Lock) -> Iterator[None]:
 
 
 def _bounded(sock: socket.socket, call: Callable[..., T], *arguments: Any) -> T:
-    """The call, on a socket that waits no longer than the budget, nor than its own time-out."""
+    """The call on a socket that waits no longer than the budget and its own time-out."""
     left = left_s()
     limit = sock.gettimeout()
     if left == _NEVER or (limit is not None and limit <= left):
@@ -88,7 +88,7 @@ def _bounded(sock: socket.socket, call: Callable[..., T], *arguments: Any) -> T:
 
 
 class BudgetSocket(socket.socket):
-    """A socket for libraries whose waits shall keep to the budget of the thread that waits."""
+    """A socket for libraries whose waits must stay within the waiting thread's budget."""
 
     __slots__ = ()
 
@@ -119,8 +119,8 @@ class BudgetTlsSocket(ssl.SSLSocket):
 
 
 def connect(host: str, port: int, deadline: float) -> BudgetSocket:
-    """A TCP connection to one of the host's addresses, tried in their order; each has an even share of the time that
-    is left. Its time-out is unset. Raises `OSError`, and `TimeoutError` by the deadline."""
+    """A TCP connection to one of the host's addresses, tried in order; each gets an equal part of the remaining time.
+    Its time-out is unset. Raises `OSError`, and `TimeoutError` at the deadline."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failed: OSError = OSError(f"{host} has no address")
     for position, (family, kind, protocol, _, address) in enumerate(addresses):

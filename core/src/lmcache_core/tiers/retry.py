@@ -1,7 +1,7 @@
-"""Retries of a batch, in the one place where they happen.
+"""Retries of a batch, all in one place.
 
-A dozen lines of our own rather than a library: only the items that failed go again, what may be retried is said
-by each outcome, and the core's dependencies stay five.
+A dozen lines of our own rather than a library: only failed items are retried, each outcome says whether it may be, and
+the core's dependencies stay five.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def _pause_s(attempt: int) -> float:
 def call_batch(
     call: Callable[[Sequence[Item], float], Sequence[Outcome]], items: Sequence[Item], deadline: float, stop: Event
 ) -> list[Outcome]:
-    """One outcome for each item, after retries of what may be retried. Blocks; ends by `deadline` as far as the
-    adapter keeps it, and at once when `stop` is set. An adapter that breaks its promises gives FAILED outcomes.
+    """One outcome for each item, after the retries that are allowed. Blocks; ends by `deadline` if the adapter observes
+    it, and at once when `stop` is set. An adapter that breaks its contract gets FAILED outcomes.
     """
     outcomes = [Outcome(Result.FAILED, error="not tried")] * len(items)
     todo = list(range(len(items)))
@@ -56,7 +56,7 @@ def _once(
     except BaseException as error:  # noqa: BLE001 - an adapter is someone else's code: its bugs end here, in words
         return [Outcome(Result.FAILED, error=f"{type(error).__name__}: {error}")] * len(items)
     if len(outcomes) != len(items):
-        error_text = f"the adapter gave {len(outcomes)} outcomes for {len(items)} items"
+        error_text = f"the adapter returned {len(outcomes)} outcomes for {len(items)} items"
         return [Outcome(Result.FAILED, error=error_text)] * len(items)
     return outcomes
 
@@ -77,5 +77,5 @@ def ask_batch(
             attempt += 1
             continue
         if len(found) != len(keys):
-            raise TierError(f"the adapter gave {len(found)} answers for {len(keys)} keys", retryable=False)
+            raise TierError(f"the adapter returned {len(found)} answers for {len(keys)} keys", retryable=False)
         return found
