@@ -139,7 +139,7 @@ def test_a_segment_that_is_being_made_says_so() -> None:
 
 def test_another_layout_version_is_named_on_both_sides() -> None:
     header = headers.plan("p", 4 * MIB, Backing.SHM, boot_id=1)
-    with pytest.raises(PoolMismatchError, match=f"version 99 .*speaks {headers.LAYOUT_VERSION}"):
+    with pytest.raises(PoolMismatchError, match=f"version 99 .*supports {headers.LAYOUT_VERSION}"):
         headers.decode(headers.encode(replace(header, layout_version=99)))
 
 
