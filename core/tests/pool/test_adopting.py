@@ -60,7 +60,7 @@ def test_the_same_plan_goes_on_with_the_same_boot_and_bytes(pool_name: str, runt
     [
         ({"data_bytes": 8 * MIB}, "data_bytes is 4,194,304 there and 8,388,608 in the settings"),
         ({"index_entries": 8192}, "index_entries is 4,096 there and 8,192 in the settings"),
-        ({"access": Access.GROUP, "gids": [os.getgid()]}, f"open to its owner .* group {os.getgid()}"),
+        ({"access": Access.GROUP, "gids": [os.getgid()]}, f"open to its owner.* group {os.getgid()}"),
     ],
 )
 def test_another_plan_begins_cold_and_names_both_sides(

@@ -183,7 +183,7 @@ def test_a_batch_of_one_and_a_float_tensor_are_refused() -> None:
 
 
 def test_a_chunk_of_no_tokens_and_a_previous_that_is_no_key_are_refused() -> None:
-    with pytest.raises(UsageError, match="chunk_tokens is 0"):
+    with pytest.raises(UsageError, match="chunk_tokens must be 1 or more, got 0"):
         chunk_keys([1], NAMESPACE, 0)
     with pytest.raises(UsageError, match="previous has 31 bytes"):
         chunk_keys([1], NAMESPACE, 1, previous=bytes(31))
