@@ -134,7 +134,7 @@ class EventBus:
                 return
             self._turn += 1  # its thread closes the subscriber and ends when it returns
             self._busy = None
-        self._put_aside(busy[0], f"it did not come back within {SUBSCRIBER_HANG_S:g} s", may_recover=False)
+        self._put_aside(busy[0], f"it did not return within {SUBSCRIBER_HANG_S:g} s", may_recover=False)
         self._thread = self._start()
 
     def _tell_missed(self) -> None:
