@@ -449,7 +449,7 @@ def compatibility(session: nox.Session) -> None:
         archive = subprocess.run(["git", "archive", former], cwd=ROOT, stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", str(former_tree)], input=archive.stdout, check=True)
         for side, tree in (("former", former_tree), ("present", ROOT)):
-            home = Path(session.create_tmp()) / side
+            home = Path(session.create_tmp()).absolute() / side  # tests run elsewhere
             venv.create(home, clear=True, with_pip=True)
             pythons[side] = str(home / "bin/python")
             ours = [str(wheel(session, tree / each, "require", tree)) for each in ("core", "plugins/lmcache-fs")]
