@@ -370,9 +370,9 @@ def test_tokens_are_explained_chunk_by_chunk_with_the_servers_chunk_size(make: C
     told = at.client.explain(tokens=tokens, namespace=NS)
     assert [each.key for each in told] == keys
     assert [each.hit for each in told] == [True, True] + [False] * 298
-    with pytest.raises(UsageError, match="give either keys"):
+    with pytest.raises(UsageError, match="one of them"):
         at.client.explain(keys, tokens=tokens, namespace=NS)
-    with pytest.raises(UsageError, match="give either keys"):
+    with pytest.raises(UsageError, match="one of them"):
         at.client.explain(namespace=NS)
 
 
