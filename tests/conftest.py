@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,9 +21,8 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
-
-WAIT_S = 60.0  # a safety net: everything awaited here comes within milliseconds to seconds
 
 # What every worker begins with. It talks to the test over stdin and stdout, line by line.
 PRELUDE = """
@@ -37,15 +37,6 @@ def say(*words): print(*words, flush=True)
 def wait(): return sys.stdin.readline().strip()
 client = Client.connect(sys.argv[1], runtime_dir=sys.argv[2])
 """
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Wait for a condition; its value."""
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what or condition}"
-        time.sleep(0.002)
-    return value
 
 
 class Process:
@@ -113,6 +104,26 @@ class ServerProcess(Process):
         return Client.connect(self.name, runtime_dir=self.run, **options)
 
 
+class MovedClock:
+    """A client's own time: the machine's, until a test stops it or moves it on."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self._stands_at_s: float | None = None
+
+    def __call__(self) -> float:
+        return (time.monotonic() if self._stands_at_s is None else self._stands_at_s) + self._ahead_s
+
+    def stop(self) -> None:
+        self._stands_at_s = time.monotonic()
+
+    def go_on(self) -> None:
+        self._stands_at_s = None
+
+    def jump(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+
 class Node:
     """One machine's worth of servers and workers for a test; ends them all."""
 
@@ -141,8 +152,11 @@ class Node:
         sock.connect(str(self.run / self.name / "lifeline"))
         return sock
 
-    def client(self, **options: Any) -> Client:
-        return self._stack.enter_context(Client.connect(self.name, runtime_dir=self.run, **options))
+    def client(self, clock: Callable[[], float] | None = None, **options: Any) -> Client:
+        client = Client.connect(self.name, runtime_dir=self.run, **options)
+        if clock is not None:
+            client = Client(replace(client.links.target, clock=clock))
+        return self._stack.enter_context(client)
 
     def key(self, name: object) -> bytes:
         return str(name).encode().rjust(32, b"\0")

@@ -167,10 +167,10 @@ def _sdist(package: Package, into: Path) -> Path:
         made = Path(folder) / "made"
         _run([sys.executable, "-m", "build", "--sdist", "--outdir", made, source], env=_fixed_time())
         [sdist] = made.glob("*.tar.gz")
-        return _without_times(sdist, into / sdist.name)
+        return without_times(sdist, into / sdist.name)
 
 
-def _without_times(sdist: Path, target: Path) -> Path:
+def without_times(sdist: Path, target: Path) -> Path:
     """The same sdist with sorted entries that carry one time and no owner: what setuptools leaves to chance."""
     time = int(_fixed_time()["SOURCE_DATE_EPOCH"])
     plain = io.BytesIO()
@@ -254,13 +254,13 @@ def check(dist: Path) -> None:
         if "manylinux" not in wheel.name:
             continue
         said = _run([_tool("auditwheel"), "show", wheel])
-        kept = _tag_that_holds(said)
+        kept = tag_that_holds(said)
         say(f"{wheel.name}: runs from {kept} on")
         if "abi3" in wheel.name:
             _run([_tool("abi3audit"), "--strict", wheel])
 
 
-def _tag_that_holds(said: str) -> str:
+def tag_that_holds(said: str) -> str:
     """The oldest manylinux of which auditwheel says that a wheel keeps to it. Raises `SystemExit` for a newer glibc."""
     words = said.replace('"', " ").replace("'", " ").replace(",", " ").split()
     newest = tuple(map(int, GLIBC.split(".")))

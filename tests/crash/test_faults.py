@@ -13,9 +13,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,18 +25,12 @@ from lmcache_core.limits import FRAME_BYTES_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_reply, encode
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import Node
+
 NO_LEASES = {"promise": 0, "read": 0, "write": 0}
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
 
 
 # --- leases ------------------------------------------------------------------------------------------------------
@@ -150,8 +142,8 @@ def test_eight_threads_that_wait_for_a_server_that_dies_all_go_on(node: Node) ->
     threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(8)]
     for thread in threads:
         thread.start()
-    channel = client._links.current().channel
-    until(lambda: len(channel._waiting) == 7, "eight threads in line")
+    channel = client.links.current().channel
+    until(lambda: channel.waiting == 8, "eight threads in line")
     server.kill()
     for thread in threads:
         thread.join(WAIT_S)

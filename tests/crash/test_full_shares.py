@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from typing import Any
@@ -12,10 +13,10 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import LimitError
 from lmcache_core.limits import ROWS_RETURNING_MAX, SHARE_FEW, WORKERS_MAX
+from lmcache_core.testing.waiting import until
 
-from ..conftest import until
+from ..conftest import Node
 
-Node = Any  # the fixture of tests/conftest.py
 ROWS = (WORKERS_MAX - ROWS_RETURNING_MAX) // SHARE_FEW  # what a user has whose share is next to nothing
 SMALL_SHARE = ("--holding.shared_fraction_per_holder_max", "0.001")
 
@@ -34,8 +35,9 @@ def crowd(node: Node, workers: int, **options: Any) -> list[Client]:
 
 def cut(client: Client) -> None:
     """Its connection ends. A call that is under way as it notices that fails: this waits until it has noticed."""
-    channel = client._links.current().channel
-    channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    channel = client.links.current().channel
+    with socket.socket(fileno=os.dup(channel.connection.fileno())) as line:  # type: ignore[attr-defined]
+        line.shutdown(socket.SHUT_RDWR)
     until(channel.found_lost, "the end of the connection")
 
 
@@ -132,6 +134,6 @@ def test_over_zmq_too(node: Node) -> None:
     clients = crowd(node, ROWS, address=address)
     assert store(node, node.client(address=address), "a") is Status.QUOTA
     for at, client in enumerate(clients):
-        client._links.current().channel.connection.close()
+        client.links.current().channel.connection.close()
         assert back(node, client, f"{at} is back") is Status.STORED
     assert rows(clients[0]) == ROWS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,11 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, DisconnectedError, LeaseExpiredError, PoolError
 from lmcache_core.native import native
 from lmcache_core.pool.segment import Segment
+from lmcache_core.testing.waiting import until
+
+from ..conftest import Node
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
-Node = Any  # the fixture of tests/conftest.py
-
-
-def until(condition: Any) -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    return value
 
 
 def adopted(client: Client) -> dict[str, Any]:
@@ -80,7 +73,7 @@ def test_sigterm_with_keep_pool_leaves_the_pool_to_the_next_server(node: Node) -
     server = node.serve("--keep-pool")
     client = node.client()
     store(client, node, range(20))
-    mapping = client._links.current().mapped().mapping  # the mapping itself must go on, not only its content
+    mapping = client.links.current().mapped().mapping  # the mapping itself must go on, not only its content
     server.signal(signal.SIGTERM)
     assert server.popen.wait(60) == 0
     assert node.shm.exists()
@@ -88,7 +81,7 @@ def test_sigterm_with_keep_pool_leaves_the_pool_to_the_next_server(node: Node) -
     node.serve("--keep-pool")
     until(lambda: client.lookup([node.key(0)], namespace=node.namespace).hits)
     check(client, node, range(20))
-    assert client._links.current().mapped().mapping is mapping
+    assert client.links.current().mapped().mapping is mapping
 
 
 def test_sigterm_without_keep_pool_leaves_nothing(node: Node) -> None:

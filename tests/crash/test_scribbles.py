@@ -13,8 +13,9 @@ from lmcache_core.kernel.answers import Reason
 from lmcache_core.limits import PAGE_BYTES
 from lmcache_core.native import native
 from lmcache_core.pool.header import decode
+from lmcache_core.testing.waiting import until
 
-from ..conftest import Node, ServerProcess, until
+from ..conftest import Node, ServerProcess
 
 pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 OBJECTS = 100

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,15 +15,9 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError
 from lmcache_core.native import native
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+from ..conftest import Node
 
 
 def test_a_worker_may_start_before_the_server_and_outlive_it(node: Node) -> None:

@@ -14,9 +14,10 @@ import pytest
 from lmcache_core.client.client import Client
 from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
-from ..conftest import Node, ServerProcess, until
+from ..conftest import Node, ServerProcess
 
 pytestmark = pytest.mark.skipif(native is None, reason="there is no index without the C extension")
 

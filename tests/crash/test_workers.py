@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from typing import Any
 
 import pytest
 
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
-
+from ..conftest import Node
 
 STORE_STEPS = {
     "after prepare": "lease = client.prepare_store([key('a'), key('b')], namespace=ns); say('there'); wait()",
@@ -114,8 +105,9 @@ def test_a_client_that_reconnects_keeps_the_lease_its_other_thread_still_writes(
 lease = client.prepare_store([key('a')], namespace=ns)
 view = lease.view(0)
 view[:32768] = b'1' * 32768
-connection = client._links.current().channel.connection
-import socket; connection._sock.shutdown(socket.SHUT_RDWR)  # the line drops under the writer
+connection = client.links.current().channel.connection
+import socket
+socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_RDWR)  # the line drops under the writer
 from lmcache_core.errors import DisconnectedError
 try:
     client.ping()
@@ -143,8 +135,10 @@ def test_a_reconnected_client_answers_for_what_it_does_not_declare(node: Node) -
     node.serve()
     worker = node.worker("""
 lease = client.prepare_store([key('a')], namespace=ns)
-client._links.occupancy._holdings.clear()  # as after an operation whose copies have ended
-import socket; client._links.current().channel.connection._sock.shutdown(socket.SHUT_RDWR)
+for holding in client.links.occupancy.holdings:
+    client.links.occupancy.ended(holding)  # as after an operation whose copies have ended
+connection = client.links.current().channel.connection
+import socket; socket.socket(fileno=os.dup(connection.fileno())).shutdown(socket.SHUT_RDWR)
 from lmcache_core.errors import DisconnectedError
 try:
     client.ping()

@@ -53,16 +53,16 @@ def test_a_source_archive_says_nothing_of_when_and_by_whom_it_was_packed(tmp_pat
                 entry = tarfile.TarInfo(name)
                 entry.size, entry.mtime, entry.uid, entry.uname = 1, 1000 + number, 1000 + number, f"user{number}"
                 tar.addfile(entry, io.BytesIO(name[-1].encode()))
-        packed.append(tool._without_times(archive, tmp_path / f"out{number}.tar.gz").read_bytes())
+        packed.append(tool.without_times(archive, tmp_path / f"out{number}.tar.gz").read_bytes())
     assert packed[0] == packed[1]
 
 
 def test_a_wheel_for_a_newer_glibc_than_promised_is_refused() -> None:
     said = 'consistent with the following platform tag: "manylinux_2_17_x86_64", aka manylinux2014'
-    assert tool._tag_that_holds(said) == "manylinux_2_17_x86_64"
-    assert tool._tag_that_holds(f'"manylinux_2_34_x86_64" {said}') == "manylinux_2_17_x86_64"
+    assert tool.tag_that_holds(said) == "manylinux_2_17_x86_64"
+    assert tool.tag_that_holds(f'"manylinux_2_34_x86_64" {said}') == "manylinux_2_17_x86_64"
     with pytest.raises(SystemExit, match=r"needs a newer glibc than 2\.28"):
-        tool._tag_that_holds('the following platform tag: "manylinux_2_34_x86_64"')
+        tool.tag_that_holds('the following platform tag: "manylinux_2_34_x86_64"')
 
 
 @pytest.mark.parametrize("package", ["core", "contrib/lmcache-l0", "plugins/lmcache-fp8"])

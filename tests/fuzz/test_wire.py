@@ -10,7 +10,6 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +19,8 @@ from lmcache_core.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, SEND_QUEUE_FRAM
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_reply, encode
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 FRAMES = 10_000
 
 

@@ -7,13 +7,13 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core.client.client import Client
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 NOBODY = 65534
 GIDS = (54321, 54322)
 STRANGER = 54399

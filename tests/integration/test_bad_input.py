@@ -18,8 +18,9 @@ from lmcache_core.limits import BATCH_KEYS_MAX, OPERATION_KEYS_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.tokens.namespace import Namespace
 
+from ..conftest import Node
+
 torch = pytest.importorskip("torch")
-Node = Any  # the fixture of tests/conftest.py
 HALF = Namespace("half", Layout("bfloat16", (2, 64, 8), "KTD"))
 BAD_OBJECTS = {
     "another dtype": (torch.zeros(2, 64, 8), r"tensor 1 is float32 .*convert it, or register its dtype"),

@@ -82,7 +82,7 @@ def settled():
     return (
         loop.tiering.drained and not len(tier.doubts) and not books.bytes_leaving and not books.bytes_reserved
         and not any(lane.running or lane.queued for lane in tier.lanes)
-        and not loop.tiering._ended and not tier.reclaim._out
+        and not tier.order.kept
         and str(tier.rebuild.state) == "done" and tier.rebuild.next_at is None
     )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lmcache_core import KeyGroup, Layout, Namespace, Need
-from tests.conftest import until
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 CHUNKS = 8
 
 

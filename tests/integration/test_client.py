@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,12 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import Node
+
 NO_LEASES = {"promise": 0, "read": 0, "write": 0}
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
-    return value
 
 
 # --- views and promises ------------------------------------------------------------------------------------------
@@ -113,24 +105,18 @@ def test_what_is_asked_before_the_pool_is_populated_is_warming_and_stored_later(
     from lmcache_core.server.server import Server
     from lmcache_core.settings.compose import make_settings
 
-    gate = threading.Event()
-    populate = Populator._run
-
-    def late(self: Populator) -> None:
-        gate.wait(WAIT_S)
-        populate(self)
-
+    start, waiting = Populator.start, list[Populator]()
     settings = make_settings(
         name=node.name, runtime_dir=str(node.run), state_dir=str(tmp_path / "state"), l1={"size_bytes": 16 << 20}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Populator, "_run", late)
+        patch.setattr(Populator, "start", waiting.append)
         server = Server(settings, load_plugins())
     with server, server.connect() as client:
         keys, objects = [node.key("a")], [node.payload(1)]
         assert client.store(keys, objects, namespace=node.namespace).statuses == [Status.WARMING]
         assert client.prepare_store(keys, namespace=node.namespace).statuses == [Status.WARMING]
-        gate.set()
+        start(waiting[0])
         until(lambda: client.store(keys, objects, namespace=node.namespace).stored, "population")
 
 
@@ -391,7 +377,7 @@ def test_an_eviction_policy_that_fails_costs_stores_and_no_lookups(tmp_path: Pat
         assert server.populator.wait(WAIT_S)
         keys = [node.key(number) for number in range(400)]
         payloads = [node.payload(number) for number in range(400)]
-        policy: Any = server.kernel._residents.policy
+        policy: Any = server.kernel.residents.policy
 
         def broken(nbytes: int) -> list[Any]:
             raise RuntimeError("the policy's own fault")

@@ -25,6 +25,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import join_keys
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_mock")
@@ -42,13 +43,6 @@ def payload(number: int) -> bytes:
     return hashlib.sha256(b"bytes %d" % number).digest() * (NBYTES // 32)
 
 
-def until(condition: Callable[[], Any], what: str = "") -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.003)
-
-
 class World:
     """A server of 256 slots with one tier, whose adapter does as it is told."""
 
@@ -59,7 +53,8 @@ class World:
     @property
     def adapter(self) -> Any:
         assert self.server.tiering is not None
-        return self.server.tiering._tiers["bad"].adapter
+        (only,) = self.server.tiering.tiers
+        return only.adapter
 
     def store(self, first: int, count: int, client: Client | None = None) -> list[Status]:
         numbers = range(first, first + count)
@@ -295,7 +290,7 @@ def prepare_now(at: World, client: Client, first: int, count: int, lease: int = 
     """Ask for slots as a foreign client may."""
     client.register_layout(NAMESPACE)
     keys = join_keys([key(number) for number in range(first, first + count)])
-    return client._links.current().channel.start(lambda rid: m.PrepareStore(rid, NAMESPACE.id, keys, lease))
+    return client.links.current().channel.start(lambda rid: m.PrepareStore(rid, NAMESPACE.id, keys, lease))
 
 
 def prepare(at: World, client: Client, first: int, count: int, lease: int = 0) -> Any:
@@ -313,7 +308,7 @@ def test_an_end_of_a_session_ends_what_its_waiting_stores_were_granted_after_the
     at.store(0, SLOTS - 5)
     with at.server.connect() as other:
         held_back = prepare(at, other, SLOTS, 20)
-        channel = other._links.current().channel
+        channel = other.links.current().channel
         channel.call(lambda rid: m.EndSession(rid, leases=None))
         # It was answered before the end, which settled it: what comes later would name slots that are others' by now.
         granted = channel.poll(held_back)
@@ -333,7 +328,7 @@ def test_a_waiting_page_is_withdrawn_when_its_client_is_back_before_its_connecti
     at.hangs()
     at.store(0, SLOTS - 10)
     with at.server.connect() as before, at.server.connect() as back:
-        granted = before._links.current().channel.wait(prepare_now(at, before, SLOTS, 5))
+        granted = before.links.current().channel.wait(prepare_now(at, before, SLOTS, 5))
         assert isinstance(granted, m.Granted)
         prepare(at, before, SLOTS + 5, 10, granted.lease)
 
@@ -342,7 +337,7 @@ def test_a_waiting_page_is_withdrawn_when_its_client_is_back_before_its_connecti
             new.client_id = old.client_id
             return m.Attach(0, new.row, new.nonce, [granted.lease])
 
-        channel = back._links.current().channel
+        channel = back.links.current().channel
         attach = on_loop(at.server, same_client)
         attached = channel.call(lambda rid: m.Attach(rid, attach.row, attach.nonce, attach.held))
         assert isinstance(attached, m.Attached)

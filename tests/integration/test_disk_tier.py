@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,12 @@ import pytest
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 KEYS = 20
-
-
-def until(condition: Any, what: str = "") -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
-WAIT_S = 60.0  # a safety net, and a tenth of the drain's deadline
 DRAIN_S = 600.0
 SPACE = Namespace("model", Layout("uint8", (4096,)))
 OBJECTS = 20  # of each worker, before the end begins
@@ -106,8 +106,8 @@ def test_a_drain_under_traffic_ends_when_the_tiers_have_everything(
         for worker in workers:
             worker.join(WAIT_S)
             assert not worker.is_alive()
-    assert server._drain_until_s is not None
-    assert server.clock.now < server._drain_until_s - DRAIN_S / 2
+    assert server.drain_until_s is not None
+    assert server.clock.now < server.drain_until_s - DRAIN_S / 2
 
     for worker in workers:
         assert worker.statuses[-1] is Status.UNREACHABLE, "it stored until the end"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_fs")
@@ -50,13 +50,6 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Client]]:
 def tier(client: Client) -> dict[str, Any]:
     told: dict[str, Any] = client.status()["tiers"]["tiers"][0]
     return told
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_faults_and_latency_come_from_a_tiers_settings(serve: Callable[..., Client], tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.kernel.answers import Reason
 from lmcache_core.native import native
-from tests.conftest import until
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
 
 
 @pytest.fixture(params=["index", "calls"])

@@ -31,6 +31,7 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.server import stored_waits
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tiers.flow import whereabouts
 from lmcache_core.tokens.keys import chunk_keys
 from lmcache_core.tokens.namespace import Namespace
@@ -43,14 +44,6 @@ NBYTES = NS.layout.nbytes
 SLOTS = 4 * MIB // NBYTES
 TIER = {"cold": {"type": "mock", "deadline_s": 0.3}}
 NO_HEADROOM = {"size_bytes": 4 * MIB, "backing": "memfd", "watermark": 1.0}
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.003)
-    return value
 
 
 def key(name: object) -> bytes:
@@ -89,7 +82,8 @@ class World:
 
     def faults(self, *rules: str) -> None:
         assert self.server.tiering is not None
-        adapter: Any = self.server.tiering._tiers["cold"].adapter
+        (only,) = self.server.tiering.tiers
+        adapter: Any = only.adapter
         adapter.set_faults(*rules)
 
     def tier(self) -> dict[str, Any]:
@@ -255,7 +249,8 @@ def gone_from_tier(at: World) -> None:
     at.store("k")
     at.holds(1)
     assert at.server.tiering is not None
-    adapter: Any = at.server.tiering._tiers["cold"].adapter
+    (only,) = at.server.tiering.tiers
+    adapter: Any = only.adapter
     until(lambda: not at.client.status()["l1"]["objects_by_state"]["ready"], "the L1 to drop it")
     for found in adapter.scan(None, time.monotonic() + 10).entries:
         adapter.memory.delete([found.key], time.monotonic() + 10)
@@ -350,7 +345,7 @@ def test_only_namespaces_that_the_session_has_registered_are_explained(make: Cal
     stranger = at.another(maps_pool=False)
     stranger.register_layout(Namespace("another model", NS.layout))
     with pytest.raises(UsageError, match=r"not registered in this session.*register_layout"):
-        stranger._links.current().channel.call(lambda rid: m.Explain(rid, NS.id, key("k")))
+        stranger.links.current().channel.call(lambda rid: m.Explain(rid, NS.id, key("k")))
 
 
 def test_a_new_client_that_can_say_the_namespace_needs_no_other_call_before_it_asks(make: Callable[..., World]) -> None:
@@ -379,27 +374,27 @@ def test_tokens_are_explained_chunk_by_chunk_with_the_servers_chunk_size(make: C
 def test_what_was_registered_before_a_reconnect_is_explained_after_it(make: Callable[..., World]) -> None:
     at = make()
     keys = at.store("k")
-    link = at.client._links.current()
+    link = at.client.links.current()
     link.channel.close("a broken connection")
     assert at.client.explain(keys, namespace=NS)[0].hit
-    assert at.client._links.current() is not link
+    assert at.client.links.current() is not link
 
 
 def test_explanations_that_wait_for_tiers_are_bounded_for_each_session(make: Callable[..., World]) -> None:
     at = make(l2=TIER)
     at.faults("exists hang")
-    link = at.client._links.current()
+    link = at.client.links.current()
     ask = lambda rid: m.Explain(rid, NS.id, key("k"))  # noqa: E731
     waiting = [link.channel.start(ask) for _ in range(EXPLAINS_PER_SESSION_MAX)]
     with pytest.raises(LimitError, match=f"{EXPLAINS_PER_SESSION_MAX} explanations of this session"):
         link.channel.call(ask)
     other = at.another()
     other.register_layout(NS)
-    pending = other._links.current().channel.start(ask)
+    pending = other.links.current().channel.start(ask)
     at.faults()
     for each in waiting:
         assert isinstance(link.channel.wait(each, 60.0), m.Explained)
-    assert isinstance(other._links.current().channel.wait(pending, 60.0), m.Explained)
+    assert isinstance(other.links.current().channel.wait(pending, 60.0), m.Explained)
     assert at.client.explain([key("k")], namespace=NS)
 
 
@@ -467,7 +462,7 @@ def test_the_places_of_a_session_that_ends_are_free_at_once(make: Callable[..., 
     shares = (at.server.shares.explains, at.server.shares.stored_waits)
     going = at.another()
     going.register_layout(NS)
-    channel = going._links.current().channel
+    channel = going.links.current().channel
     kept = [
         channel.start(lambda rid: m.Explain(rid, NS.id, keys[0])),
         channel.start(lambda rid: m.WaitStored(rid, NS.id, keys[0], 600.0)),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +10,10 @@ import pytest
 from lmcache_core.native import native
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tally import Tally
+from lmcache_core.testing.waiting import WAIT_S, until
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import Node
+
 NBYTES = 65536
 needs_index = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
 
@@ -28,14 +27,6 @@ for _ in range(5):
 for _ in range(8):
     assert client.retrieve(keys, into, namespace=ns).hits == 64
 """
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    return value
 
 
 def figures(server: Any) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
 
 import pytest
 
 from lmcache_core.client.client import Client
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
 
 # Runs `child()` in a forked child and says what came of it.
 IN_A_CHILD = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +17,14 @@ pytest.importorskip("lmcache_mock", reason="needs the mock tier")
 from lmcache_core.client.engine_blocks import EngineBlocks
 from lmcache_core.errors import CacheError
 from lmcache_core.observe.events import EVENTS
+from lmcache_core.testing.waiting import WAIT_S, until
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import Node
+
 STUCK = 60  # subscribers of unwell_plugin.py: for 5 s each nobody is told anything
 QUEUE = 400  # more than any of these acts brings about at once
 TIER_OBJECTS = 16  # that the tier has room for
 POOL_OBJECTS = 64  # that the pool of 4 MiB has room for
-
-
-def until(condition: Callable[[], Any], what: Any = "") -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what() if callable(what) else what}"
-        time.sleep(0.005)
-    return value
 
 
 class World:

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.client import links
 from lmcache_core.client.client import Client
 from lmcache_core.client.link_states import LinkState
 from lmcache_core.client.promises import Promise
 from lmcache_core.client.results import Status
 from lmcache_core.errors import DisconnectedError, LeaseExpiredError, UsageError
+from lmcache_core.limits import LINK_RETRY_S
 from lmcache_core.native import native
-from tests.conftest import until
+from lmcache_core.testing.waiting import WAIT_S, until
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0  # a safety net
+from ..conftest import MovedClock, Node
+
 needs_index = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
 
 
@@ -89,25 +91,26 @@ def hits(node: Node, client: Client, keys: list[bytes]) -> int:
 
 
 @needs_index
-def test_index_hits_never_wait_for_a_server_that_hangs(node: Node, waits: Waits) -> None:
+def test_index_hits_never_wait_for_a_server_that_hangs(
+    node: Node, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LINK_LOOK_S", 0.0)  # every hit looks at the connection
     server = node.serve()
     client = node.client(call_timeout_s=0.05)
     keys = fill(node, client)
     with stopped(server):
         assert store(node, client, 99) is Status.UNREACHABLE
         del waits.seconds[:]
-        looked = 0
-        while looked < 3:  # past some of the looks at the connection
-            client._links._look_at_s = 0.0
+        for _ in range(3):
             assert hits(node, client, keys) == 4
-            looked += 1
         assert waits.seconds == []
     until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the server that goes on")
 
 
 @needs_index
-def test_index_hits_never_wait_while_a_link_is_made(node: Node, waits: Waits) -> None:
+def test_index_hits_never_wait_while_a_link_is_made(node: Node, waits: Waits, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was killed, and one in its place that accepts and never answers."""
+    monkeypatch.setattr(links, "LINK_LOOK_S", 0.0)  # every hit looks at the connection
     server = node.serve()
     client = node.client()
     keys = fill(node, client)
@@ -120,9 +123,8 @@ def test_index_hits_never_wait_while_a_link_is_made(node: Node, waits: Waits) ->
         del waits.seconds[:]
 
         def greeting() -> bool:
-            client._links._look_at_s = 0.0
             assert hits(node, client, keys) == 4
-            making = client._links._making
+            making = client.links.making
             return making is not None and making.channel.state is LinkState.GREETING
 
         until(greeting, "the hello")
@@ -147,7 +149,7 @@ def test_a_full_backlog_is_tried_again_and_waited_for_by_nobody(node: Node) -> N
         first.connect(str(directory / "lifeline"))
         client = node.client(connect_timeout_s=0.05)
         assert store(node, client, 1) is Status.UNREACHABLE
-        making = client._links._making
+        making = client.links.making
         assert making is not None
         assert making.channel.state is LinkState.CONNECTING
         full.accept()[0].close()
@@ -161,7 +163,7 @@ def test_after_a_call_that_met_a_hang_the_others_answer_at_once_until_the_server
     keys = fill(node, client)
     with stopped(server):
         assert store(node, client, 99) is Status.UNREACHABLE
-        link = client._links.current()
+        link = client.links.current()
         del waits.seconds[:]
         for _ in range(10):
             assert store(node, client, 99) is Status.UNREACHABLE
@@ -173,7 +175,7 @@ def test_after_a_call_that_met_a_hang_the_others_answer_at_once_until_the_server
                 assert lease.statuses == [Status.UNREACHABLE] * 4
         assert waits.seconds == []
     until(lambda: client.lookup(keys, namespace=node.namespace).hits == 4, "the server that goes on")
-    assert client._links.current() is link, "silence was no end of the connection"
+    assert client.links.current() is link, "silence was no end of the connection"
     leases = client.status()["l1"]["leases_by_kind"]
     assert leases["promise"] == leases["read"] == 0
 
@@ -251,57 +253,60 @@ def test_what_was_let_go_of_while_the_server_hung_is_let_go_of_when_it_goes_on(n
 
 @needs_index
 def test_hits_go_on_by_the_new_servers_word_before_there_is_a_link_to_it(node: Node) -> None:
-    server = node.serve()
-    client = node.client()
+    server, clock = node.serve(), MovedClock()
+    client = node.client(clock=clock)
     keys = fill(node, client)
     server.kill()
-    assert hits(node, client, keys) == 4
+    clock.stop()
+    assert hits(node, client, keys) == 4, "now it has looked at its connection, and does so no more: no link is made"
     second = node.serve()
     second.signal(signal.SIGSTOP)  # it has adopted the pool, and answers nobody
     try:
-        client._links._look_at_s = float("inf")  # no link is made
         assert hits(node, client, keys) == 4
     finally:
         second.kill()
     assert hits(node, client, keys) == 4, "nor does it matter that this one died, too"
     node.serve()
     assert hits(node, client, keys) == 4
-    client._links._look_at_s = 0.0
+    clock.go_on()
     until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the third server")
     assert hits(node, client, keys) == 4
 
 
 @needs_index
 def test_a_new_serving_word_ends_the_pause_between_attempts(node: Node) -> None:
-    server = node.serve()
-    client = node.client()
+    server, clock = node.serve(), MovedClock()
+    client = node.client(clock=clock)
     fill(node, client)
     server.kill()
-    assert store(node, client, 99) is Status.UNREACHABLE
+    clock.stop()  # the pause has no end; on a busy machine one call may be too short for an attempt
+    until(lambda: store(node, client, 99) is Status.UNREACHABLE and client.why_unreachable, "a vain attempt")
     node.serve()
-    client._links._retry_at_s = float(
-        "inf"
-    )  # until an attempt is made; on a busy machine one call may be too short for it
     until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the attempt that no pause allows")
 
 
 def test_the_pause_between_attempts_at_a_local_server_does_not_grow(node: Node) -> None:
-    client = node.client()
+    clock = MovedClock()
+    client = node.client(clock=clock)
+    clock.stop()
     for _ in range(10):
-        client._links._retry_at_s = 0.0
-        before = time.monotonic()
         assert store(node, client, 1) is Status.UNREACHABLE
-        assert client._links._retry_at_s <= max(before, time.monotonic()) + 0.05
+        clock.jump(LINK_RETRY_S)
+    assert store(node, client, 1) is Status.UNREACHABLE
+    node.serve()
+    assert store(node, client, 1) is Status.UNREACHABLE, "it pauses"
+    clock.jump(LINK_RETRY_S)
+    until(lambda: store(node, client, 1) in (Status.STORED, Status.EXISTS), "the next attempt")
 
 
-def test_stores_come_back_with_the_server(node: Node) -> None:
+def test_stores_come_back_with_the_server(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LINK_RETRY_S", 0.0)
     server = node.serve()
     client = node.client()
     fill(node, client)
     server.kill()
     for _ in range(5):
         assert store(node, client, 99) is Status.UNREACHABLE
-        client._links._retry_at_s = 0.0
     node.serve()
     until(lambda: store(node, client, 99) in (Status.STORED, Status.EXISTS), "the next server")
 
@@ -314,13 +319,13 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_the_log_says_once_that_the_server_cannot_be_reached_and_once_that_it_can_again(
-    node: Node, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "lmcache_core.client")
+    monkeypatch.setattr(links, "LINK_RETRY_S", 0.0)
     client = node.client(call_timeout_s=0.05)
     assert client.why_unreachable == ""
     for number in range(5):
-        client._links._retry_at_s = 0.0
         assert store(node, client, number) is Status.UNREACHABLE
     assert len(lines(caplog)) == 1
     assert "cannot reach the lmcache-core server" in lines(caplog)[0]
@@ -545,12 +550,12 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_nothing_is_left_of_attempts_that_found_nobody(node: Node) -> None:
+def test_nothing_is_left_of_attempts_that_found_nobody(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LINK_RETRY_S", 0.0)
     client = node.client()
     store(node, client, 1)
     gc.collect()
     before = descriptors()
     for _ in range(50):
-        client._links._retry_at_s = 0.0
         store(node, client, 1)
     assert descriptors() == before

@@ -7,8 +7,6 @@ import os
 import shlex
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,9 @@ import pytest
 
 from lmcache_core.errors import SettingsError
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S, until
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-    return value
+from ..conftest import Node
 
 
 def python(code: str) -> str:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,19 +14,11 @@ import xxhash
 from lmcache_core.client.results import Status
 from lmcache_core.errors import UsageError
 from lmcache_core.native import native
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import MovedClock, Node
 
 pytestmark = pytest.mark.skipif(native is None, reason="the index is read by the C extension alone")
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.002)
-    return value
 
 
 def fill(node: Node, client: Any, count: int = 4) -> list[bytes]:
@@ -112,8 +103,10 @@ def test_a_hit_makes_no_system_call(node: Node) -> None:
         + """
 keys = [key(number) for number in range(4)]
 into = [bytearray(65536) for _ in keys]
+from dataclasses import replace
+now = time.monotonic()
+client = Client(replace(client.links.target, clock=lambda: now))  # the look at the connection, every 100 ms, is one
 client.register_layout(ns)
-client._links._look_at_s = float('inf')  # the look at the connection, every 100 ms, is one
 def work():
     hits = 0
     for _ in range(100):
@@ -188,8 +181,8 @@ def test_until_it_notices_a_client_reads_what_the_dead_server_had_and_nothing_in
 ) -> None:
     """The bytes of incarnations that have ended, whole: no successor writes to a pool that it cannot find."""
     monkeypatch.setattr("lmcache_core.client.links.LINK_LOOK_S", 3600.0)  # it does not look at its connection
-    server = node.serve("--l1.backing", "memfd")
-    client = node.client()
+    server, clock = node.serve("--l1.backing", "memfd"), MovedClock()
+    client = node.client(clock=clock)
     keys = fill(node, client)
     assert read(node, client, keys) == [1, 2, 3, 4]
     server.kill()
@@ -197,7 +190,7 @@ def test_until_it_notices_a_client_reads_what_the_dead_server_had_and_nothing_in
     payloads = [node.payload(number) for number in (4, 5, 6, 7)]
     until(lambda: node.client().store(keys, payloads, namespace=node.namespace).stored == 4, "the new pool")
     assert read(node, client, keys) == [1, 2, 3, 4]
-    client._links._look_at_s = 0.0  # now it looks
+    clock.jump(3600.0)  # now it looks
     into = [bytearray(node.namespace.layout.nbytes) for _ in keys]
     seen = lambda: [buffer[0] for buffer in into]  # noqa: E731
     until(lambda: client.retrieve(keys, into, namespace=node.namespace).hits == 4 and seen()[0] == 5, "the new server")
@@ -226,7 +219,7 @@ def test_a_client_that_only_hits_finds_the_next_server_by_itself(node: Node) -> 
 
     def from_the_next() -> bool:
         client.lookup(keys, namespace=node.namespace)
-        link = client._links.look()
+        link = client.links.look()
         return link is not None and not link.channel.lost
 
     until(from_the_next, "the next server")
@@ -255,13 +248,18 @@ def test_a_child_never_touches_its_parents_index_and_has_one_of_its_own(node: No
     node.serve()
     fill(node, node.client())
     worker = node.worker("""
+from dataclasses import replace
 keys = [key(number) for number in range(4)]
 into = [bytearray(65536) for _ in keys]
+stands_at_s = []
+clock = lambda: stands_at_s[0] if stands_at_s else time.monotonic()
+client = Client(replace(client.links.target, clock=clock))
 say(client.retrieve(keys, into, namespace=ns).hits, client.retrieve(keys, into, namespace=ns).hits)
 pid = os.fork()
 if pid == 0:
     say(client.lookup(keys, namespace=ns).hits, client.retrieve(keys, into, namespace=ns).hits)
-    client._links._look_at_s = float('inf')
+    stands_at_s.append(time.monotonic())  # nor does it look at the connection
+    client.noop()
     from lmcache_core.client import channel
     channel.encode_request = None  # whoever asks now fails
     say(client.retrieve(keys, into, namespace=ns).hits)
@@ -385,7 +383,7 @@ def test_checksums_come_back_from_a_tier_with_their_objects(node: Node) -> None:
     client = node.client()
     keys = fill(node, client, 1)
     checksum = xxhash.xxh3_64_intdigest(node.payload(0))
-    index = client._links.look().index
+    index = client.links.look().index
     assert index.entry(node.namespace.id, keys[0])["checksum"] == checksum
     in_tier(client, 1)
     client.clear(node.namespace)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from lmcache_core.client.results import Status
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 KEYS = 300  # more than the pool holds
 ROUNDS = 40
 

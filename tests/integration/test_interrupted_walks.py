@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 
+from lmcache_core.testing.waiting import until
+
+from ..conftest import Node
+
 pytest.importorskip("lmcache_fs")
 
-Node = Any  # the fixture of tests/conftest.py
 OBJECTS = 60
 LOADS_BEFORE_THE_GATE = 20
 
@@ -53,13 +56,6 @@ def lmcache_components():
     settings = "lmcache_fs.settings:FsSettings"
     return [ComponentSpec(Kind.L2_ADAPTER, "gated", factory="gated_tier:GatedAdapter", settings=settings)]
 """
-
-
-def until(condition: Any, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
 
 
 @pytest.fixture

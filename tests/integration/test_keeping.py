@@ -78,8 +78,8 @@ def test_what_a_clear_had_yet_to_free_when_time_ran_out_is_not_found_by_the_next
     free = first.kernel.free_cleared
     with first.connect() as client:
         assert client.store(KEYS, SOURCES, namespace=NAMESPACE).stored == len(KEYS)
-        monkeypatch.setattr(first.kernel, "free_cleared", lambda now: free(now) if first.loop._stopping else 0)
-        client._links.current().channel.start(lambda rid: m.Clear(rid, NAMESPACE.id))
+        monkeypatch.setattr(first.kernel, "free_cleared", lambda now: free(now) if first.loop.stopping else 0)
+        client.links.current().channel.start(lambda rid: m.Clear(rid, NAMESPACE.id))
         client.ping()  # it has begun
         assert first.kernel.clearing
         first.stop()
@@ -140,7 +140,7 @@ def test_a_pool_that_a_hung_lane_may_write_to_is_not_kept_and_the_log_says_so(
     pytest.importorskip("lmcache_mock")
     first = serve(l2={"bad": {"type": "mock"}})
     assert first.tiering is not None
-    tier = first.tiering._tiers["bad"]
+    (tier,) = first.tiering.tiers
     adapter: Any = tier.adapter
     with first.connect() as client:
         assert client.store(KEYS, SOURCES, namespace=NAMESPACE).stored == len(KEYS)

@@ -29,10 +29,11 @@ from lmcache_core.observe.metrics import METRICS, PREFIX, Metric, table
 from lmcache_core.pool.layout import Layout
 from lmcache_core.pool.segment import Segment
 from lmcache_core.pool.tally import Tally
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
-Node = Any  # the fixture of tests/conftest.py
-WAIT_S = 60.0
+from ..conftest import Node
+
 NBYTES = 65536
 STUCK = 24  # subscribers of unwell_plugin.py
 INDEX = "index" if native is not None else "call"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ import pytest
 from lmcache_core.cli.main import main
 from lmcache_core.client.results import Status
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 KEYS = 20
 FAR_S = "600"  # a deadline that no test waits for
-
-
-def until(condition: Callable[[], Any], what: str = "") -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
 
 
 class Backend:

@@ -14,10 +14,11 @@ from lmcache_core.native import native
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server import namespaces as server_namespaces
 from lmcache_core.server.session import Session
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
-from tests.conftest import until
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 SMALL = Layout("uint8", (64,))
 MANY = 10_000
 
@@ -44,8 +45,8 @@ def test_ten_thousand_namespaces_in_one_session_store_and_find_their_objects(nod
     for number in range(MANY):
         stored = client.store([node.key(number)], [payload(number)], namespace=space(number))
         assert stored.statuses == [Status.STORED], number
-    link = client._links.current()
-    assert len(link._bound) == NAMESPACES_PER_SESSION_MAX
+    link = client.links.current()
+    assert len(link.bound) == NAMESPACES_PER_SESSION_MAX
     for number in (0, 1, NAMESPACES_PER_SESSION_MAX, MANY // 2, MANY - 1):
         assert read(node, client, number) is Status.HIT
     rpc = node.client(use_index=False)
@@ -71,16 +72,16 @@ def test_memory_for_namespaces_is_bounded_on_both_sides(node: Node, monkeypatch:
         assert server.populator.wait(60)
         for number in range(200):
             client.store([node.key(number)], [payload(number)], namespace=space(number))
-        link = client._links.current()
-        assert len(link._bound) == 16
-        assert len(link._known) == len(link.registered) == 64
+        link = client.links.current()
+        assert len(link.bound) == 16
+        assert len(link.known) == len(link.registered) == 64
         (session,) = server.sessions
         assert len(session.namespaces) == 16
-        assert len(server.dispatch._namespaces._in_use) == 16
-        assert len(server.kernel._residents.table.namespaces) == 200, "those that have an object"
+        assert len(server.namespaces.in_use) == 16
+        assert len(server.kernel.residents.table.namespaces) == 200, "those that have an object"
         for number in range(200):
             client.clear(space(number))
-        until(lambda: not server.kernel._residents.table.namespaces, "the clears")
+        until(lambda: not server.kernel.residents.table.namespaces, "the clears")
 
 
 def test_a_namespace_that_the_server_has_forgotten_is_registered_again_wherever_it_is_used(
@@ -142,17 +143,17 @@ def test_a_layout_keeps_its_id_across_a_restart_and_a_namespace_with_objects_its
     client.store([node.key("f")], [bytes(128)], namespace=filler)  # so that the ids are not simply the first
     for number in range(8):
         assert client.store([node.key(number)], [payload(number)], namespace=space(number)).stored == 1
-    before = client._links.current().layout_of(space(0))
+    before = client.links.current().layout_of(space(0))
     server.kill()
     node.serve()
     fresh = node.client()
     assert fresh.register_layout(space(0))
-    assert fresh._links.current().layout_of(space(0)) == before
+    assert fresh.links.current().layout_of(space(0)) == before
     for number in range(8):
         assert read(node, fresh, number) is Status.HIT
     until(lambda: not fresh.status()["pool"]["adopted"]["pending"], "the adoption")
     with pytest.raises(UsageError, match="use a separate namespace"):
-        node.client()._links.current().bind_id(space(3).id, other)
+        node.client().links.current().bind_id(space(3).id, other)
 
 
 @pytest.mark.skipif(native is None, reason="adoption needs the C extension")
@@ -188,4 +189,4 @@ def test_a_namespace_keeps_its_layout_before_the_first_adopted_object_of_it_is_m
         ids.append(successor.namespaces.register(session, space(2, other).id, other))
         assert sorted(ids) == sorted(successor.l1.former_layouts), "both have the id that they had"
     finally:
-        successor._close()
+        successor.start().stop()

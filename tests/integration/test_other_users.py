@@ -36,6 +36,7 @@ from lmcache_core.protocol.address import make_server_directory
 from lmcache_core.server import zmq_carrier
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core.trust import Trust, overflow_uid
 
@@ -47,7 +48,6 @@ pytestmark = pytest.mark.skipif(
 needs_native = pytest.mark.skipif(native is None, reason="adoption needs the C extension")
 ALICE, BOB, MALLORY = 54001, 54002, 54666
 GROUP = 54321
-WAIT_S = 60
 MIB = 1 << 20
 NAMESPACE = Namespace("private", Layout("uint8", (4096,)))
 KEY = b"k" * 32
@@ -540,7 +540,7 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
             }
             for what, make in requests.items():
                 try:
-                    client._ask(make)
+                    client.links.current(patient=True).channel.call(make)
                     said[what] = "done"
                 except CacheError as error:
                     said[what] = str(error)
@@ -560,7 +560,7 @@ def test_a_session_clears_what_it_has_registered_and_nothing_else(users: Users, 
 
     def clear_all() -> int:
         with Client.connect(name, runtime_dir=shared / "run", maps_pool=False) as client:
-            return client._ask(lambda rid: m.Clear(rid, NAMESPACE.id)).objects
+            return client.links.current(patient=True).channel.call(lambda rid: m.Clear(rid, NAMESPACE.id)).objects
 
     assert users.ask(ALICE, clear_all) == 1  # the server's own user need not know it
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,26 +26,18 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.settings.model import Settings
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_fs")
 
 LAYOUT = Layout("uint8", (4096,))
 CHAT, SEARCH = Namespace("chat", LAYOUT), Namespace("search", LAYOUT)
-WAIT_S = 60.0
 Run = Callable[..., "Node"]
 
 
 def keys(first: int, count: int) -> list[bytes]:
     return [hashlib.sha256(b"quota %d" % number).digest() for number in range(first, first + count)]
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
-    return value
 
 
 def _size(path: Path) -> int:

@@ -12,17 +12,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
+
+from ..conftest import Node
 
 pytest.importorskip("lmcache_s3")
 pytest.importorskip("lmcache_redis")
 pytest.importorskip("lmcache_crypto")
 zmq_auth = pytest.importorskip("zmq.auth")
 
-Node = Any  # the fixture of tests/conftest.py
 SECRETS = {
     "the S3 access key": "AKIASECRETACCESSKEY1",
     "the S3 secret": "s3/secret+that/nobody+may/see",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,6 +23,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tiers.object.format import HEADER_BYTES
 from lmcache_core.tokens.namespace import Namespace
 
@@ -49,13 +49,6 @@ def isolated(nbytes: int) -> dict[str, Any]:
         for number, each in enumerate(TENANTS)
     }
     return {"type": "isolated", "tenants": tenants}
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.003)
 
 
 class Node:
@@ -145,10 +138,11 @@ class Node:
             return (tier["objects"], tier["bytes_used"]) == (len(files), len(files) * (NBYTES + HEADER_BYTES))
 
         until(agree, "books and medium to agree")
-        residents, books = self.server.kernel._residents, self.server.tiering._tiers["disk"].accounting  # type: ignore[union-attr]
+        (disk,) = self.server.tiering.tiers  # type: ignore[union-attr]
+        residents, books = self.server.kernel.residents, disk.accounting
 
         def believed(policy: Any) -> dict[int, int]:
-            return {namespace: tenant.used_bytes for namespace, tenant in policy.inner._owner.items()}
+            return {namespace: tenant.used_bytes for namespace, tenant in policy.inner.owners.items()}
 
         def counted(entries: Iterable[Any]) -> dict[int, int]:
             found = Counter[int]()
@@ -202,7 +196,8 @@ def test_no_bursts_take_anything_from_a_tenant_inside_its_quota_in_pool_or_tier(
         while node.leases:
             node.let_go(commit=False)
         node.settle()
-        on_disk = node.server.tiering._tiers["disk"].accounting  # type: ignore[union-attr]
+        (disk,) = node.server.tiering.tiers  # type: ignore[union-attr]
+        on_disk = disk.accounting
         there = {entry.key for shard in on_disk.shards() for entry in shard if entry.namespace == TENANTS[QUIET].id}
         assert there == {key(number) for number in node.stored}, "and the disk has all of it"
         node.accounts_are_right()

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from lmcache_core.plugins.registry import Registry
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_mock")
@@ -68,13 +69,6 @@ CASES = [
 ]
 
 
-def until(condition: Callable[[], Any], what: str = "") -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.003)
-
-
 def key(number: int) -> bytes:
     return hashlib.sha256(b"fault %d" % number).digest()
 
@@ -97,7 +91,8 @@ class World:
     @property
     def adapter(self) -> Any:
         assert self.server.tiering is not None
-        return self.server.tiering._tiers["bad"].adapter
+        (only,) = self.server.tiering.tiers
+        return only.adapter
 
     def status(self) -> dict[str, Any]:
         return self.client.status()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,11 @@ import pytest
 from lmcache_core.client.results import Status
 from lmcache_core.errors import PluginError, SettingsError, UsageError
 from lmcache_core.kernel.answers import Reason
+from lmcache_core.testing.waiting import until
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 OBJECT_BYTES = 65536
-
-
-def until(condition: Any, what: str = "") -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.005)
 
 
 def files(folder: Path) -> list[Path]:

@@ -7,8 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,15 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.traceparent import parse_traceparent
 from lmcache_core.server import tracing
 from lmcache_core.server.server import Server
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
-Node = Any  # the fixture of tests/conftest.py
+from ..conftest import Node
+
 NBYTES = 65536
-WAIT_S = 60.0  # a net: what is awaited comes within a second
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ENGINES = f"00-{TRACE}-{SPAN}-01"
 ATTRIBUTES = {each.name: set(each.attributes) for each in SPANS}
-
-
-def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Wait for a condition; its value."""
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what or condition}"
-        time.sleep(0.005)
-    return value
 
 
 class Collector:
@@ -264,7 +255,7 @@ def test_a_server_without_a_collector_imports_and_takes_nothing_of_it(node: Node
     node.serve()
     client = node.client()
     client.lookup([node.key(1)], namespace=node.namespace, traceparent=ENGINES)
-    link = client._links.current()
+    link = client.links.current()
     request = m.LookupRequest(1, node.namespace.id, node.key(1))
     assert link.traced(request, ENGINES) is request
     assert client.status()["tracing"] is None

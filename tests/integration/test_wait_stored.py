@@ -22,6 +22,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("lmcache_mock")
@@ -29,14 +30,6 @@ pytest.importorskip("lmcache_mock")
 NS = Namespace("model", Layout("uint8", (65536,)))
 NBYTES = NS.layout.nbytes
 NEVER_LATE = {"type": "mock", "deadline_s": 600}
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + 60
-    while not (value := condition()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.003)
-    return value
 
 
 def keys(*names: object) -> list[bytes]:
@@ -53,7 +46,7 @@ class At:
         assert self.server.populator.wait(60)
         self.stack = stack
         tiering = self.server.tiering
-        cold = tiering._tiers.get("cold") if tiering is not None else None
+        cold = next((each for each in tiering.tiers if each.name == "cold"), None) if tiering is not None else None
         self.adapter: Any = cold.adapter if cold is not None else None
         stack.callback(self.faults)  # nothing hangs at the end
         self.client = self.another()
@@ -128,7 +121,7 @@ def test_the_server_holds_its_answer_back_and_nobody_asks_twice(make: Callable[.
     asked: list[float] = []
     waits = at.server.stored_waits
     wait = waits.wait
-    at.server.dispatch._handlers[m.WaitStored] = lambda session, request: (
+    at.server.dispatch.handlers[m.WaitStored] = lambda session, request: (
         asked.append(request.wait_s) or wait(session, request)
     )
     thread, told = in_thread(lambda: at.wait(keys("k"), 20.0))
@@ -440,7 +433,7 @@ def test_asked_again_after_its_namespace_was_forgotten_it_waits_no_longer_than_i
         time.sleep(0.3)
         raise UnknownNamespaceError("this session has named many others since")
 
-    at.server.dispatch._handlers[m.WaitStored] = forgets
+    at.server.dispatch.handlers[m.WaitStored] = forgets
     (told,) = at.wait(keys("k"), 0.3)
     assert told.waiting == ("cold",)
     assert asked[0] > 0.0
@@ -454,7 +447,7 @@ def test_calls_that_wait_are_bounded_for_each_session(make: Callable[..., At]) -
     at = make(l2={"cold": NEVER_LATE})
     at.faults("store hang")
     at.store(keys("k"))
-    link = at.client._links.current()
+    link = at.client.links.current()
     ask = lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 600.0)  # noqa: E731
     waiting = [link.channel.start(ask, None, 60.0) for _ in range(STORED_WAITS_PER_SESSION_MAX)]
     with pytest.raises(LimitError, match=f"{STORED_WAITS_PER_SESSION_MAX} calls of this session wait for stores"):
@@ -475,7 +468,7 @@ def test_a_session_that_ends_leaves_no_wait_behind(make: Callable[..., At]) -> N
     at.store(keys("k"))
     other = at.another()
     other.register_layout(NS)
-    other._links.current().channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 0.05), None, 60.0)
+    other.links.current().channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 0.05), None, 60.0)
     other.close()
     until(lambda: at.client.status()["stored_waits"] == 0, "the end of its wait")
 

@@ -170,8 +170,8 @@ def test_a_profile_gives_keys_and_region(
     with without_keys(service, transport=transport, region=None, **more) as adapter:
         assert_serves(adapter, label)
         about: Any = adapter
-        assert about._client._account.credentials().access_key == service.access_key
-        assert about._client._account.endpoint().region == "eu-test-1"
+        assert about.client.account.credentials().access_key == service.access_key
+        assert about.client.account.endpoint().region == "eu-test-1"
 
 
 @BOTH

@@ -172,7 +172,7 @@ class Schedule:
         world.run(lambda: world.all_done)
         until = world.now + 0.5
         world.run(lambda: world.now > until)
-        open_ = [lease.id for lease in server.kernel._leases._open.values() if lease.kind is LeaseKind.PROMISE]
+        open_ = [lease.id for lease in server.kernel.leases.by_id.values() if lease.kind is LeaseKind.PROMISE]
         untold = [promise for promise in open_ if promise not in self.shadow.told]
         if untold:
             raise Broken(f"{len(untold)} promises are open that nobody was told of")
@@ -349,7 +349,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.jobs > 1 and not options.replay:
         return _shared_out(options.first, options.schedules, options.jobs)
-    began_s = sim_world._monotonic()
+    began_s = sim_world.real_monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # clears keep their epochs there, with fsync
         Path(folder).chmod(0o711)  # the group that is let in has to get there
         runner = Runner(Path(folder))
@@ -384,7 +384,7 @@ def main() -> int:
                     schedule = runner.run(seed, plan)
                     print(f"shrunk; again: python tests/simulation/run.py --trace --replay {token(seed, kept)}")
                 return _report(schedule, seed, [], options.trace)
-    took_s = sim_world._monotonic() - began_s
+    took_s = sim_world.real_monotonic() - began_s
     print(
         f"{options.schedules} schedules from {options.first} on, {steps:,} steps, {writes:,} objects written and "
         f"{reads:,} read: nothing was broken; {took_s:.1f} s; digest {digest.hexdigest()[:16]}"

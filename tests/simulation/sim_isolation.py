@@ -48,7 +48,7 @@ class Store:
         self._world = world
         self._name = name
         self._policy = policy
-        self._quotas = {namespace: tenant.quota.reserved_bytes for namespace, tenant in policy._owner.items()}
+        self._quotas = {namespace: tenant.quota.reserved_bytes for namespace, tenant in policy.owners.items()}
 
     def used(self) -> Counter[int]:
         """Bytes of each namespace: there, or on their way."""
@@ -74,7 +74,7 @@ class Store:
     def check(self) -> None:
         """The policy believes what is so, whenever something leaves."""
         used = self.used()
-        for namespace, tenant in self._policy._owner.items():
+        for namespace, tenant in self._policy.owners.items():
             if tenant.used_bytes != used[namespace]:
                 self._broken(
                     f"tenant {self._number(namespace)} has {used[namespace]} bytes of {self._name}, and its policy "
@@ -94,7 +94,7 @@ class PoolStore(Store):
 
     def __init__(self, world: World, kernel: Kernel, policy: IsolatedPolicy) -> None:
         super().__init__(world, "the pool", policy)
-        self._residents = residents = kernel._residents
+        self._residents = residents = kernel.residents
         self._rooms = kernel._rooms
         self._evict = residents.evict
         residents.evict = self.evict  # type: ignore[method-assign]
@@ -161,7 +161,7 @@ class TierStore(Store):
 def watched(world: World, server: Server, tiers: Sequence[Tier]) -> list[Store]:
     """Whatever of a server is ordered by `isolated`."""
     stores: list[Store] = []
-    policy = _isolated(server.kernel._residents.policy)
+    policy = _isolated(server.kernel.residents.policy)
     if policy is not None:
         stores.append(PoolStore(world, server.kernel, policy))
     for tier in tiers:

@@ -196,13 +196,13 @@ class ServerNode:
         due = server.kernel.next_deadline()
         if due is not None and due < now:
             raise Broken(f"a lease or pin that was due {now - due:.6f} s ago has not ended")
-        for lease in server.kernel._leases._open.values():
+        for lease in server.kernel.leases.by_id.values():
             if lease.kind is LeaseKind.PROMISE and lease.deadline < now:
                 raise Broken(f"a promise has outlived its time by {now - lease.deadline:.6f} s")
-        for wait in server.lookups._timed:
+        for wait in server.lookups.timed:
             if wait.reply_at_s < now:
                 raise Broken(f"a lookup that was to be answered {now - wait.reply_at_s:.6f} s ago still waits")
-        for store in server.store_waits._waits:
+        for store in server.store_waits.waits:
             if store.reply_at_s < now:
                 raise Broken(f"a store that was to be answered {now - store.reply_at_s:.6f} s ago still waits")
 

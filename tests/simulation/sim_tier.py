@@ -325,12 +325,12 @@ def settled_with(server: Server, tiers: Sequence[SimulatedTier]) -> dict[str, in
         "loads that are out": status["lookups"]["loads_out"],
     }
     for medium in tiers:
-        tier = tiering._tiers[medium.name]
-        order, books = tier.order, tier.accounting
+        (tier,) = [each for each in tiering.tiers if each.name == medium.name]
+        books = tier.accounting
         of = f"of {medium.name}"
         left |= {
-            f"calls {of}": len(order._tickets) + len(order._last) + sum(lane.running for lane in tier.lanes),
-            f"watches {of}": len(order._watching) + len(order._watching_all),
+            f"calls and watches {of}": tier.order.kept,
+            f"running calls {of}": sum(lane.running for lane in tier.lanes),
             f"reserved bytes {of}": books.bytes_reserved,
             f"leaving bytes {of}": books.bytes_leaving,
         }

@@ -204,14 +204,14 @@ class Task:
 # --- what the code under test takes for `time` and `threading` ------------------------------------------------
 
 world: World | None = None
-_monotonic = real_time.monotonic
+real_monotonic = real_time.monotonic
 
 
 def monotonic() -> float:
     """Virtual while a schedule runs; real for the threads that are not part of it."""
     current = world
     if current is None or real_threading.current_thread().name.startswith("populat"):
-        return _monotonic()
+        return real_monotonic()
     return current.now
 
 

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +20,12 @@ from lmcache_core.client.client import Client
 from lmcache_core.client.explaining import counted_reasons
 from lmcache_core.observe.traces import read_recording
 from lmcache_core.pool.layout import Layout
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/operating/ui.png"
 PATIENCE_MS = 60_000  # a net under waits for what the page does
-WAIT_S = 60.0
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 NBYTES = 65536
@@ -38,14 +37,6 @@ HOSTILE = "<img src=x onerror='window.hit=1'>"
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return value
 
 
 class Served:

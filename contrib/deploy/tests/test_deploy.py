@@ -18,11 +18,12 @@ import jsonschema
 import pytest
 import yaml
 
+from lmcache_core.testing.waiting import WAIT_S
+
 HERE = Path(__file__).resolve().parent.parent
 UNIT = HERE / "systemd/lmcache-core@.service"
 COMMAND = Path(sys.executable).parent / "lmcache-core"
 KUBERNETES = "1.30"
-WAIT_S = 60.0
 
 
 def run(*argv: object, stdin: str = "") -> str:

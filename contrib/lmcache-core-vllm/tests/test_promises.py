@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_core_vllm import lookups, scheduler
 from lmcache_core_vllm.config import ConnectorConfig
@@ -63,13 +63,6 @@ IDLE: Any = SimpleNamespace(
 )
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 class Engine:
     """One rank, whose cache has the blocks of `Request`."""
 
@@ -83,7 +76,7 @@ class Engine:
         self.worker = WorkerSide(settings, server.connect(), RANK, regions)
         hashes, ids = Request().block_hashes, list(range(1, BLOCKS + 1))
         self.worker.save(Step(HASHING, saves=[Blocks(group, hashes, ids) for group in range(2)]))
-        for each in self.worker._saving:
+        for each in self.worker.saving:
             each.job.wait()
         self.worker.save(Step(HASHING))
         assert self.worker.counters.take()["save_blocks"] == 2 * BLOCKS
@@ -110,7 +103,7 @@ class Engine:
         self.scheduler.allocated(request, [list(range(1, BLOCKS + 1)), [0] * 6 + [7, 8]], BLOCKS * BLOCK)
         step = self.scheduler.step(IDLE)
         self.worker.start_loads(step)
-        for loading in self.worker._loading.values():
+        for loading in self.worker.loading.values():
             assert loading.job is not None
             loading.job.wait()
         self.worker.end_step_loads(step)
@@ -170,9 +163,9 @@ def test_what_tiers_had_to_load_stays_until_it_is_read(
     assert engine.scheduler.counters.take()["lookup_held"] == 1
     assert engine.promised() == (BLOCKS + 2) * BYTES  # all that the group of full attention has, and a window
     if not kept:
-        found = engine.scheduler._requests["a"].found
+        found = engine.scheduler.tracked["a"].found
         assert found is not None
-        engine.scheduler._client.free_lookup_locks(found.numbers)
+        engine.scheduler.client.free_lookup_locks(found.numbers)
     engine.store_others()
     assert matched(engine, request) == BLOCKS * BLOCK  # the answer is remembered
     figures = engine.load(request)
@@ -239,7 +232,7 @@ def test_a_request_may_end_after_the_connector(engine: Engine) -> None:
 def test_nothing_is_kept_of_what_is_no_hit(engine: Engine) -> None:
     """The window's blocks are missing everywhere: no boundary is left."""
     engine.client.clear()
-    window = engine.scheduler._namespaces[0][1]
+    window = engine.scheduler.namespaces[0][1]
     engine.client.clear(window, tiers=True)
     assert matched(engine, Request()) == 0
     until(lambda: engine.promised() == 0)
@@ -257,7 +250,7 @@ def drop_from_pool(engine: Engine, group: int, block: int) -> None:
 
 def drop(engine: Engine, group: int, block: int, tiers: bool = True) -> None:
     """One block of one group, wherever it is."""
-    namespace = engine.scheduler._namespaces[0][group]
+    namespace = engine.scheduler.namespaces[0][group]
     keys = HASHING.keys([bytes([block]) * 32], namespace)
     found = engine.client.lookup_nowait(keys, namespace=namespace, identify=True).wait(20)
     assert found is not None
@@ -292,7 +285,7 @@ def test_the_boundary_is_where_the_tiers_have_what_every_group_needs(
     engine.client.clear()
     request = Request()
     assert matched(engine, request) == boundary * BLOCK
-    found = engine.scheduler._requests["a"].found
+    found = engine.scheduler.tracked["a"].found
     assert found is not None
     kept = sum(len([number for number in promise.ids if number]) for ranks in found.promises for promise in ranks)
     assert kept >= boundary + min(boundary, 2)
@@ -330,8 +323,8 @@ def test_a_worker_redeems_what_it_reads_without_the_index(engine: Engine, server
     client: Client = server.connect(use_index=False)
     worker = WorkerSide(ConnectorConfig(load_timeout_s=20), client, RANK, regions)
     worker.start_loads(Step(HASHING, loads=[Load("a", False, load.blocks)]))
-    assert worker._loading["a"].job is not None
-    worker._loading["a"].job.wait()
+    assert worker.loading["a"].job is not None
+    worker.loading["a"].job.wait()
     worker.arrived((), idle=False)
     assert worker.counters.take()["load_blocks"] == BLOCKS + 2
     until(lambda: engine.promised() == 0)

@@ -42,13 +42,13 @@ class Rank:
         self.side.start_loads(step)
         self.side.end_step_loads(step)
         self.side.save(step)
-        for each in self.side._saving:
+        for each in self.side.saving:
             each.job.wait()
         self.side.save(Step(HASHING))
 
     def load(self, step: Step) -> tuple[set[str], set[str], set[int]]:
         self.side.start_loads(step)
-        for loading in self.side._loading.values():
+        for loading in self.side.loading.values():
             if loading.job is not None:
                 loading.job.wait()
         told = self.side.arrived((), idle=True)
@@ -175,7 +175,7 @@ def test_nothing_is_stored_after_a_step_that_was_not_computed_to_its_end(rank: R
     last = Step(HASHING, number=3, saves=blocks(rank, [1, 2, 3, 4]))
     side.begin_step(last)
     side.end_step(last)
-    for each in side._saving:
+    for each in side.saving:
         each.job.wait()
     side.save(Step(HASHING))
     figures, count = side.counters.take(), 4 * len(rank.memory)

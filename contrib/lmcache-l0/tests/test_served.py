@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -29,6 +28,7 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 
@@ -58,13 +58,6 @@ def connect():
     """Clients that ask the server for every hit, so that it hears of each at once."""
     with contextlib.ExitStack() as clients:
         yield lambda server, use_index=False: clients.enter_context(server.connect(use_index=use_index))
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def figures(client) -> dict:
@@ -126,7 +119,7 @@ def test_a_clear_takes_it_out_before_it_answers_and_so_does_a_new_value(serve, c
     assert len(cache.l0) == 1
     assert cache.get("k") is None
     assert other.get("k") == b"old"
-    cache.l0.set(l0_key(cache._prefix, b"k"), b"older")  # as if a clear had left it
+    cache.l0.set(l0_key(cache.prefix, b"k"), b"older")  # as if a clear had left it
     assert cache.set("k", b"new") is Status.STORED
     assert cache.get("k") == b"new"
     assert cache.set("k", b"third") is Status.EXISTS
@@ -146,7 +139,7 @@ def test_what_l1_evicts_leaves_l0_and_what_is_read_in_l0_is_not_evicted(serve, c
         cache.get(key)
         heat_up(cache, client, key)
     number = 0
-    cold = l0_key(cache._prefix, b"cold")
+    cold = l0_key(cache.prefix, b"cold")
     while cold in cache.l0:
         for _ in range(200):
             assert cache.get("hot") == b"hot"
@@ -154,7 +147,7 @@ def test_what_l1_evicts_leaves_l0_and_what_is_read_in_l0_is_not_evicted(serve, c
         number += 1
         time.sleep(0.001)  # the server's walk has its turn
         assert number < 20_000
-    assert l0_key(cache._prefix, b"hot") in cache.l0
+    assert l0_key(cache.prefix, b"hot") in cache.l0
     assert client.lookup([l1_key(b"hot")], namespace=cache.namespace).hits == 1
     assert cache.get("cold") is None
 
@@ -196,7 +189,7 @@ def test_the_least_read_come_down_when_it_fills_and_are_still_in_l1(serve, conne
         assert len(cache.l0) <= 21
         number += 1
         assert number < 2000
-    assert l0_key(cache._prefix, b"hot") in cache.l0
+    assert l0_key(cache.prefix, b"hot") in cache.l0
     assert cache.get_many([f"{i}" for i in range(number)]) == [b"%d" % i for i in range(number)]
 
 
@@ -268,7 +261,7 @@ def test_the_switch_is_the_server_s_and_turns_it_off_for_every_process(serve, co
     )
     assert (done.returncode, "disabled" in done.stdout) == (0, True), done.stderr
     assert not cache.l0.enabled
-    assert cache.l0.get(l0_key(cache._prefix, b"k")) is None
+    assert cache.l0.get(l0_key(cache.prefix, b"k")) is None
     cache.clear()
     assert cache.set("k", b"new") is Status.STORED
     client.operate("l0", "switch", enabled=True)
@@ -292,12 +285,12 @@ def test_a_next_server_takes_the_table_over_empty_and_one_of_other_sizes_makes_i
         os.link(path, left)
         server.stop()
         assert not Path(path).exists()  # an orderly end leaves nothing
-        assert held.get(l0_key(cache._prefix, b"k")) is None
+        assert held.get(l0_key(cache.prefix, b"k")) is None
         held.enabled = True
         left.rename(path)
 
     leave(former)
-    assert held.get(l0_key(cache._prefix, b"k")) == b"v"
+    assert held.get(l0_key(cache.prefix, b"k")) == b"v"
     second = serve()
     assert [held.enabled, len(held)] == [True, 0]
     assert figures(connect(second))["keys"] == 0
@@ -349,7 +342,7 @@ def test_a_writer_stopped_in_the_middle_turns_the_table_off_until_it_goes_on(ser
     cache.set("k", b"old")
     cache.get("k")
     heat_up(cache, client, "k")
-    table, key = cache.l0, l0_key(cache._prefix, b"k")
+    table, key = cache.l0, l0_key(cache.prefix, b"k")
     code = (
         "import sys; from lmcache_l0 import SharedCache\n"
         "table = SharedCache(sys.argv[1], create=False); value = bytes(4096)\n"
@@ -396,7 +389,7 @@ def test_an_engine_that_fails_is_abandoned_and_its_table_serves_nobody(serve, co
     def fail(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(L0Engine, "_take_out", fail)
+    monkeypatch.setattr(L0Engine, "left", fail)
     cache.clear()
     assert cache.get("k") is None
     assert not cache.l0.enabled

@@ -31,9 +31,9 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
-WAIT_S = 60.0
 NBYTES = 65536
 SPACE = Namespace("watched", Layout("uint8", (NBYTES,)))
 COMMAND = [sys.executable, "-m", "lmcache_core.cli.main"]
@@ -107,7 +107,7 @@ class Terminal:
         end = time.monotonic() + WAIT_S
         while not (found := re.search(pattern, self.screen)):
             assert time.monotonic() < end, self.screen
-            self._read(end - time.monotonic())
+            self.read(end - time.monotonic())
         return found
 
     @property
@@ -122,11 +122,11 @@ class Terminal:
 
     def end(self) -> int:
         """Read what is left; the exit status."""
-        while self._read(WAIT_S):
+        while self.read(WAIT_S):
             pass
         return self.process.wait(WAIT_S)
 
-    def _read(self, wait_s: float) -> bool:
+    def read(self, wait_s: float) -> bool:
         assert select.select([self._ours], [], [], max(0.0, wait_s))[0], self.screen
         try:
             part = os.read(self._ours, 65536)
@@ -261,7 +261,7 @@ def test_tables_fit_80_columns_and_no_name_moves_the_cursor(start: Start) -> Non
     with start().connect() as client:
         status = crowded(client.status())
     told = overview(status, status)
-    texts = [*frame(told), *(status_command._wrapped(name, plain(text))
+    texts = [*frame(told), *(status_command.wrapped(name, plain(text))
              for name, text in status_command.summary(with_troubles(status)))]  # fmt: skip
     lines = [line for text in texts for line in text.splitlines()]
     assert widest(lines) <= 80
@@ -287,11 +287,11 @@ def test_status_watches_on_a_terminal(start: Start, terminal: Callable[..., Term
         end = time.monotonic() + WAIT_S
         while "0 objects stored" not in shown.text:
             assert time.monotonic() < end
-            shown._read(end - time.monotonic())
+            shown.read(end - time.monotonic())
         asked(client)
         while "6 objects stored" not in shown.text:
             assert time.monotonic() < end
-            shown._read(end - time.monotonic())
+            shown.read(end - time.monotonic())
     shown.press(b"\x03")
     assert shown.end() == 130
 

@@ -25,16 +25,8 @@ from lmcache_core.errors import DisconnectedError
 from lmcache_core.limits import FRAME_BYTES_MAX, OWED_FRAMES_MAX
 from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import decode_request, encode
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.trust import Trust
-
-WAIT_S = 60.0  # a safety net; what is awaited comes within milliseconds
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.001)
 
 
 class Script(Connection):
@@ -125,20 +117,20 @@ def channel(script: Script) -> Iterator[Channel]:
 def in_line(channel: Channel, count: int) -> list[Caller]:
     """Callers of whom the first reads and the others wait, in this order."""
     callers = [Caller(channel, b"0")]
-    until(lambda: channel._leader)
+    until(lambda: channel.waiting == 1)
     for number in range(1, count):
         callers.append(Caller(channel, str(number).encode()))
-        until(lambda number=number: len(channel._waiting) == number)  # type: ignore[misc]
+        until(lambda number=number: channel.waiting == number + 1)  # type: ignore[misc]
     return callers
 
 
 def test_a_handle_that_is_only_polled_is_never_left_to_read_for_others(script: Script, channel: Channel) -> None:
     reader = Caller(channel, b"reader")
-    until(lambda: channel._leader)
+    until(lambda: channel.waiting == 1)
     handle = channel.start(lambda rid: m.Ping(rid, b"polled"))
     assert channel.poll(handle) is None
     waiter = Caller(channel, b"waiter")
-    until(lambda: channel._waiting)
+    until(lambda: channel.waiting == 2)
     script.coming.put(m.Pong(reader.pending.rid, b"reader"))
     assert reader.ended().payload == b"reader"
     script.coming.put(m.Pong(waiter.pending.rid, b"waiter"))
@@ -147,7 +139,7 @@ def test_a_handle_that_is_only_polled_is_never_left_to_read_for_others(script: S
 
 def test_a_reply_that_comes_while_its_thread_lies_down_is_seen(script: Script, channel: Channel) -> None:
     reader = Caller(channel, b"reader")
-    until(lambda: channel._leader)
+    until(lambda: channel.waiting == 1)
     late = channel.start(lambda rid: m.Ping(rid, b"late"))
     # Whoever takes the lock next has looked for its reply just before: the reply comes in between.
     lock, came = channel._lock, threading.Event()
@@ -250,7 +242,7 @@ def test_what_an_answer_granted_that_nobody_took_is_undone_by_whoever_reads_next
     channel.wait(other, WAIT_S)
     channel.start(m.Noop)
     assert len(undone(script)) <= 1
-    assert len(channel._asked) <= 1  # nothing is kept of calls that have ended
+    assert channel.under_way <= 1  # nothing is kept of calls that have ended
 
 
 def silence(channel: Channel) -> None:
@@ -391,7 +383,7 @@ def test_replies_in_any_order_find_their_threads(
         else:
             assert outcome.payload == str(number).encode()
     assert not channel.lost
-    assert not channel._waiting
+    assert not channel.waiting
     channel.close()
 
 
@@ -500,10 +492,11 @@ def test_a_connection_that_is_left_to_the_parent_closes_the_descriptors_that_it_
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(f"ipc://{tmp_path}/router")
         connection = ZmqConnection(f"ipc://{tmp_path}/router", None, Trust.of_client(None))
-        wake_fd = str(connection._wake_fd)
         child = os.fork()
         if not child:
+            opened = descriptors()
             connection.close_in_child()
-            os._exit(int(wake_fd in descriptors()))
+            closed = [opened[number] for number in opened.keys() - descriptors().keys()]
+            os._exit(int(closed != ["anon_inode:[eventfd]"]))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         connection.close()

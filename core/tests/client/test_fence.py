@@ -62,14 +62,21 @@ def test_a_tensor_of_a_write_lease_is_written_to_as_ever(client: Client) -> None
 
 def test_the_second_mapping_is_made_by_the_first_tensor_only(client: Client) -> None:
     pytest.importorskip("torch")
-    segment = client._links.current().mapped()
     with client.prepare_retrieve([KEY], namespace=SPACE) as lease:
         lease.view(0)
-        assert segment._fenced is None
+        before = _read_only(client)
         lease.tensor(0)
-        fenced = segment._fenced
+        fenced = _read_only(client)
         lease.tensor(0)
-        assert segment._fenced is fenced is not None
+        assert len(fenced - before) == 1
+        assert _read_only(client) == fenced
+
+
+def _read_only(client: Client) -> set[str]:
+    """Where this process maps the pool to be read alone."""
+    pool = client.links.current().pool.name
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if pool in line and line.split()[1] == "r--s"}
 
 
 def _holds(line: str, address: int) -> bool:

@@ -17,8 +17,10 @@ from lmcache_core.client.results import Status
 from lmcache_core.errors import LeaseExpiredError
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
+from lmcache_core.server import sessions
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
 pytest.importorskip("zmq")
@@ -26,7 +28,6 @@ pytest.importorskip("zmq")
 NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(4)]
-WAIT_S = 60.0  # a safety net
 
 
 @pytest.fixture
@@ -52,16 +53,11 @@ def client(server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> It
 
 def drop(server: Server) -> None:
     """The server makes room, as it does at its limit of sessions."""
-    dropped = threading.Event()
-
-    def make_room() -> None:
-        for session in server.sessions:
-            if session.carrier == "zmq":
-                server.sessions._end_to_make_room(session, server.loop.clock.now)
-        dropped.set()
-
-    server.loop.call(make_room)
-    assert dropped.wait(WAIT_S)
+    before = server.sessions.dropped
+    with pytest.MonkeyPatch.context() as patch, server.connect(maps_pool=False) as newcomer:
+        patch.setattr(sessions, "SESSIONS_MAX", len(list(server.sessions)))
+        newcomer.noop()
+    assert server.sessions.dropped == before + 1
 
 
 def lookup(client: Client) -> Any:
@@ -121,12 +117,12 @@ WORKERS = {retrieve: 4, store: [Status.STORED], read_in_place: 4}
 def test_a_call_in_a_session_that_was_dropped_is_answered_all_the_same(
     server: Server, client: Client, call: Callable[[Client], Any]
 ) -> None:
-    if call in WORKERS and not client._links._target.maps_pool:
+    if call in WORKERS and not client.links.target.maps_pool:
         pytest.skip("needs the pool")
-    before = client._links._link
+    before = client.links.link
     drop(server)
     assert call(client) == {**ANYBODY, **WORKERS}[call]
-    assert client._links._link is not before
+    assert client.links.link is not before
 
 
 def test_calls_of_other_threads_that_meet_the_same_end_are_answered_too(server: Server, client: Client) -> None:
@@ -146,7 +142,15 @@ def test_a_lease_of_a_session_that_was_dropped_is_not_asked_for_anew(server: Ser
     with closing(Client.connect(address=f"ipc://{tmp_path}/zmq", use_index=False)) as client:
         lease = client.prepare_store([b"w" * 32], namespace=SPACE)
         lease.view(0)[:] = b"w" * NBYTES
-        drop(server)
+        ended = threading.Event()
+
+        def end() -> None:  # with what it holds, which no limit would do
+            (session,) = server.sessions
+            server.sessions.goodbye(session, server.clock.now)
+            ended.set()
+
+        server.loop.call(end)
+        assert ended.wait(WAIT_S)
         lease.ask([b"x" * 32])
         assert lease.statuses[1] is Status.UNREACHABLE
         with pytest.raises(LeaseExpiredError):

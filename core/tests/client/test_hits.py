@@ -205,9 +205,9 @@ def test_two_namespaces_share_keys_and_nothing_else(ways: Ways) -> None:
 def test_a_second_layout_for_a_namespace_is_refused_and_its_hits_stay(ways: Ways) -> None:
     ways.store(1, 2)
     for client in (ways.index, ways.rpc):
-        client._links.current().remove_binding(OTHER_SPACE)
+        client.links.current().remove_binding(OTHER_SPACE)
         with pytest.raises(UsageError, match="use a separate namespace"):
-            client._links.current().bind_id(OTHER_SPACE.id, FAT)
+            client.links.current().bind_id(OTHER_SPACE.id, FAT)
     assert ways.retrieve(1, 2).hits == 2
 
 
@@ -216,8 +216,8 @@ def test_a_batch_of_many_pages(ways: Ways) -> None:
     ways.store(*numbers)
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 2500
     assert ways.lookup(*numbers, 9999, prefix=False).hits == 2500
-    lease = ways.rpc._ask(lambda rid: m.PrepareRetrieve(rid, SPACE.id, key(1500))).lease
-    ways.rpc._ask(lambda rid: m.ReportDamaged(rid, lease, 0, 1))
+    lease = ways.rpc.links.current().channel.call(lambda rid: m.PrepareRetrieve(rid, SPACE.id, key(1500))).lease
+    ways.rpc.links.current().channel.call(lambda rid: m.ReportDamaged(rid, lease, 0, 1))
     assert ways.lookup(*numbers).hits == ways.retrieve(*numbers).hits == 1500
     assert ways.lookup(*numbers, prefix=False).hits == 2499
     assert ways.retrieve(*numbers, prefix=False).hits == 2499, "all of them, as a lookup's hits"
@@ -285,7 +285,6 @@ def test_hits_ask_nobody_and_misses_are_all_that_is_asked_for(
     ways: Ways, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ways.store(1, 2, 3)
-    ways.index._links._look_at_s = float("inf")  # the look at the connection is no request either
     del asked[:]
     into = [bytearray(NBYTES) for _ in range(3)]
     for _ in range(3):
@@ -295,13 +294,13 @@ def test_hits_ask_nobody_and_misses_are_all_that_is_asked_for(
         assert ways.index.retrieve(keys(3, 1), into[:2], namespace=SPACE, prefix=False, verify="always").hits == 2
     assert asked == []
     blobs: list[bytes] = []
-    start = ways.index._links.current().channel.start
+    start = ways.index.links.current().channel.start
 
     def note(make: Callable[[int], Any], *more: Any, **options: Any) -> Any:
         blobs.append(make(0).keys)
         return start(make, *more, **options)
 
-    monkeypatch.setattr(ways.index._links.current().channel, "start", note)
+    monkeypatch.setattr(ways.index.links.current().channel, "start", note)
     ways.index.lookup(keys(1, 2, 3, 4, 5), namespace=SPACE)
     ways.index.lookup(keys(1, 4, 2, 5), namespace=SPACE, prefix=False)
     monkeypatch.undo()
@@ -363,10 +362,11 @@ def test_what_workers_read_in_place_is_not_the_coldest(make_ways: Callable[..., 
 
 
 def _damage(ways: Ways, number: int) -> None:
-    lease = ways.rpc.prepare_retrieve(keys(number), namespace=SPACE)
-    view = ways.server.segment.view(lease._offsets[0], NBYTES)
-    view[NBYTES // 2] ^= 1
-    lease.finish()
+    index = ways.index.links.current().index
+    assert index is not None
+    entry = index.entry(SPACE.id, key(number))
+    assert entry is not None
+    ways.server.segment.view(entry["offset"], NBYTES)[NBYTES // 2] ^= 1
 
 
 @pytest.mark.parametrize("way", ["index", "rpc"])
@@ -444,7 +444,7 @@ def test_a_commit_takes_checksums_by_as_many_threads_as_copy(ways: Ways, monkeyp
         return real(addresses, nbytes, threads)
 
     monkeypatch.setattr(leases, "checksums_of", counted)
-    with Client(ways.index._links._target, copy_threads=3) as client:
+    with Client(ways.index.links.target, copy_threads=3) as client:
         with client.prepare_store(keys(1, 2, 3), namespace=SPACE) as lease:
             for position in range(3):
                 lease.view(position)[:] = payload(position + 1)
@@ -459,7 +459,7 @@ def test_a_commit_takes_checksums_by_as_many_threads_as_copy(ways: Ways, monkeyp
 def test_the_clients_own_choice_is_the_default(ways: Ways) -> None:
     ways.store(1)
     _damage(ways, 1)
-    target = ways.index._links._target
+    target = ways.index.links.target
     with Client(target, verify="always") as careful:
         assert careful.retrieve(keys(1), [bytearray(NBYTES)], namespace=SPACE).reasons == [Reason.DAMAGED]
     with pytest.raises(UsageError, match="use 'never'"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import pytest
 import lmcache_core.client.client as client_room
 import lmcache_core.client.retrieving as retrieving_room
 from lmcache_core.client.client import Client
-from lmcache_core.client.handshake import _STEPS, Handshake
+from lmcache_core.client.handshake import STEPS, Handshake
 from lmcache_core.client.leases import ReadLease
+from lmcache_core.client.link import Link
 from lmcache_core.client.link_states import LinkEvent, LinkState
 from lmcache_core.client.occupancy import Occupancy, settle_page
 from lmcache_core.client.results import Status
@@ -31,20 +32,15 @@ from lmcache_core.protocol import messages as m
 from lmcache_core.protocol.codec import unpack_positions
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import cut, locks_of
 
 NBYTES = 1 << 20
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(8)]
-WAIT_S = 60.0
 NONE = {"promise": 0, "read": 0, "write": 0}
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -134,7 +130,7 @@ def test_ending_waits_for_a_copy_under_way_which_is_stored(
     copier = Copier(monkeypatch, client, "store")
     ending = threading.Thread(target=lambda: getattr(client, end)(timeout_s=WAIT_S), daemon=True)
     ending.start()
-    until(lambda: all(each.barred for each in client._links.occupancy._holdings.values()), "the end to begin")
+    until(lambda: all(each.barred for each in client.links.occupancy.holdings), "the end to begin")
     assert copier.ended().statuses == [Status.STORED] * 4
     ending.join(WAIT_S)
     assert not ending.is_alive()
@@ -147,14 +143,14 @@ def test_the_life_lock_of_a_former_link_stays_while_a_thread_copies_under_it(
 ) -> None:
     client = server.connect()
     copier = Copier(monkeypatch, client, "store")
-    link = client._links.current()
+    link = client.links.current()
     former = link.life_lock
     assert former is not None
     link.channel.close("the test ended it")
-    holding = next(iter(client._links.occupancy._holdings.values()))
+    (holding,) = client.links.occupancy.holdings
     with server.connect() as other:  # stands for the server's successor
         link.epoch += 1
-        client._links.current()
+        client.links.current()
         client.close(timeout_s=0.05)
         assert holding.life_locks == (former,)
         assert not former.closed
@@ -234,8 +230,8 @@ def test_a_client_may_be_dropped_inside_any_lock_of_its_own(server: Server) -> N
     """The finalizer runs wherever the last reference goes: here with every lock of the client taken."""
     client = server.connect()
     lease = client.prepare_store(KEYS[:1], namespace=SPACE)
-    links = client._links
-    locks = [links._lock, links.occupancy._lock, links.current().channel._lock]
+    links = client.links
+    locks = locks_of(links, links.occupancy, links.current(), links.current().channel)
     done = threading.Event()
 
     def drop(things: list[Any]) -> None:
@@ -299,15 +295,14 @@ def test_a_verified_retrieve_whose_session_another_thread_ends_answers_with_valu
 def test_a_row_that_was_given_away_meanwhile_costs_a_try_and_raises_nothing(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free_row, taken = server.sessions._free_row, []
+    map_pool, taken = Link.map, []
 
-    def given_away(origin: str, pid: int, *, returns: bool) -> tuple[int, int]:
-        row, nonce = free_row(origin, pid, returns=returns)
+    def given_away(link: Link, *arguments: Any) -> tuple[int, int]:
         if not taken:  # as by a server that came after the one that had given it
-            taken.append(LifeLock.acquire(server.segment, row))
-        return row, nonce
+            taken.append(LifeLock.acquire(server.segment, link.row))
+        return map_pool(link, *arguments)
 
-    monkeypatch.setattr(server.sessions, "_free_row", given_away)
+    monkeypatch.setattr(Link, "map", given_away)
     with server.connect() as client:
         first = client.store(KEYS[:1], [bytes(NBYTES)], namespace=SPACE)
         assert first.statuses in ([Status.UNREACHABLE], [Status.STORED])
@@ -322,8 +317,8 @@ def test_an_interrupted_reconnect_gives_no_slot_away(
     client = server.connect("writer")
     lease = client.prepare_store(KEYS[:1], namespace=SPACE)
     view = lease.view(0)
-    client._links.current().channel.close("lost")
-    attach = _STEPS[LinkState.ATTACHING]
+    client.links.current().channel.close("lost")
+    attach = STEPS[LinkState.ATTACHING]
 
     def interrupted(making: Handshake) -> LinkEvent | None:
         event = attach(making)
@@ -332,7 +327,7 @@ def test_an_interrupted_reconnect_gives_no_slot_away(
         return event
 
     with monkeypatch.context() as patch:
-        patch.setitem(_STEPS, LinkState.ATTACHING, interrupted)
+        patch.setitem(STEPS, LinkState.ATTACHING, interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.noop()
     states = lambda: [each["state"] for each in watcher.status()["sessions"]]  # noqa: E731
@@ -373,21 +368,24 @@ def test_a_call_that_failed_keeps_no_buffer_and_no_client(server: Server, how: s
 
     gc.disable()  # what only the collector finds may stay for ever
     try:
-        client = server.connect("writer")
-        gone = [weakref.ref(client._links)]
+        now = time.monotonic()  # it stands: no link is looked at before it is used, and no pause ends
+        client = Client(replace(server.connect("writer").links.target, clock=lambda: now))
+        gone = [weakref.ref(client.links)]
         client.store(KEYS[:1], [b"a" * NBYTES], namespace=SPACE)
         if how == "refused":
             with pytest.raises(LeaseExpiredError):
                 client.lease_status(12345)
         else:
-            channel, buffer = client._links.current().channel, Buffer(NBYTES)
+            channel, buffer = client.links.current().channel, Buffer(NBYTES)
             gone.append(weakref.ref(buffer))  # type: ignore[arg-type]
             if how == "cut":
-                channel._called_at_s = time.monotonic() + WAIT_S  # it is not looked at before it is used
-                channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+                cut(channel.connection)
             else:
-                channel.close("hung up")
-                client._links._retry_at_s = time.monotonic() + WAIT_S
+                server.stop()
+                until(channel.connection.ended, "the end of the connection")
+                for _ in range(2):  # it hears of the end, and makes an attempt; then it pauses
+                    with pytest.raises(DisconnectedError):
+                        client.noop()
             assert client.store(KEYS[1:2], [buffer], namespace=SPACE).statuses == [Status.UNREACHABLE]
             del buffer, channel
         with warnings.catch_warnings():
@@ -432,8 +430,8 @@ def test_a_lease_that_ends_after_the_next_server_was_told_of_it_is_settled_over_
     """Told of it by the attach that is under way: without another word it would stay until the client ends."""
     with server.connect("writer") as client:
         held = [client.prepare_store(KEYS[:2], namespace=SPACE)]
-        client._links.current().channel.close("lost")
-        attach = _STEPS[LinkState.ATTACHING]
+        client.links.current().channel.close("lost")
+        attach = STEPS[LinkState.ATTACHING]
 
         def meanwhile(making: Handshake) -> LinkEvent | None:
             event = attach(making)
@@ -442,11 +440,11 @@ def test_a_lease_that_ends_after_the_next_server_was_told_of_it_is_settled_over_
                 if way == "given up":
                     lease.settle_after(DisconnectedError("lost"))
                 del lease
-                client._links.occupancy.tidy()
+                client.links.occupancy.tidy()
             return event
 
         with monkeypatch.context() as patch:
-            patch.setitem(_STEPS, LinkState.ATTACHING, meanwhile)
+            patch.setitem(STEPS, LinkState.ATTACHING, meanwhile)
             client.noop()
         assert not held
         until(lambda: leases(watcher) == NONE, "the slots to come back")
@@ -464,10 +462,10 @@ def test_a_lease_that_gives_views_one_after_another_keeps_nothing_of_those_that_
             kept = [lease.view(0) for _ in range(in_use)]
             for _ in range(2000):
                 assert lease.view(0)[0] == ord("a")
-            holding = lease._holding
+            holding = lease.holding
             assert len(holding.views) <= 4 * in_use + 200
             assert len(holding.lent) <= 4 * in_use + 200
-            assert len(client._links.occupancy.gone) <= 200
+            assert len(client.links.occupancy.gone) <= 200
         for view in kept:
             with pytest.raises(ValueError, match="released"):
                 view[0]
@@ -498,5 +496,5 @@ def test_a_lease_of_which_a_page_was_refused_ends_with_its_last_commit(
         assert lease.commit() == [Status.STORED, Status.QUOTA]
         with pytest.raises(LeaseExpiredError, match="has ended"):
             lease.view(0)
-        assert not client._links.occupancy._holdings
+        assert not client.links.occupancy.holdings
     assert leases(watcher) == NONE

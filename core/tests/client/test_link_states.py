@@ -9,7 +9,7 @@ import pytest
 
 from core.tests.client.test_channel import Script
 from lmcache_core.client.channel import Channel
-from lmcache_core.client.handshake import _STEPS
+from lmcache_core.client.handshake import STEPS
 from lmcache_core.client.link_states import LINK_TRANSITIONS, LinkEvent, LinkState
 
 
@@ -45,7 +45,7 @@ def test_a_link_is_silent_only_from_open_and_open_again_by_being_heard() -> None
 
 
 def test_each_state_on_the_way_has_its_step_and_no_other_state_has_one() -> None:
-    assert set(_STEPS) == set(LinkState) - {LinkState.OPEN, LinkState.SILENT, LinkState.ENDED}
+    assert set(STEPS) == set(LinkState) - {LinkState.OPEN, LinkState.SILENT, LinkState.ENDED}
 
 
 def test_a_step_that_is_not_in_the_table_is_refused() -> None:

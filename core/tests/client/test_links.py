@@ -47,8 +47,8 @@ def client(server: Server) -> Iterator[Client]:
 
 def lose(client: Client) -> Link:
     """End the connection; the new link, which is there when this returns."""
-    client._links.current().channel.close("the test ended it")
-    return client._links.current(patient=True)
+    client.links.current().channel.close("the test ended it")
+    return client.links.current(patient=True)
 
 
 @pytest.mark.parametrize("kind", [m.PrepareStore, m.PrepareRetrieve])
@@ -56,7 +56,7 @@ def test_what_was_granted_and_not_yet_declared_when_the_link_was_made_anew_is_no
     server: Server, client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[m.Message]
 ) -> None:
     client.store(KEYS[:1], [bytes(NBYTES)], namespace=SPACE)
-    channel = client._links.current().channel
+    channel = client.links.current().channel
     wait = channel.wait
 
     def interrupted(pending: Pending, *timeout_s: float) -> Any:
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_links_that_nobody_needs(server: Server) -> None:
         locks = []
         for _ in range(3):
             client.lookup(KEYS, namespace=SPACE)
-            lock = client._links.current().life_lock
+            lock = client.links.current().life_lock
             assert lock is not None
             locks.append(weakref.ref(lock))
             del lock

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import socket
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,25 +35,18 @@ from lmcache_core.pool.segment import Segment
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
+
+from .conftest import cut
 
 NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
-WAIT_S = 60.0  # a safety net
 NONE = {"promise": 0, "read": 0, "write": 0}
 
 
 def keys_of(count: int, first: int = 0) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in range(first, first + count)]
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    ended = threading.Event()
-    for _ in range(int(WAIT_S / 0.001)):
-        if condition():
-            return
-        ended.wait(0.001)
-    raise AssertionError(f"waited in vain for {what}")
 
 
 @pytest.fixture
@@ -87,9 +80,8 @@ def watcher(server: Server) -> Iterator[Client]:
 
 def asking(server: Server) -> Client:
     """A client that asks for every hit, and waits for as long as it takes."""
-    client: Client = server.connect(use_index=False)
-    object.__setattr__(client._links._target, "call_timeout_s", WAIT_S)
-    return client
+    with server.connect(use_index=False) as client:
+        return Client(replace(client.links.target, call_timeout_s=WAIT_S))
 
 
 def fill(client: Client, count: int = 4) -> list[bytes]:
@@ -102,7 +94,7 @@ def fill(client: Client, count: int = 4) -> list[bytes]:
 def hanging(server: Server, impatient: Client | None = None) -> Iterator[Callable[[], None]]:
     """Its loop does not turn until the block ends, or what this gives is called. `impatient` does not wait for it."""
     hangs, over = threading.Event(), threading.Event()
-    channel = None if impatient is None else impatient._links._link.channel  # type: ignore[union-attr]
+    channel = None if impatient is None else impatient.links.link.channel  # type: ignore[union-attr]
 
     def hang() -> None:
         hangs.set()
@@ -131,7 +123,7 @@ def comes_to(watcher: Client, kinds: dict[str, int], *clients: Client) -> bool:
         def heard(client: Client = client) -> bool:
             with suppress(DisconnectedError):
                 client.noop()
-                return not client._links._link.channel._owed  # type: ignore[union-attr]
+                return not client.links.link.channel.owes  # type: ignore[union-attr]
             return False
 
         until(heard, "a server that goes on")
@@ -141,8 +133,8 @@ def comes_to(watcher: Client, kinds: dict[str, int], *clients: Client) -> bool:
 
 
 def hang_up(client: Client) -> None:
-    channel = client._links._link.channel  # type: ignore[union-attr]
-    channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    channel = client.links.link.channel  # type: ignore[union-attr]
+    cut(channel.connection)
     until(channel.found_lost, "the end of the connection")
 
 
@@ -307,10 +299,11 @@ def test_a_promise_that_was_given_back_to_a_server_that_hangs_is_freed_over_the_
     with asking(server) as client:
         keys = fill(client)
         handles = [client.lookup_nowait(keys, namespace=SPACE, hold=True)]
-        found = handles[0].wait(WAIT_S) if way == "freed" else until(lambda: handles[0].done, "the answer")
-        channel = client._links._link.channel  # type: ignore[union-attr]
+        until(lambda: handles[0].done, "the answer")
+        found = handles[0].wait(WAIT_S) if way == "freed" else None
+        channel = client.links.link.channel  # type: ignore[union-attr]
         with hanging(server, client):
-            while not channel._owed:
+            while not channel.owes:
                 channel.post(m.Noop)
             if found is not None:
                 assert client.free_lookup_locks(found.promise) == 0
@@ -329,15 +322,15 @@ def test_a_grant_that_comes_while_its_lease_is_let_go_of_is_given_back(
     with asking(server) as client:
         keys = fill(client)
         with hanging(server) as goes_on:
-            lease = ReadLease(client._links, SPACE)
+            lease = ReadLease(client.links, SPACE)
             with interrupted_at(Channel.wait, "self._serve("):
                 lease.ask(keys)
-            page = lease._holding.page
+            page = lease.holding.page
             assert page is not None
 
             def slow(self: Holding) -> list[int]:
                 found = left(self)
-                if self is lease._holding:
+                if self is lease.holding:
                     goes_on()
                     assert self.link is not None
                     channel = self.link.channel
@@ -412,13 +405,13 @@ def test_a_page_whose_answer_was_lost_with_the_connection_is_given_back(
     """The lease is declared to the next session, and with it what the server granted last."""
     wait = Channel.wait
     with asking(server) as client:
-        lease = WriteLease(client._links, SPACE)
+        lease = WriteLease(client.links, SPACE)
         lease.ask(keys_of(5))
         with hanging(server) as goes_on:
 
             def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
                 monkeypatch.undo()
-                self.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+                cut(self.connection)
                 goes_on()
                 return wait(self, pending, timeout_s)
 
@@ -431,16 +424,13 @@ def test_a_page_whose_answer_was_lost_with_the_connection_is_given_back(
         assert comes_to(watcher, NONE, client)
 
 
-def declare_to_the_next(client: Client) -> None:
+def declare_to_the_next(server: Server, client: Client) -> None:
     """The link is lost, and the next has just told the server which leases go on; it is not open yet."""
-    links = client._links
-
-    def declared() -> bool:
-        links._step(links.now())
-        making = links._making
-        return making is not None and making.channel.state is LinkState.ATTACHING
-
-    until(declared, "a link that is being made")
+    with hanging(server):
+        assert client.links.step() is None, "there is no link without an answer"
+    making = client.links.making
+    assert making is not None
+    until(lambda: (making.step(), making.channel.state is LinkState.ATTACHING)[1], "the welcome")
 
 
 def test_a_page_whose_answer_was_lost_is_given_back_where_its_lease_ends_before_the_next_link_is_open(
@@ -449,19 +439,19 @@ def test_a_page_whose_answer_was_lost_is_given_back_where_its_lease_ends_before_
     """The lease is declared by then; what ends it names what it knows of, and this page it does not know of."""
     wait = Channel.wait
     with asking(server) as client:
-        lease = WriteLease(client._links, SPACE)
+        lease = WriteLease(client.links, SPACE)
         lease.ask(keys_of(5))
         with hanging(server) as goes_on:
 
             def lost(self: Channel, pending: Any, timeout_s: float | None = None) -> Any:
                 monkeypatch.undo()
-                self.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+                cut(self.connection)
                 goes_on()
                 return wait(self, pending, timeout_s)
 
             monkeypatch.setattr(Channel, "wait", lost)
             lease.ask(keys_of(5, 5))
-        declare_to_the_next(client)
+        declare_to_the_next(server, client)
         del lease
         gc.collect()
         client.noop()
@@ -479,7 +469,7 @@ def test_a_lease_that_ends_as_its_connection_does_is_ended_over_the_next(
         def late(self: Channel, make: Any, *more: Any) -> None:
             monkeypatch.undo()
             hang_up(client)
-            declare_to_the_next(client)
+            declare_to_the_next(server, client)
             post(self, make, *more)
 
         monkeypatch.setattr(Channel, "post", late)
@@ -514,11 +504,11 @@ def test_a_lookup_that_waited_for_room_is_sent_once_however_many_threads_call(
 ) -> None:
     with asking(server) as client:
         keys = fill(client, BATCH_KEYS_MAX)
-        link = client._links._link
+        link = client.links.link
         assert link is not None
         with hanging(server):
             handles = []
-            while not link.channel._owed:
+            while not link.channel.owes:
                 handles.append(client.lookup_nowait(keys, namespace=SPACE, hold=True))
         send, others = link.channel.connection.send_waiting, []
 
@@ -637,7 +627,7 @@ def test_a_copying_call_that_was_interrupted_as_it_ended_leaves_nothing_whatever
         case "lookup":
             client.lookup(there, namespace=SPACE)
     assert comes_to(watcher, NONE, client)
-    assert not client._links.occupancy._holdings
+    assert not client.links.occupancy.holdings
     gc.collect()
     assert gone() is None
     client.close()
@@ -646,13 +636,16 @@ def test_a_copying_call_that_was_interrupted_as_it_ended_leaves_nothing_whatever
 def test_registrations_of_lookups_that_nobody_waited_for_are_forgotten_by_age(server: Server) -> None:
     with asking(server) as client:
         client.noop()
-        link = client._links._link
-        assert link is not None
+        link, calls = client.links.current(), []
         for number in range(NAMESPACES_PER_SESSION_MAX + 50):
-            link.start_binding(Namespace(f"model-{number}", SPACE.layout))
+            call = link.start_binding(Namespace(f"model-{number}", SPACE.layout))
+            assert call is not None
+            calls.append(weakref.ref(call))
+            del call
             if number % 64 == 0:
                 client.noop()
-        assert len(link._binding) <= NAMESPACES_PER_SESSION_MAX
+        client.noop()  # all of them are answered
+        assert sum(call() is not None for call in calls) == NAMESPACES_PER_SESSION_MAX
 
 
 @pytest.mark.parametrize("kind", [WriteLease, ReadLease], ids=lambda kind: kind.__name__)
@@ -668,7 +661,7 @@ def test_tensors_that_were_dropped_are_not_kept_by_their_lease(server: Server, k
             gc.collect()
             tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
             assert not [each for each in tensors if each.numel() == NBYTES]
-            assert not lease._holding.occupied  # so that whoever closes the client need not leave it
-            assert len(lease._holding.tensors) < 200
+            assert not lease.holding.occupied  # so that whoever closes the client need not leave it
+            assert len(lease.holding.tensors) < 200
             kept = lease.tensor(0)
         assert kept.numel() == 0  # what somebody still has is empty when the lease is over

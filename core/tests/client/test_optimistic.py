@@ -204,8 +204,8 @@ def test_after_the_death_of_its_server_a_lease_stands_by_what_the_index_shows(
         client.clear(SPACE)
     number = lease.id
     # What a server answers that knows no such lease, as the next one after a crash does.
-    lease._links.current().channel.call(lambda rid: m.FinishRead(rid, number, 0, 1, b""))
-    lease._holding.id = number + 1
+    client.links.current().channel.call(lambda rid: m.FinishRead(rid, number, 0, 1, b""))
+    lease.holding.id = number + 1
     finished: Callable[[], Any] = lease.finish
     if left:
         with pytest.raises(LeaseExpiredError):

@@ -33,7 +33,6 @@ from lmcache_core.client.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, LimitError, UsageError
 from lmcache_core.kernel.answers import Reason
-from lmcache_core.kernel.ledger import Sort
 from lmcache_core.limits import PAGE_JOBS_MAX
 from lmcache_core.native import native
 from lmcache_core.plugins.loader import load_plugins
@@ -41,18 +40,11 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.testing.processes import ServerProcess
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
 MIB = 1 << 20
-WAIT_S = 60.0
 needs_native = pytest.mark.skipif(native is None, reason="the C extension is not in use")
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.001)
 
 
 def fresh_keys(count: int) -> list[bytes]:
@@ -553,7 +545,7 @@ class Small:
 def test_a_damaged_object_is_a_miss_its_pages_are_reported_and_the_object_is_dropped(ways: Ways, way: str) -> None:
     small = Small(lambda groups: ways.pages(way, groups))
     small.store()
-    link = ways.clients["index"]._links.current()
+    link = ways.clients["index"].links.current()
     ways.clients["index"].register_layout(small.space)
     assert link.index is not None
     entry = link.index.entry(small.space.id, small.keys[3])
@@ -689,18 +681,16 @@ def test_of_a_promise_of_more_than_a_session_may_hold_each_part_is_kept_until_it
 ) -> None:
     storage = np.full((6, MIB), 7, np.uint8)
     keys, space = fresh_keys(6), space_of(MIB)
-    kernel = sparing.kernel
     with connect(sparing, use_index=False) as client, connect(sparing) as scheduler:
         pages = client.register_pages([PageGroup(space, [Region(storage, 0, MIB, MIB, 6)], 1)])
         assert pages.store([(0, keys, np.arange(6))]).stored == 6
         found = scheduler.lookup(keys[:4], namespace=space, hold=True)
-        account = kernel._sessions.by_id[1].accounts[Sort.READ]
-        account.nbytes_max = MIB  # one object at a time
-        if way == "pages":
-            hits = pages.retrieve([(0, keys[:4], np.arange(4))], promises=[found.promise]).hits
-        else:
-            into = [bytearray(MIB) for _ in range(4)]
-            hits = client.retrieve(keys[:4], into, namespace=space, promise=found.promise).hits
+        with client.prepare_retrieve(keys[3:], namespace=space):  # so that there is room for one object at a time
+            if way == "pages":
+                hits = pages.retrieve([(0, keys[:4], np.arange(4))], promises=[found.promise]).hits
+            else:
+                into = [bytearray(MIB) for _ in range(4)]
+                hits = client.retrieve(keys[:4], into, namespace=space, promise=found.promise).hits
         assert hits == 4
         assert leases(client) == NO_LEASES, "the promise was redeemed to its end"
 
@@ -746,8 +736,8 @@ class Large:
                 assert not self.storage[at].any()
 
 
-def until_begun(job: RetrieveJob) -> None:
-    until(lambda: job._works or job.done(), "the copies to begin")
+def until_begun(client: Client, job: RetrieveJob) -> None:
+    until(lambda: client.links.occupancy.working or job.done(), "the copies to begin")
 
 
 def nobody_writes(large: Large, other: Callable[[], object]) -> None:
@@ -764,7 +754,7 @@ def test_when_cancel_returns_no_thread_writes_any_more(server: Server, watcher: 
         large = Large(client)
         for _ in range(5):
             job = large.pages.retrieve_start([large.entry])
-            until_begun(job)
+            until_begun(client, job)
             job.cancel()
             assert job.result is not None
             large.check(job.result)
@@ -786,7 +776,7 @@ def test_when_the_client_is_ended_no_thread_writes_any_more(
     client = connect(server, use_index=use_index, copy_threads=2)
     large = Large(client)
     job = large.pages.retrieve_start([large.entry])
-    until_begun(job)
+    until_begun(client, job)
     getattr(client, end)()
     nobody_writes(large, lambda: watcher.ping(bytes(1000)))
     assert job.wait(WAIT_S)
@@ -812,7 +802,7 @@ def test_a_job_that_is_dropped_leaves_no_lease_and_keeps_no_memory(
         large = Large(client)
         for _ in range(3):
             job = large.pages.retrieve_start([large.entry])
-            until_begun(job)
+            until_begun(client, job)
             del job
 
         def let_go() -> bool:
@@ -821,7 +811,7 @@ def test_a_job_that_is_dropped_leaves_no_lease_and_keeps_no_memory(
 
         until(let_go, "the leases to go")
         gc.collect()
-        assert not [work for work, _ in client._links.occupancy._works.values() if work.running]
+        assert not client.links.occupancy.working
         assert large.pages.retrieve([large.entry]).hits == large.count
         client.clear(large.space)
 
@@ -840,11 +830,11 @@ def test_a_job_whose_finalizer_is_interrupted_copies_no_further(
         large = Large(client)
         for _ in range(100):
             job = large.pages.retrieve_start([large.entry])
-            until_begun(job)
-            (work,) = job._works
+            until_begun(client, job)
+            works = client.links.occupancy.working
             del job
-            until(lambda work=work: not work.running, "its threads to leave")
-            if not work.wait(0.0):
+            until(lambda works=works: not any(work.running for work in works), "its threads to leave")  # type: ignore[misc]
+            if not all(work.wait(0.0) for work in works):
                 break  # not all of it was copied
         else:
             raise AssertionError("it was always copied to the end")
@@ -856,11 +846,12 @@ def test_a_forked_child_waits_for_none_of_the_parents_threads(server: Server) ->
     with server.connect("forks") as client:
         large = Large(client)
         job = large.pages.retrieve_start([large.entry])
+        works = client.links.occupancy.working
         pid = os.fork()
         if pid == 0:
             status = 1
             with contextlib.suppress(BaseException):
-                running = any(work.running for work in job._works)
+                running = any(work.running for work in works)
                 job.cancel()
                 del job
                 gc.collect()
@@ -1011,7 +1002,7 @@ def test_an_interrupt_anywhere_leaves_no_thread_at_work_and_no_lease(
                     time.sleep(0)
             except Interrupt:
                 raised += 1
-                assert not [work for work in client._links.occupancy._works.values() if work.running]
+                assert not client.links.occupancy.working
                 nobody_writes(large, lambda: watcher.ping(bytes(1000)))
             finally:
                 over.set()

@@ -9,7 +9,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,19 +24,12 @@ from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 
 NBYTES = 4096
 SPACE = Namespace("model", Layout("uint8", (NBYTES,)))
 KEYS = [number.to_bytes(32, "big") for number in range(4)]
-WAIT_S = 60.0
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -86,7 +79,7 @@ def test_the_promise_of_a_handle_that_was_read_is_its_readers(client: Client) ->
 
 def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(client: Client) -> None:
     """The signal comes while the answer is waited for, and the server answers all the same."""
-    link = client._links.current()
+    link = client.links.current()
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -110,7 +103,7 @@ def test_an_interrupted_lookup_leaves_no_promise_and_the_connection_as_it_is(cli
         signal.signal(signal.SIGALRM, before)
     client.noop()
     assert interrupted
-    assert client._links.current() is link
+    assert client.links.current() is link
     assert promises(client) == 0
 
 
@@ -180,12 +173,12 @@ def test_wherever_an_interrupt_comes_a_lookup_of_many_pages_is_told_of_all_its_p
 def test_promises_outlive_the_connection_of_their_client(client: Client, server: Server, maps_pool: bool) -> None:
     with server.connect("scheduler", maps_pool=maps_pool) as scheduler:
         held = scheduler.lookup(KEYS, namespace=SPACE, hold=True).promise
-        link = scheduler._links.current()
+        link = scheduler.links.current()
         link.channel.close("the test ended it")
         until(lambda: sum(each["connected"] for each in client.status()["sessions"]) == 1, "the end of the connection")
         assert promises(client) == 1
         scheduler.noop()
-        assert scheduler._links.current() is not link
+        assert scheduler.links.current() is not link
         assert promises(client) == 1
         assert scheduler.free_lookup_locks(held) == 1  # it is this client's, in the new session as in the old
     assert promises(client) == 0

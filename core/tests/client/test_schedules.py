@@ -135,7 +135,7 @@ def test_an_interrupt_at_any_line_leaks_no_lease_and_loses_no_connection(
     with server.connect("watcher") as watcher, server.connect(use_index=False) as client:
         assert watcher.store(STORED, [b"o" * NBYTES] * len(STORED), namespace=SPACE).stored == len(STORED)
         client.register_layout(SPACE)
-        link: Link = client._links.current()
+        link: Link = client.links.current()
         with Injector(0, 0) as injector:
             work(client)
         assert injector.lines > 50
@@ -153,7 +153,7 @@ def test_an_interrupt_at_any_line_leaks_no_lease_and_loses_no_connection(
                 pytest.fail(f"a lease has leaked: {work.__name__}, interrupted at {injector.where}")
             watcher.clear(SPACE)
             watcher.store(STORED, [b"o" * NBYTES] * len(STORED), namespace=SPACE)
-        assert client._links.current() is link
+        assert client.links.current() is link
 
 
 def test_no_lock_is_taken_where_an_interrupt_could_leave_it_taken(server: Server) -> None:

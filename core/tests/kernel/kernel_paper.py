@@ -319,7 +319,7 @@ class Paper:
         assert not any(answer.done for answer, _, _, _ in self.clears), "clears are done in their order"
 
         evictable = {thing.offset for thing in slots.values() if thing.state is State.READY and not thing.holds}
-        named = [item.offset for item in kernel._residents.policy.victims(1 << 60)]
+        named = [item.offset for item in kernel.residents.policy.victims(1 << 60)]
         assert len(named) == len(set(named))
         assert set(named) == evictable, "the policy orders exactly what may go"
         deadline = kernel.next_deadline()

@@ -85,8 +85,8 @@ class RestartedWorld(World):
 
     def restart(self, lives: int) -> None:
         """The server dies, and of its workers those whose bit in `lives` is not set."""
-        old = self.kernel._allocator
-        slabs = list(dict.fromkeys(slab for slab in old._owners if slab is not None and slab.used))
+        old = self.kernel.allocator
+        slabs = list(dict.fromkeys(slab for slab in old.owners if slab is not None and slab.used))
         rows = {s % 100 for s in self.sessions if s and lives >> s % 8 & 1}
         rows |= {row for row in self.rows if lives >> row % 8 & 1}
         waits: list[tuple[int, int, int]] = []
@@ -157,7 +157,7 @@ class RestartedWorld(World):
             return super().check()
         self.say_who_waits_no_longer()  # what those held may go
         # To name all victims would be to make all objects: then there would be nothing to see.
-        policy = self.kernel._residents.policy
+        policy = self.kernel.residents.policy
         assert isinstance(policy, AdoptingPolicy)
         evictable = [t.offset for t in self.slots.values() if t.state is State.READY and not t.holds]
         named = self._all_victims
@@ -216,7 +216,7 @@ def test_what_was_used_since_the_restart_outlives_what_was_not() -> None:
     assert kernel.adoption.under_way
     while kernel.adoption.step(2):
         pass
-    order = [item.key for item in kernel._residents.policy.victims(1 << 40)]
+    order = [item.key for item in kernel.residents.policy.victims(1 << 40)]
     assert order[-2:] == [key(3), key(0)]
     assert len(order) == 12
     assert order[:-2] == [key(number) for number in range(12) if number not in (0, 3)]

@@ -243,7 +243,7 @@ def test_the_memory_of_lost_keys_is_bounded_and_says_since_when_it_is_whole(make
     kernel = make_kernel(slots=2, lost_keys_remembered=100)
     for number in range(1000):
         store(kernel, number, now=float(number))
-        assert len(kernel._residents.reasons) <= 100
+        assert len(kernel.residents.reasons) <= 100
     told = kernel.explain(WORKER, NS, LAYOUT, keys(*range(1000)), 1000.0)
     assert told.since_s is not None
     lost = {number: at_s for number, at_s in enumerate(told.at_s) if at_s}

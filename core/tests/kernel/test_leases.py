@@ -218,8 +218,8 @@ def test_pages_that_grant_nothing_are_counted_with_what_is_remembered(kernel: Ke
     store(kernel, 1, 2)
     first = kernel.prepare_store(WORKER, NS, LAYOUT, keys(1), 0.0)
     kernel.prepare_store(WORKER, NS, LAYOUT, keys(2), 0.0, lease_id=first.lease_id)
-    book = kernel._leases
-    assert book._settled_bytes == sum(len(lease.answers) for lease in book._settled.values()) == 4
+    book = kernel.leases
+    assert book.settled_bytes == sum(len(lease.answers) for lease in book.settled.values()) == 4
 
 
 # --- promises -------------------------------------------------------------------------------------------------

@@ -109,10 +109,10 @@ def test_promises_that_end_at_once_end_in_steps(small: Kernel) -> None:
         small.lookup(OTHER, NS, keys(*range(first, first + 512)), 0.0, hold=True)
     small.expire(10.0)
     assert small.usage().leases_by_kind["promise"] == 0
-    held = [len(small._residents.policy.victims(1 << 40))]
+    held = [len(small.residents.policy.victims(1 << 40))]
     while small.working:
         small.step(10.0)
-        held.append(len(small._residents.policy.victims(1 << 40)))
+        held.append(len(small.residents.policy.victims(1 << 40)))
     assert held[-1] == MANY
     assert all(after - before <= STEP_OBJECTS for before, after in pairwise(held))
 

@@ -16,6 +16,7 @@ from lmcache_core.kernel.fence import STEP_OBJECTS
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.kernel.rooms import Preparation
 from lmcache_core.kernel.sessions import SERVER_SESSION
+from lmcache_core.kernel.writing import Writing
 from lmcache_core.limits import CALL_OBJECTS_MAX, STORES_WAITING_MAX
 from lmcache_core.policies.lru import LruEviction
 
@@ -358,7 +359,7 @@ def test_thousands_of_stores_that_wait_are_carried_out_or_withdrawn_and_no_call_
     assert len(done) == len(left), "each is answered, in their order"
     assert all(each.grants is not None for each in done)
     assert kernel.usage().emptying_bytes == 0
-    held = [item for item in kernel._residents.table.of(NS) if isinstance(item, Incarnation) and item.holds]
+    held = [item for item in kernel.residents.table.of(NS) if isinstance(item, Incarnation) and item.holds]
     assert not held, "what waiting stores have held is held no more"
     assert not any(each.promised_bytes for each in kernel.usage().holders.values())
 
@@ -398,14 +399,14 @@ def test_a_look_past_what_tiers_do_not_have_yet_is_bounded(make_kernel: Callable
 
 def scattered(kernel: Kernel, *, clean: Sequence[int] = ()) -> list[bytes]:
     """What is still to get to tiers, the oldest first: all but these, in no order that the slabs know."""
-    names = [(item.key, item.generation) for item in kernel._residents.table.of(NS) if item.key not in keys(*clean)]
+    names = [(item.key, item.generation) for item in kernel.residents.table.of(NS) if item.key not in keys(*clean)]
     random.Random(5).shuffle(names)
     kernel.shield(NS, names)
     return [key for key, _ in names]
 
 
 def resident(kernel: Kernel) -> set[bytes]:
-    return {item.key for item in kernel._residents.table.of(NS)}
+    return {item.key for item in kernel.residents.table.of(NS)}
 
 
 @pytest.mark.parametrize("clean", [0, 16, 400], ids=["none clean", "some clean", "more clean, in every slab"])
@@ -456,10 +457,10 @@ def test_a_grant_that_fails_as_it_is_carried_out_is_answered_and_leaves_nothing(
     waiting = begin(full, 0, 9000, layout=HUGE)  # the first of them is there
     assert full.usage().held_by_session[WORKER].promised_bytes
 
-    def fails(preparation: Preparation, now: float) -> Grants:
+    def fails(*arguments: object, **options: object) -> Grants:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(full._rooms, "_carry_out", fails)
+    monkeypatch.setattr(Writing, "prepare", fails)
     with pytest.raises(RuntimeError, match="a bug"):
         finish(full, waiting)
     assert waiting.error is not None

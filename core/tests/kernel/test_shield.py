@@ -34,7 +34,7 @@ def store(kernel: Kernel, first: int, count: int, now: float = 0.0) -> list[tupl
 
 
 def ready(kernel: Kernel) -> set[bytes]:
-    return {item.key for item in kernel._residents.table.of(NAMESPACE) if item.state is State.READY}
+    return {item.key for item in kernel.residents.table.of(NAMESPACE) if item.state is State.READY}
 
 
 def test_what_tiers_have_goes_first_however_lately_it_was_used(kernel: Kernel) -> None:
@@ -136,7 +136,7 @@ def test_nothing_that_tiers_lack_goes_while_something_else_can(seed: int, keeps:
     for lease in reads:
         kernel.finish_read(WORKER, lease, 0.0)
     assert kernel.shielded == 0
-    assert all(not item.holds for item in kernel._residents.table.of(NAMESPACE))
+    assert all(not item.holds for item in kernel.residents.table.of(NAMESPACE))
 
 
 # --- more for a page that nobody was told of --------------------------------------------------------------------

@@ -38,14 +38,14 @@ def test_nothing_comes_back_into_the_index_and_nothing_becomes_ready_but_by_comm
 
 def test_a_step_that_is_not_in_the_table_stops_the_kernel(kernel: Kernel) -> None:
     offer(kernel, 1)
-    item = kernel._residents.table.of(NS).get(keys(1)[0])
+    item = kernel.residents.table.of(NS).get(keys(1)[0])
     assert item is not None
     for before, event in itertools.product(State, Event):
         if (before, event) not in TRANSITIONS:
             with pytest.raises(KeyError):
-                kernel._residents.move([item], before, event)
+                kernel.residents.move([item], before, event)
     with pytest.raises(InvariantError, match="expected READY"):
-        kernel._residents.move([item], State.READY, Event.REMOVE)
+        kernel.residents.move([item], State.READY, Event.REMOVE)
     assert kernel.prepare_store(WORKER, NS, LAYOUT, keys(1), 0.0).lease_id
 
 
@@ -53,7 +53,7 @@ def test_a_batch_is_moved_whole_or_not_at_all(kernel: Kernel) -> None:
     grants = offer(kernel, 1, 2, 3)
     kernel.commit_store(WORKER, grants.lease_id, 0.0)
     offer(kernel, 4)
-    residents = kernel._residents
+    residents = kernel.residents
     table = residents.table.of(NS)
     items = [item for item in (table.get(key) for key in keys(1, 2, 4, 3)) if item is not None]
     kernel.take_effects()

@@ -71,7 +71,7 @@ class Pool:
 
     def counted(self) -> Counter[int]:
         """Ready objects by namespace, one by one: the second door."""
-        table = self.kernel._residents.table.namespaces
+        table = self.kernel.residents.table.namespaces
         return Counter({n: sum(item.state is State.READY for item in found) for n, found in table.items()})
 
     def limit(self, name: str, *namespaces: int, slots: int | None = None, reserved: int | None = None) -> None:
@@ -234,7 +234,7 @@ def test_a_clear_under_way_and_held_objects_change_hands_like_all_others() -> No
     pool = Pool()
     pool.store(1, 3000)
     pool.store(2, 100)
-    some = [item.key for item in list(pool.kernel._residents.table.of(1))[:50]]
+    some = [item.key for item in list(pool.kernel.residents.table.of(1))[:50]]
     held = pool.kernel.prepare_retrieve(SESSION, 1, some, 0.0)
     pool.limit("a", 1, slots=10)
     pool.kernel.step(0.0)
@@ -253,7 +253,7 @@ def test_what_tiers_lack_goes_for_a_tenants_own_stores_where_it_may_be_lost() ->
     pool.store(2, 2000)
     pool.store(1, 100)
     for namespace in (2, 1):
-        table = pool.kernel._residents.table.of(namespace)
+        table = pool.kernel.residents.table.of(namespace)
         pool.kernel.shield(namespace, [(item.key, item.generation) for item in table])
     pool.limit("a", 1, slots=100)
     pool.settle()
@@ -264,7 +264,7 @@ def test_what_tiers_lack_goes_for_a_tenants_own_stores_where_it_may_be_lost() ->
 def test_what_is_held_goes_once_it_may() -> None:
     pool = Pool()
     pool.store(1, 100)
-    keys = [item.key for item in pool.kernel._residents.table.of(1)]
+    keys = [item.key for item in pool.kernel.residents.table.of(1)]
     held = pool.kernel.prepare_retrieve(SESSION, 1, keys, 0.0)
     pool.limit("a", 1, slots=10)
     pool.settle()
@@ -409,7 +409,7 @@ def test_no_disorder_makes_a_tenants_account_wrong(seed: int) -> None:
     pool.settle()
     assert kernel.usage().policy_error == ""
     ready = pool.counted()
-    charged = Counter({n: nbytes // PAGE_BYTES for n, nbytes in kernel._residents.charged.items()})
+    charged = Counter({n: nbytes // PAGE_BYTES for n, nbytes in kernel.residents.charged.items()})
     for name, used in pool.used().items():
         theirs = owners.get(name) or set(range(1, 5)).difference(*owners.values())
         assert used == sum(ready[n] + charged[n] for n in theirs), name

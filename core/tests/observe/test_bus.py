@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
@@ -23,15 +21,7 @@ from lmcache_core.observe.events import (
     one,
 )
 from lmcache_core.observe.subscriber import EventSubscriber
-
-WAIT_S = 60.0
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
+from lmcache_core.testing.waiting import WAIT_S, until
 
 
 class Heard(EventSubscriber):
@@ -63,16 +53,18 @@ class Heard(EventSubscriber):
 @pytest.fixture
 def make() -> Iterator[Callable[..., EventBus]]:
     buses: list[EventBus] = []
+    heard: list[EventSubscriber] = []
 
     def made(queue_size: int = 100, **subscribers: EventSubscriber) -> EventBus:
+        heard.extend(subscribers.values())
         buses.append(EventBus(subscribers, queue_size))
         return buses[-1]
 
     yield made
+    for each in heard:
+        if isinstance(each, Heard):
+            each.gate.set()
     for bus in buses:
-        for heard in bus._heard.values():
-            if isinstance(heard.subscriber, Heard):
-                heard.subscriber.gate.set()
         bus.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -259,17 +260,20 @@ def test_tokens_are_told_to_nobody_who_did_not_ask(serve: Callable[..., Any]) ->
 def test_a_bus_that_was_full_has_routers_begin_anew(tmp_path: Path) -> None:
     heard: list[CacheEvent] = []
 
+    full = threading.Event()
+
     class Hears(EventSubscriber):
         def hear(self, events):  # type: ignore[no-untyped-def]
             heard.extend(events)
+            full.wait()
 
     class One:
         key, namespace, nbytes = bytes(32), 1, 1
 
     bus = EventBus({"one": Hears()}, 2)
-    with bus._lock:  # its thread stands at the first batch
-        for _ in range(200):
-            bus.emit(of_objects, ObjectsAdmitted, [One()], keeps=1)
+    for _ in range(200):
+        bus.emit(of_objects, ObjectsAdmitted, [One()], keeps=1)
+    full.set()
     end = time.monotonic() + 60
     while bus.status()["queue"] or not heard:
         assert time.monotonic() < end

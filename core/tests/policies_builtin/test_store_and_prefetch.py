@@ -53,6 +53,6 @@ def test_what_is_remembered_of_loads_is_bounded_and_the_last_half_of_it_is_there
     policy = DefaultPrefetch(None)
     keys = [number.to_bytes(32, "big") for number in range(2 * PREFETCHES_REMEMBERED)]
     policy.retains(keys, 0)
-    assert len(policy._young) + len(policy._old) <= PREFETCHES_REMEMBERED
+    assert policy.remembered <= PREFETCHES_REMEMBERED
     assert all(policy.retains(keys[-PREFETCHES_REMEMBERED // 2 :], 0))
     assert not any(policy.retains(keys[:1000], 0))

@@ -14,7 +14,7 @@ import pytest
 
 from lmcache_core.errors import NotEnoughMemoryError
 from lmcache_core.pool.backing import Backing
-from lmcache_core.pool.hugepages import _from_smaps, huge_page_fraction
+from lmcache_core.pool.hugepages import from_smaps, huge_page_fraction
 from lmcache_core.pool.mapping import MADV_COLLAPSE, Mapping, advise
 from lmcache_core.pool.populate import Populator, populate
 from lmcache_core.pool.room import LimitedBy, Room
@@ -141,7 +141,7 @@ def test_the_huge_page_fraction_is_what_the_kernel_counts_in_either_way(make: Ma
     advise(segment.mapping.address + header.data_offset + 150 * MIB, 40 * MIB, MADV_COLLAPSE)
     populate(segment.mapping, header.data_offset, header.data_bytes)
     counted = huge_page_fraction(segment)
-    assert counted == _from_smaps(segment, Path("/proc/self/smaps")) / header.data_bytes
+    assert counted == from_smaps(segment, Path("/proc/self/smaps")) / header.data_bytes
     assert 0.0 <= counted <= 0.2, "all of what was collapsed, or what the machine had huge pages for"
 
 

@@ -354,7 +354,7 @@ def test_a_policy_that_raises_costs_its_call_and_nothing_else(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = desk.peer(attached=True)
-    policy = desk.server.kernel._residents.policy
+    policy = desk.server.kernel.residents.policy
 
     def broken(*arguments: object) -> None:
         raise RuntimeError("a plugin's bug")

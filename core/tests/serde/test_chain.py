@@ -174,4 +174,4 @@ def test_scratch_is_reused_and_does_not_keep_what_is_over_its_limit() -> None:
     assert first[0] == 77, "the same memory"
     huge = scratch.take(SCRATCH_BYTES_MAX + 1)
     assert huge.nbytes == SCRATCH_BYTES_MAX + 1
-    assert scratch._region.nbytes <= SCRATCH_BYTES_MAX
+    assert scratch.nbytes <= SCRATCH_BYTES_MAX

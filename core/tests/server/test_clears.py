@@ -18,11 +18,11 @@ from lmcache_core.kernel.fence import STEP_OBJECTS
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
 from lmcache_core.server.server import Server
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
 SMALL = Namespace("small", Layout("uint8", (4096,)))
 OBJECTS = 8 * STEP_OBJECTS
-WAIT_S = 60.0
 
 
 def keys(count: int, first: int = 0) -> list[bytes]:
@@ -60,7 +60,7 @@ def turns(server: Server, monkeypatch: pytest.MonkeyPatch) -> Turns:
 
 
 def begin(client: Client) -> tuple[Any, Any]:
-    channel = client._links.current().channel
+    channel = client.links.current().channel
     return channel, channel.start(lambda rid: m.Clear(rid, SMALL.id, False))
 
 

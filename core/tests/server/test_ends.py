@@ -20,6 +20,7 @@ from lmcache_core.pool.backing import segment_path
 from lmcache_core.pool.header import LAYOUT_ROW_BYTES, SERVING_OFFSET, WORKER_ROW_BYTES
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.server import Server
+from lmcache_core.testing.waiting import until
 from lmcache_core.tokens.namespace import Namespace
 
 from .conftest import buffers, keys_of, payload, settings_for
@@ -81,10 +82,10 @@ def test_a_client_that_connects_as_the_server_ends_finds_an_end_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(settings_for(tmp_path), load_plugins()).start()
-    late: list[Any] = []
+    connect, late = server.connect(), []
 
     def close() -> None:  # the loop turns no more, and says not yet that it has ended
-        late.append(server._open_pair())
+        late.append(connect.links.target.connection())
         ends()
 
     ends = server.loop.close
@@ -129,7 +130,7 @@ def test_a_plugin_that_panics_changes_nothing_about_start_and_end(tmp_path: Path
     with pytest.raises(Panic) if step == "lmcache_started" else nullcontext():
         server.start()
         server.stop()
-    assert server._drain_until_s is not None
+    assert server.drain_until_s is not None
     assert nothing_left(server)
 
 
@@ -230,7 +231,7 @@ def test_a_scribbled_worker_table_is_none_of_the_end_s_business(start: Start, na
 
         def scribble_and_stop() -> None:
             scribble_rows(server, b"\0")
-            server._begin_drain()
+            server.begin_drain()
             stopping.set()
 
         server.loop.call(scribble_and_stop)
@@ -255,16 +256,12 @@ def _repaired(server: Server, scribble: Callable[[], object]) -> int:
     """Words that the next housekeeping puts right after this, with none in between."""
     master = server.segment.master
     assert master is not None
-    done = threading.Event()
-    before = master.repaired
+    before: list[int] = []
 
-    def keep_house() -> None:
+    def begin() -> None:
         scribble()
-        server._chores_at_s = 0.0
-        while server._chores_at_s == 0.0:  # first there may be room to make
-            server._keep_house(server.clock.now)
-        done.set()
+        before.append(master.repaired)
 
-    server.loop.call(keep_house)
-    assert done.wait(60)
-    return master.repaired - before
+    server.loop.call(begin)
+    until(lambda: before and master.repaired != before[0], "the next housekeeping")
+    return master.repaired - before[0]

@@ -133,7 +133,7 @@ def test_a_notice_that_ends_a_peer_finds_all_that_was_decided_carried_out(tmp_pa
         l1.apply()  # as `Sessions.lost` does
         seen.append(list(kernel.effects))
 
-    l1._notify = ends_a_peer
+    l1.notify = ends_a_peer
     kernel.expire(2.0)  # the notice comes first …
     kernel.drop(SPACE, [key(1)], 2.0, Reason.DROPPED)  # … and this after it
     l1.apply()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ def with_tier(start: Callable[..., Server], tmp_path: Any) -> Server:
 
 
 def remembered(server: Server) -> list[lookups.Wait]:
-    return list(server.lookups._waits.values())
+    return list(server.lookups.waits.values())
 
 
 @pytest.fixture
@@ -141,11 +142,12 @@ def test_a_client_that_comes_back_while_it_waits_for_hits_is_let_in_and_asks_on(
         client.store(keys(1, 0), [bytes(namespace.layout.nbytes)], namespace=namespace)
         lease = client.prepare_retrieve(keys(1, 0), namespace=namespace)
         job = client.lookup(keys(1, 1), namespace=namespace).job
-        link = client._links._link
+        link = client.links.link
         assert link is not None
         query = link.channel.start(lambda rid: m.QueryLookupHits(rid, job))
         client.noop()  # the query has been read
-        link.channel.connection._sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        with socket.socket(fileno=os.dup(link.channel.connection.fileno())) as line:  # type: ignore[attr-defined]
+            line.shutdown(socket.SHUT_RDWR)
         while not link.channel.found_lost():
             time.sleep(0.001)
         deadline = time.monotonic() + 60
@@ -165,7 +167,7 @@ def test_a_held_back_lookup_whose_session_has_all_its_leases_by_then_is_answered
     with server.connect(use_index=False) as client, server.connect() as other:
         other.store(keys(1, 0), [payload], namespace=namespace)
         with client.prepare_retrieve(keys(1, 0), namespace=namespace) as lease:
-            client_link = client._links.current()
+            client_link = client.links.current()
             lease.finish()
             held_back = client_link.channel.start(
                 lambda rid: m.LookupRequest(
@@ -189,7 +191,7 @@ def test_an_end_of_a_session_takes_the_promises_so_far_and_a_lookup_that_waits_p
     server = with_silent_tier
     with server.connect(use_index=False) as client:
         client.store(keys(1, 0), [bytes(namespace.layout.nbytes)], namespace=namespace)
-        channel = client._links.current().channel
+        channel = client.links.current().channel
         held_back = channel.start(
             lambda rid: m.LookupRequest(
                 rid, namespace.id, join_keys(keys(2, 0)), m.LookupOptions(hold=True, wait_s=60.0)

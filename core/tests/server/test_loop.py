@@ -153,25 +153,35 @@ def test_a_thread_that_wakes_a_loop_while_it_closes_writes_to_nobody_elses_descr
     assert loop.ended
 
 
-def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it() -> None:
+def test_a_child_forked_while_another_thread_wakes_the_loop_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop = Loop(Clock())
-    holder = threading.Thread(target=loop._wake_lock.acquire)  # and it is never released
-    holder.start()
-    holder.join(60)
-    done = threading.Event()
+    wakes, done = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "eventfd_write", lambda *_: (wakes.set(), done.wait()))
+    threading.Thread(target=loop.wake, daemon=True).start()
+    assert wakes.wait(60)  # and it does not come back
     child = threading.Thread(target=lambda: (loop.after_fork_in_child(), done.set()), daemon=True)
     child.start()
     assert done.wait(60)
     assert loop.ended
 
 
+def descriptors() -> set[int]:
+    """What this process has open, but for the listing itself."""
+    return {int(each.name) for each in list(Path("/proc/self/fd").iterdir()) if each.is_symlink()}
+
+
 def test_a_child_forked_after_a_listener_was_closed_closes_nobody_elses_descriptor(tmp_path: Path) -> None:
-    loop = Loop(Clock())
+    loop, other = Loop(Clock()), os.open(os.devnull, os.O_RDONLY)
+    before = descriptors()
     listener = LifelineListener(tmp_path, loop, Access.OWNER, ())
-    spare = listener._spare_fd
+    opened = descriptors() - before
     listener.close()
-    with open(os.devnull) as other:
-        os.dup2(other.fileno(), spare)  # the number is somebody else's now
-        listener.after_fork_in_child()
-        os.close(spare)  # raises where it was closed
+    assert not descriptors() & opened
+    for number in opened:
+        os.dup2(other, number)  # it is somebody else's now
+    listener.after_fork_in_child()
+    for number in (other, *opened):
+        os.close(number)  # raises where it was closed
     loop.close()

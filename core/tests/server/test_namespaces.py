@@ -94,14 +94,14 @@ def test_a_layout_s_id_goes_to_another_and_nobody_reads_one_as_the_other(server:
             store(client, nbytes)
             assert read(reader, nbytes) is not None
             client.clear(of_its_own(nbytes))
-        known = {nbytes: reader._links.current().layout_of(of_its_own(nbytes)) for nbytes in range(10, 20)}
-        reader._links.current().channel.close("lost")
+        known = {nbytes: reader.links.current().layout_of(of_its_own(nbytes)) for nbytes in range(10, 20)}
+        reader.links.current().channel.close("lost")
         reader.noop()
         meet(client, 100, LAYOUTS_MAX)
         rows = server.segment.layouts
         assert all(rows[layout_id].nbytes >= 100 for layout_id in known.values() if layout_id in rows)
         assert any(layout_id in rows for layout_id in known.values())
         for nbytes in range(10, 20):
-            assert reader._links.current().layout_of(of_its_own(nbytes)) == known[nbytes]
+            assert reader.links.current().layout_of(of_its_own(nbytes)) == known[nbytes]
             assert store(client, nbytes) is Status.STORED
             assert read(reader, nbytes) == bytes([nbytes]) * nbytes

@@ -30,11 +30,10 @@ from lmcache_core.server import sessions
 from lmcache_core.server.server import Server
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionState
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
 from .conftest import keys_of, payload
-
-WAIT_S = 60.0
 
 
 class Caller(Peer):
@@ -171,7 +170,7 @@ def test_at_the_limit_of_an_origin_no_worker_of_it_has_to_go(server: Server, nam
 
         with pytest.raises(LimitError, match="each holds something"):
             on_loop(server, crowd)
-        assert worker._links.current().session in {each.id for each in server.sessions}
+        assert worker.links.current().session in {each.id for each in server.sessions}
 
 
 def test_rows_that_nobody_took_go_to_who_comes_next(server: Server, namespace: Namespace) -> None:
@@ -319,7 +318,7 @@ def test_the_goodbye_of_a_client_that_reads_no_answers_ends_its_session(server: 
 
         def fill() -> None:  # the next answer ends the connection
             assert session.peer is not None
-            while len(session.peer._waiting) < SEND_QUEUE_FRAMES_MAX:
+            while len(session.peer.waiting) < SEND_QUEUE_FRAMES_MAX:
                 session.peer.send(bytes(60_000))
 
         on_loop(server, fill)

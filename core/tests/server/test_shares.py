@@ -40,11 +40,11 @@ from lmcache_core.server.server import Server
 from lmcache_core.server.session import Peer, Session
 from lmcache_core.server.session_states import SessionState
 from lmcache_core.server.shares import Share
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
 from .conftest import keys_of, payload, settings_for
 
-WAIT_S = 60.0
 MINE = f"uid {os.geteuid()}"
 ROWS_MAX = WORKERS_MAX - ROWS_RETURNING_MAX
 ROWS_ALONE = int(SHARED_FRACTION_PER_HOLDER_MAX * ROWS_MAX)

@@ -57,7 +57,7 @@ def on_the_loop(server: Server, *works: Callable[[Server], None]) -> None:
 
 def troubled(server: Server) -> None:
     assert server.tiering is not None
-    for tier in server.tiering._tiers.values():
+    for tier in server.tiering.tiers:
         tier.trouble.note("store", "é" * ERROR_CHARS_MAX, server.loop.clock.now)
         tier.reclaim.last_error = "é" * ERROR_CHARS_MAX
         for latency in tier.latencies.values():

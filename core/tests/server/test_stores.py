@@ -131,7 +131,7 @@ def test_an_end_of_a_session_ends_its_grants_in_preparation_and_says_so(
     with full.connect("other") as other:
         other.register_layout(SMALL)
         other.register_layout(LARGE)
-        channel = other._links.current().channel
+        channel = other.links.current().channel
         waiting = [
             channel.start(lambda rid, at=at: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, (1 << 20) + at))))
             for at in range(3)
@@ -158,7 +158,7 @@ def test_a_page_in_preparation_of_a_lease_that_its_client_ends_is_granted_nothin
     with full.connect("other") as other:
         other.register_layout(SMALL)
         other.register_layout(LARGE)
-        channel = other._links.current().channel
+        channel = other.links.current().channel
         go.set()
         first = channel.call(lambda rid: m.PrepareStore(rid, LARGE.id, join_keys(keys(1, 1 << 20))))
         assert isinstance(first, m.Granted)
@@ -273,7 +273,7 @@ def test_a_drain_does_not_wait_for_room(full: Server, go: threading.Event) -> No
         )
         thread.start()
         wait_for(full, lambda: full.stores.under_way == 1)
-        full.loop.call(full._begin_drain)
+        full.loop.call(full.begin_drain)
         go.set()
         thread.join(WAIT_S)
         assert outcome == [0]

@@ -22,6 +22,7 @@ from lmcache_core.pool.layout import Layout
 from lmcache_core.server import verifying
 from lmcache_core.server.server import Server
 from lmcache_core.server.verifying import Checked, Verifying
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core.tokens.namespace import Namespace
 
 from .conftest import MIB, buffers, keys_of, payload, settings_for
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.skipif(native is None, reason="adoption needs the C ext
 
 OBJECTS = 100
 SMALL = Namespace("small", Layout("uint8", (5000,)))
-WAIT_S = 60.0
 
 
 class Gate:
@@ -117,7 +117,7 @@ def test_no_turn_of_the_loop_picks_or_settles_more_than_one_step(
     turns = 0
     picked: Counter[int] = Counter()
     settled: Counter[int] = Counter()
-    turn, settle, walk = Clock.turn, server.kernel.settle_verified, server.kernel._allocator.walk
+    turn, settle, walk = Clock.turn, server.kernel.settle_verified, server.kernel.allocator.walk
 
     def counted_turn(clock: Clock) -> float:
         nonlocal turns
@@ -135,7 +135,7 @@ def test_no_turn_of_the_loop_picks_or_settles_more_than_one_step(
 
     monkeypatch.setattr(Clock, "turn", counted_turn)
     monkeypatch.setattr(server.kernel, "settle_verified", counted_settle)
-    monkeypatch.setattr(server.kernel._allocator, "walk", counted_walk)
+    monkeypatch.setattr(server.kernel.allocator, "walk", counted_walk)
     with server:
         check = gate.finished(server)
     assert check.verified == OBJECTS
@@ -222,4 +222,4 @@ def test_a_server_that_ends_does_not_wait_for_the_whole_check(
     assert server.end_faults == 0
     assert server.adopting is not None
     assert server.adopting.verifying is not None
-    assert not server.adopting.verifying._thread.is_alive()
+    assert not [each for each in threading.enumerate() if each.name == "lmcache-verify"]

@@ -15,6 +15,7 @@ import pytest
 from lmcache_core.clock import Clock
 from lmcache_core.errors import TierError
 from lmcache_core.limits import PAGE_BYTES
+from lmcache_core.policies.contracts import PrefetchPolicy
 from lmcache_core.policies.prefetch import DefaultPrefetch
 from lmcache_core.policies.store import DefaultStore
 from lmcache_core.pool.layout import Layout
@@ -276,14 +277,14 @@ class ScriptedAdapter(L2Adapter):
         self.answers: dict[str, Outcome] = {}
         self.entered = threading.Semaphore(0)
         self.closed = False
-        self._gates: dict[str, threading.Event] = {}
+        self.gates: dict[str, threading.Event] = {}
         self._lock = threading.Lock()
 
     def hang(self, method: str) -> None:
-        self._gates[method] = threading.Event()
+        self.gates[method] = threading.Event()
 
     def release(self, method: str) -> None:
-        self._gates.pop(method).set()
+        self.gates.pop(method).set()
 
     def corrupt(self, key: bytes) -> None:
         damaged = bytearray(self.objects[key])
@@ -293,7 +294,7 @@ class ScriptedAdapter(L2Adapter):
     def _enter(self, method: str) -> None:
         with self._lock:
             self.calls[method] += 1
-        gate = self._gates.get(method)
+        gate = self.gates.get(method)
         if gate is not None:
             self.entered.release()
             assert gate.wait(SAFETY_S)
@@ -317,9 +318,9 @@ class ScriptedAdapter(L2Adapter):
         self._enter("load")
         if "load" in self.answers:
             return [self.answers["load"]] * len(items)
-        return [self._load_one(item) for item in items]
+        return [self.load_one(item) for item in items]
 
-    def _load_one(self, item: LoadItem) -> Outcome:
+    def load_one(self, item: LoadItem) -> Outcome:
         content = self.objects.get(item.key)
         if content is None:
             return Outcome(Result.MISS)
@@ -362,13 +363,13 @@ class Loop:
         self._stands_at_s = time.monotonic() if stands else None
         self._skew_s = 0.0
         self.clock = Clock(self.now)
-        self._wake = threading.Event()
+        self.woken = threading.Event()
         config = TieringConfig(**options.pop("config", {}))  # type: ignore[arg-type]
         policies = {"store_policy": DefaultStore(), "prefetch_policy": DefaultPrefetch()} | options
         self.tiering = Tiering(
             l1,
             tiers,
-            wake=self._wake.set,
+            wake=self.woken.set,
             config=config,
             clock=self.clock,
             **policies,  # type: ignore[arg-type]
@@ -391,13 +392,18 @@ class Loop:
         """Turn the loop until the condition holds."""
         end = time.monotonic() + SAFETY_S
         while True:
-            self._wake.clear()
+            self.woken.clear()
             self.turn()
             if condition():
                 return
             assert time.monotonic() < end, f"never came true; {self.tiering.status()}"
             pause = self.tiering.next_deadline() - self.now()
-            self._wake.wait(min(0.01, max(0.0, pause)))  # conditions may also become true on a lane
+            self.woken.wait(min(0.01, max(0.0, pause)))  # conditions may also become true on a lane
+
+    def lookups_heard(self, adapter: L2Adapter) -> int:
+        """Answers of this adapter to lookups that have come."""
+        (tier,) = [each for each in self.tiering.tiers if each.adapter is adapter]
+        return sum(tier.latencies["lookup"].counts)
 
     def idle(self) -> None:
         """Turn until nothing is under way and the tiers are scanned."""
@@ -409,12 +415,14 @@ class Loop:
     def store(self, contents: dict[bytes, bytes]) -> None:
         self.tiering.on_committed([self.l1.put(key, content) for key, content in contents.items()])
 
-    def ask(self, keys: Sequence[bytes], seconds: float = 1000.0, **options: object) -> Job:
+    def ask(
+        self, keys: Sequence[bytes], seconds: float = 1000.0, policy: PrefetchPolicy | None = None, **options: object
+    ) -> Job:
         missing = [i for i, key in enumerate(keys) if (NAMESPACE, key) not in self.l1.ready]
         self.clock.turn()
         wanted = LookupOptions(**options)  # type: ignore[arg-type]
         request = TierLookup(NAMESPACE, 1, keys, missing, self.now() + seconds, wanted)
-        return self.tiering.lookup(request, self.done.append)
+        return self.tiering.lookup(request, self.done.append, policy)
 
     def fetch(self, keys: Sequence[bytes], **options: object) -> Job:
         job = self.ask(keys, **options)  # type: ignore[arg-type]

@@ -17,20 +17,22 @@ from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.tier.accounting import Accounting
 from lmcache_core.tiers.tier.order import Watch
 
+from .conftest import Doubles
+
 OBJECT_BYTES = HEADER_BYTES + 5000
 
 
-def _names(doubles: Any, numbers: Any) -> set[bytes]:
+def _names(doubles: Doubles, numbers: Any) -> set[bytes]:
     return {tier_key(doubles.key(i), doubles.namespace, 0) for i in numbers}
 
 
-def _store_one_by_one(doubles: Any, loop: Any, numbers: Any) -> None:
+def _store_one_by_one(doubles: Doubles, loop: Any, numbers: Any) -> None:
     for i in numbers:
         loop.store(doubles.contents(1, first=i))
         loop.idle()
 
 
-def test_a_tier_over_its_capacity_evicts_the_least_recently_used(doubles: Any) -> None:
+def test_a_tier_over_its_capacity_evicts_the_least_recently_used(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=10 * OBJECT_BYTES, watermark=0.8, evict_ratio=0.2,
                         eviction=LruEviction(None))  # fmt: skip
@@ -45,7 +47,7 @@ def test_a_tier_over_its_capacity_evicts_the_least_recently_used(doubles: Any) -
     assert sum(map(len, adapter.objects.values())) == tier.accounting.bytes_used <= 8 * OBJECT_BYTES
 
 
-def test_the_medium_never_holds_more_than_the_capacity(doubles: Any) -> None:
+def test_the_medium_never_holds_more_than_the_capacity(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     capacity = 6 * OBJECT_BYTES
     tier = doubles.tier("mem", adapter, capacity_bytes=capacity, eviction=LruEviction(None))
@@ -64,7 +66,7 @@ def test_the_medium_never_holds_more_than_the_capacity(doubles: Any) -> None:
 
 
 @pytest.mark.parametrize("eviction", [None, NoopEviction(None)])
-def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Any, eviction: Any) -> None:
+def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Doubles, eviction: Any) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, capacity_bytes=3 * OBJECT_BYTES, eviction=eviction))
     loop.store(doubles.contents(5))
@@ -74,7 +76,7 @@ def test_a_tier_that_cannot_evict_says_full_and_takes_no_more(doubles: Any, evic
     assert loop.l1.held == 0
 
 
-def test_an_object_larger_than_the_tier_is_refused_without_evicting_the_rest(doubles: Any) -> None:
+def test_an_object_larger_than_the_tier_is_refused_without_evicting_the_rest(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=OBJECT_BYTES - 1, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)
@@ -83,7 +85,7 @@ def test_an_object_larger_than_the_tier_is_refused_without_evicting_the_rest(dou
     assert adapter.calls["store"] == adapter.calls["delete"] == 0
 
 
-def test_a_full_medium_makes_room_and_takes_the_next_object(doubles: Any) -> None:
+def test_a_full_medium_makes_room_and_takes_the_next_object(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=100 * OBJECT_BYTES, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)
@@ -99,7 +101,7 @@ def test_a_full_medium_makes_room_and_takes_the_next_object(doubles: Any) -> Non
     assert _names(doubles, [11]) <= set(adapter.objects)
 
 
-def test_accounting_and_order_of_use_survive_a_restart(doubles: Any) -> None:
+def test_accounting_and_order_of_use_survive_a_restart(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     _store_one_by_one(doubles, loop, range(8))
@@ -122,7 +124,7 @@ def test_accounting_and_order_of_use_survive_a_restart(doubles: Any) -> None:
     assert {*order[2:], *_names(doubles, [20, 21])} == set(adapter.objects)
 
 
-def test_what_another_server_deleted_is_forgotten_and_stored_again(doubles: Any) -> None:
+def test_what_another_server_deleted_is_forgotten_and_stored_again(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter)
     loop = doubles.loop(doubles.l1(), tier)
@@ -138,7 +140,7 @@ def test_what_another_server_deleted_is_forgotten_and_stored_again(doubles: Any)
     assert len(adapter.objects) == 2
 
 
-def test_deletes_that_fail_are_tried_again_after_a_pause(doubles: Any) -> None:
+def test_deletes_that_fail_are_tried_again_after_a_pause(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=4 * OBJECT_BYTES, watermark=0.5, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)
@@ -154,7 +156,7 @@ def test_deletes_that_fail_are_tried_again_after_a_pause(doubles: Any) -> None:
     loop.until(lambda: len(adapter.objects) <= 2)
 
 
-def test_a_full_medium_that_cannot_delete_loses_nothing_in_the_books(doubles: Any) -> None:
+def test_a_full_medium_that_cannot_delete_loses_nothing_in_the_books(doubles: Doubles) -> None:
     class Fixed(doubles.adapter):  # type: ignore[misc]
         capabilities = Capabilities(delete=False)
 
@@ -171,7 +173,7 @@ def test_a_full_medium_that_cannot_delete_loses_nothing_in_the_books(doubles: An
     assert tier.reclaim.evicted == 0
 
 
-def test_a_capacity_without_a_way_to_delete_is_refused_with_the_setting_to_change(doubles: Any) -> None:
+def test_a_capacity_without_a_way_to_delete_is_refused_with_the_setting_to_change(doubles: Doubles) -> None:
     class Keeps(doubles.adapter):  # type: ignore[misc]
         capabilities = Capabilities(delete=False)
 
@@ -230,7 +232,7 @@ class _Told(LruEviction):
         super().insert(entries)
 
 
-def test_the_policy_of_a_tier_learns_its_capacity_before_the_first_insert(doubles: Any) -> None:
+def test_the_policy_of_a_tier_learns_its_capacity_before_the_first_insert(doubles: Doubles) -> None:
     policy = _Told()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter(), capacity_bytes=1 << 20, eviction=policy))
     loop.store(doubles.contents(2))

@@ -11,17 +11,19 @@ from lmcache_core.tiers.contract import Capabilities
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.tier.tier import TierConfig
 
+from .conftest import Doubles
+
 OBJECT_BYTES = HEADER_BYTES + 5000
 
 
-def _small_batches(doubles: Any) -> Any:
+def _small_batches(doubles: Doubles) -> Any:
     class SmallBatches(doubles.adapter):
         capabilities = Capabilities(durable=True, batch_keys_max=4)
 
     return SmallBatches()
 
 
-def _hung_with_a_queue(doubles: Any) -> tuple[Any, Any]:
+def _hung_with_a_queue(doubles: Doubles) -> tuple[Any, Any]:
     adapter = _small_batches(doubles)
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     loop.until(loop.scanned)
@@ -32,14 +34,14 @@ def _hung_with_a_queue(doubles: Any) -> tuple[Any, Any]:
     return loop, adapter
 
 
-def test_close_gives_up_what_is_queued_and_settles_it(doubles: Any) -> None:
+def test_close_gives_up_what_is_queued_and_settles_it(doubles: Doubles) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
     assert not loop.tiering.close()
     assert loop.l1.held == 8, "only what the two running calls still read"
     adapter.release("store")
 
 
-def test_a_tier_removed_and_added_again_forgets_the_calls_of_the_first(doubles: Any) -> None:
+def test_a_tier_removed_and_added_again_forgets_the_calls_of_the_first(doubles: Doubles) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
     loop.tiering.remove_tier("mem")
     again = doubles.adapter()
@@ -51,7 +53,7 @@ def test_a_tier_removed_and_added_again_forgets_the_calls_of_the_first(doubles: 
     assert set(again.objects) == {tier_key(doubles.key(50), doubles.namespace, 0)}
 
 
-def test_what_waits_and_what_had_not_begun_goes_to_the_tier_that_replaces_it(doubles: Any) -> None:
+def test_what_waits_and_what_had_not_begun_goes_to_the_tier_that_replaces_it(doubles: Doubles) -> None:
     loop, adapter = _hung_with_a_queue(doubles)
     successor = doubles.adapter()
     loop.tiering.replace_tier(doubles.tier("mem", successor))
@@ -62,7 +64,7 @@ def test_what_waits_and_what_had_not_begun_goes_to_the_tier_that_replaces_it(dou
     assert loop.tiering.status()["stores"]["in_flight_bytes"] == 0
 
 
-def test_a_drained_tier_is_stored_to_again_with_its_new_figures(doubles: Any) -> None:
+def test_a_drained_tier_is_stored_to_again_with_its_new_figures(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=20 * OBJECT_BYTES, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)
@@ -83,7 +85,7 @@ class _Follower:
     """An adapter of another server on the same medium that does not lead."""
 
     @staticmethod
-    def of(doubles: Any) -> Any:
+    def of(doubles: Doubles) -> Any:
         class Follows(doubles.adapter):
             def try_to_lead(self) -> bool:
                 return False
@@ -91,7 +93,7 @@ class _Follower:
         return Follows()
 
 
-def test_a_rescan_takes_in_what_others_stored_and_forgets_what_they_deleted(doubles: Any) -> None:
+def test_a_rescan_takes_in_what_others_stored_and_forgets_what_they_deleted(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, rescan_s=10.0, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)
@@ -110,7 +112,7 @@ def test_a_rescan_takes_in_what_others_stored_and_forgets_what_they_deleted(doub
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_who_does_not_lead_evicts_only_what_it_must(doubles: Any, leads: bool) -> None:
+def test_who_does_not_lead_evicts_only_what_it_must(doubles: Doubles, leads: bool) -> None:
     adapter = doubles.adapter() if leads else _Follower.of(doubles)
     tier = doubles.tier("mem", adapter, capacity_bytes=10 * OBJECT_BYTES, eviction=LruEviction(None))
     loop = doubles.loop(doubles.l1(), tier)

@@ -10,6 +10,8 @@ from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.object import transfer
 from lmcache_core.tiers.object.format import HEADER_BYTES, payload_checksum, read_header, tier_key
 
+from .conftest import Doubles
+
 
 class Inverting(Serde):
     """Flips every bit: what is on the medium is not what is in the pool."""
@@ -39,7 +41,7 @@ def summed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def _stored(doubles: Any, checksum: int | None, **options: Any) -> Any:
+def _stored(doubles: Doubles, checksum: int | None, **options: Any) -> Any:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, **options))
     content = doubles.content(1)
@@ -51,7 +53,7 @@ def _stored(doubles: Any, checksum: int | None, **options: Any) -> Any:
     return loop
 
 
-def test_a_checksum_that_the_writer_gave_is_not_computed_again(doubles: Any, summed: list[int]) -> None:
+def test_a_checksum_that_the_writer_gave_is_not_computed_again(doubles: Doubles, summed: list[int]) -> None:
     given = payload_checksum([doubles.content(1)])
     loop = _stored(doubles, given)
     assert summed == []
@@ -61,19 +63,19 @@ def test_a_checksum_that_the_writer_gave_is_not_computed_again(doubles: Any, sum
 
 
 @pytest.mark.parametrize("unknown", [None, 0])
-def test_a_checksum_that_nobody_gave_is_computed(doubles: Any, summed: list[int], unknown: int | None) -> None:
+def test_a_checksum_that_nobody_gave_is_computed(doubles: Doubles, summed: list[int], unknown: int | None) -> None:
     loop = _stored(doubles, unknown)
     assert summed == [doubles.layout.nbytes]
     assert loop.header.checksum == payload_checksum([doubles.content(1)])
 
 
-def test_a_wrong_checksum_costs_a_miss_and_never_a_wrong_byte(doubles: Any) -> None:
+def test_a_wrong_checksum_costs_a_miss_and_never_a_wrong_byte(doubles: Doubles) -> None:
     loop = _stored(doubles, 1234)
     job = loop.fetch([doubles.key(1)])
     assert (job.hits, job.reasons[0]) == (0, "damaged")
 
 
-def test_encoded_bytes_have_a_checksum_of_their_own(doubles: Any, summed: list[int]) -> None:
+def test_encoded_bytes_have_a_checksum_of_their_own(doubles: Doubles, summed: list[int]) -> None:
     given = payload_checksum([doubles.content(1)])
     loop = _stored(doubles, given, serdes=[Inverting()])
     assert summed == [doubles.layout.nbytes]
@@ -83,7 +85,7 @@ def test_encoded_bytes_have_a_checksum_of_their_own(doubles: Any, summed: list[i
     assert loop.l1.checksums == {(doubles.namespace, doubles.key(1)): given}, "what was decoded has none in the L1"
 
 
-def test_a_load_hands_on_the_checksum_that_it_verified(doubles: Any) -> None:
+def test_a_load_hands_on_the_checksum_that_it_verified(doubles: Doubles) -> None:
     loop = _stored(doubles, None)
     assert loop.fetch([doubles.key(1)]).hits == 1
     assert loop.l1.checksums == {(doubles.namespace, doubles.key(1)): payload_checksum([doubles.content(1)])}

@@ -13,11 +13,13 @@ import pytest
 
 from lmcache_core.tiers.l1 import TierReason
 
+from .conftest import Doubles
+
 LEAPS_S = (1000.0, -1000.0)
 
 
 @pytest.fixture
-def stocked(doubles: Any) -> Any:
+def stocked(doubles: Doubles) -> Any:
     """Objects 0 to 3 are on one tier; the L1 is empty."""
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
@@ -32,7 +34,7 @@ def stocked(doubles: Any) -> Any:
 @pytest.mark.parametrize("method", ["exists", "load"])
 @pytest.mark.parametrize("leap_s", LEAPS_S)
 def test_a_lookup_that_a_leap_makes_late_is_a_miss_and_the_next_one_a_hit(
-    doubles: Any, stocked: Any, method: str, leap_s: float
+    doubles: Doubles, stocked: Any, method: str, leap_s: float
 ) -> None:
     stocked.adapter.hang(method)
     job = stocked.ask([doubles.key(0)], seconds=10.0)
@@ -57,7 +59,7 @@ def test_a_lookup_that_a_leap_makes_late_is_a_miss_and_the_next_one_a_hit(
 
 @pytest.mark.parametrize("leap_s", LEAPS_S)
 def test_a_store_during_which_the_clock_leaps_holds_nothing_and_the_next_one_is_stored(
-    doubles: Any, leap_s: float
+    doubles: Doubles, leap_s: float
 ) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter)
@@ -78,7 +80,9 @@ def test_a_store_during_which_the_clock_leaps_holds_nothing_and_the_next_one_is_
 
 
 @pytest.mark.parametrize("leap_s", LEAPS_S)
-def test_a_breaker_that_is_open_when_the_clock_leaps_closes_again(doubles: Any, stocked: Any, leap_s: float) -> None:
+def test_a_breaker_that_is_open_when_the_clock_leaps_closes_again(
+    doubles: Doubles, stocked: Any, leap_s: float
+) -> None:
     adapter = stocked.adapter
     adapter.errors["exists"] = ConnectionError("gone")
     stocked.until(
@@ -93,7 +97,7 @@ def test_a_breaker_that_is_open_when_the_clock_leaps_closes_again(doubles: Any, 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_leaps_at_any_moment_cost_misses_and_nothing_else(doubles: Any, seed: int) -> None:
+def test_leaps_at_any_moment_cost_misses_and_nothing_else(doubles: Doubles, seed: int) -> None:
     chance = random.Random(seed)
     adapter = doubles.adapter()
     dirty = chance.choice(["drop", "keep"])
@@ -113,7 +117,7 @@ def test_leaps_at_any_moment_cost_misses_and_nothing_else(doubles: Any, seed: in
             loop.jump(leap_s)
         elif step == 3:
             method = chance.choice(["store", "exists", "load"])
-            if method in adapter._gates:
+            if method in adapter.gates:
                 adapter.release(method)
             else:
                 adapter.hang(method)
@@ -124,7 +128,7 @@ def test_leaps_at_any_moment_cost_misses_and_nothing_else(doubles: Any, seed: in
         loop.until(lambda: True)
         for number in range(24):
             assert loop.l1.get(doubles.key(number)) in (None, doubles.content(number))
-    for method in list(adapter._gates):
+    for method in list(adapter.gates):
         adapter.release(method)
     loop.jump(2000.0 - skew_s)
     loop.until(lambda: loop.tiering.drained and not loop.l1.held)

@@ -19,6 +19,8 @@ from lmcache_core.policies.prefetch import DefaultPrefetch, RetainPrefetch
 from lmcache_core.policies.store import DefaultStore, SkipL1Store
 from lmcache_core.tiers.contract import AdapterContext, Outcome, Result
 
+from .conftest import Doubles
+
 KEYS = 24
 
 
@@ -31,7 +33,7 @@ def _fault(chance: random.Random, adapter: Any) -> None:
         adapter.errors[method] = TierError("connection reset", retryable=False)
     elif kind == "answer" and method in ("store", "load"):
         adapter.answers[method] = Outcome(chance.choice([Result.FULL, Result.MISS, Result.DAMAGED, Result.FAILED]))
-    elif kind == "hang" and method not in adapter._gates:
+    elif kind == "hang" and method not in adapter.gates:
         adapter.hang(method)
     elif kind == "corrupt" and names:
         adapter.corrupt(chance.choice(names))
@@ -47,7 +49,7 @@ def _fault(chance: random.Random, adapter: Any) -> None:
 def _heal(adapter: Any) -> None:
     adapter.errors.clear()
     adapter.answers.clear()
-    for method in list(adapter._gates):
+    for method in list(adapter.gates):
         adapter.release(method)
 
 
@@ -57,14 +59,14 @@ def _evict_some(chance: random.Random, loop: Any) -> None:
             loop.l1.evict(key, namespace)
 
 
-def _check_bytes(doubles: Any, loop: Any) -> None:
+def _check_bytes(doubles: Doubles, loop: Any) -> None:
     for number in range(KEYS):
         got = loop.l1.get(doubles.key(number))
         assert got is None or got == doubles.content(number)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Any, seed: int) -> None:
+def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Doubles, seed: int) -> None:
     chance = random.Random(seed)
     adapters = [doubles.adapter(), doubles.adapter()]
     tiers = [
@@ -129,7 +131,7 @@ def test_whatever_tiers_do_bytes_are_right_and_nothing_stays_held(doubles: Any, 
     loop.until(lambda: all(tier.accounting.bytes_leaving == 0 for tier in tiers))
 
 
-def test_a_policy_that_raises_loses_its_plan_and_nothing_else(doubles: Any) -> None:
+def test_a_policy_that_raises_loses_its_plan_and_nothing_else(doubles: Doubles) -> None:
     class Broken(StorePolicy, PrefetchPolicy):
         def plan(self, *arguments: Any) -> Any:
             raise ZeroDivisionError
@@ -156,7 +158,7 @@ def test_a_policy_that_raises_loses_its_plan_and_nothing_else(doubles: Any) -> N
     assert loop.tiering.status()["stores"]["counts"]["policy_failed"] == 1
 
 
-def test_on_a_real_disk_bytes_survive_restarts_and_flipped_bits_are_misses(doubles: Any, tmp_path: Path) -> None:
+def test_on_a_real_disk_bytes_survive_restarts_and_flipped_bits_are_misses(doubles: Doubles, tmp_path: Path) -> None:
     pytest.importorskip("lmcache_fs")
     from lmcache_fs.adapter import FsAdapter
     from lmcache_fs.settings import FsSettings

@@ -27,9 +27,11 @@ from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.lanes import Call, Lane
 from lmcache_core.tiers.tier.trouble import Trouble
 
+from .conftest import Doubles
+
 
 @pytest.fixture
-def stocked(doubles: Any) -> Any:
+def stocked(doubles: Doubles) -> Any:
     """A loop with two tiers, `near` and `far`, that both have objects 0 to 3; the L1 is empty."""
     near, far = doubles.adapter(), doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("near", near), doubles.tier("far", far))
@@ -45,7 +47,7 @@ def _breaker(loop: Any, tier: int, side: str) -> str:
     return str(loop.tiering.status()["tiers"][tier][side]["breaker"])
 
 
-def test_a_hung_tier_does_not_delay_what_another_can_answer(doubles: Any, stocked: Any) -> None:
+def test_a_hung_tier_does_not_delay_what_another_can_answer(doubles: Doubles, stocked: Any) -> None:
     stocked.near.hang("exists")
     job = stocked.fetch([doubles.key(i) for i in range(4)])
     assert job.hits == 4
@@ -53,11 +55,12 @@ def test_a_hung_tier_does_not_delay_what_another_can_answer(doubles: Any, stocke
     stocked.near.release("exists")
 
 
-def test_a_hung_lookup_is_given_up_and_the_others_decide(doubles: Any, stocked: Any) -> None:
+def test_a_hung_lookup_is_given_up_and_the_others_decide(doubles: Doubles, stocked: Any) -> None:
     stocked.near.hang("exists")
     del stocked.far.objects[tier_key(doubles.key(2), doubles.namespace, 0)]
+    before = stocked.lookups_heard(stocked.far)
     job = stocked.ask([doubles.key(i) for i in range(4)])
-    stocked.until(lambda: stocked.near.calls["exists"] and len(stocked.tiering._lookups._work[job].found) == 1)
+    stocked.until(lambda: stocked.near.calls["exists"] and stocked.lookups_heard(stocked.far) > before)
     assert job.state is JobState.ASKING, "the silent tier may have the third key"
     stocked.jump(TIER_LOOKUP_S + 0.1)
     stocked.until(lambda: job.ended)
@@ -66,7 +69,7 @@ def test_a_hung_lookup_is_given_up_and_the_others_decide(doubles: Any, stocked: 
     stocked.near.release("exists")
 
 
-def test_a_late_load_is_a_miss_now_and_its_slot_waits_for_the_lane(doubles: Any, stocked: Any) -> None:
+def test_a_late_load_is_a_miss_now_and_its_slot_waits_for_the_lane(doubles: Doubles, stocked: Any) -> None:
     for adapter in (stocked.near, stocked.far):
         adapter.hang("load")
     free = len(stocked.l1.free)
@@ -85,7 +88,7 @@ def test_a_late_load_is_a_miss_now_and_its_slot_waits_for_the_lane(doubles: Any,
 
 
 def test_a_load_that_comes_back_while_its_deadline_is_noticed_ends_once(
-    doubles: Any, stocked: Any, monkeypatch: pytest.MonkeyPatch
+    doubles: Doubles, stocked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stocked.near.hang("load")
     stocked.far.objects.clear()
@@ -112,7 +115,7 @@ def test_a_load_that_comes_back_while_its_deadline_is_noticed_ends_once(
     assert stocked.tiering.status()["faults"] == 0
 
 
-def test_after_a_clear_who_asks_next_has_a_load_of_its_own(doubles: Any, stocked: Any) -> None:
+def test_after_a_clear_who_asks_next_has_a_load_of_its_own(doubles: Doubles, stocked: Any) -> None:
     """One that joined a load of before the clear would be told CLEARED when that returns."""
     stocked.near.hang("load")
     stocked.far.objects.clear()
@@ -127,7 +130,7 @@ def test_after_a_clear_who_asks_next_has_a_load_of_its_own(doubles: Any, stocked
     assert (after.loaded, after.reasons) == ({0}, {})
 
 
-def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Any, stocked: Any) -> None:
+def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Doubles, stocked: Any) -> None:
     stocked.near.hang("load")
     stocked.far.objects.clear()
     job = stocked.ask([doubles.key(0)], seconds=5.0)
@@ -140,7 +143,7 @@ def test_after_a_late_load_the_key_can_be_loaded_again_at_once(doubles: Any, sto
     assert stocked.l1.get(doubles.key(0)) == b"n" * doubles.layout.nbytes, "the late load wrote elsewhere"
 
 
-def test_a_tier_that_keeps_failing_is_left_alone_and_used_again_when_it_is_back(doubles: Any, stocked: Any) -> None:
+def test_a_tier_that_keeps_failing_is_left_alone_and_used_again_when_it_is_back(doubles: Doubles, stocked: Any) -> None:
     stocked.near.errors["exists"] = TierError("connection refused", retryable=False)
     stocked.far.objects.clear()
     for _ in range(BREAKER_FAILURES):
@@ -157,7 +160,7 @@ def test_a_tier_that_keeps_failing_is_left_alone_and_used_again_when_it_is_back(
     assert stocked.fetch([doubles.key(0)]).hits == 1
 
 
-def test_the_last_error_has_a_time_and_goes_when_the_tier_is_well(doubles: Any, stocked: Any) -> None:
+def test_the_last_error_has_a_time_and_goes_when_the_tier_is_well(doubles: Doubles, stocked: Any) -> None:
     def told() -> tuple[str, float | None]:
         tier = stocked.tiering.status()["tiers"][0]
         return tier["last_error"], tier["last_error_age_s"]
@@ -191,7 +194,9 @@ def test_an_error_of_one_thing_outlives_the_success_of_another_for_a_while_only(
     assert (trouble.text, trouble.age_s(200.0)) == ("", None)
 
 
-def test_objects_wait_for_a_tier_that_takes_no_stores_and_go_there_when_it_is_back(doubles: Any, stocked: Any) -> None:
+def test_objects_wait_for_a_tier_that_takes_no_stores_and_go_there_when_it_is_back(
+    doubles: Doubles, stocked: Any
+) -> None:
     stocked.near.answers["store"] = Outcome(Result.FAILED, error="read-only file system")
     for i in range(BREAKER_FAILURES):
         stocked.store(doubles.contents(1, first=10 + i))
@@ -208,7 +213,7 @@ def test_objects_wait_for_a_tier_that_takes_no_stores_and_go_there_when_it_is_ba
     stocked.until(lambda: _breaker(stocked, 0, "writes") == "closed")
 
 
-def test_a_tier_that_was_down_at_start_is_scanned_and_used_once_it_is_up(doubles: Any) -> None:
+def test_a_tier_that_was_down_at_start_is_scanned_and_used_once_it_is_up(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     adapter.objects[tier_key(doubles.key(0), doubles.namespace, 0)] = b"x" * 5000
     adapter.errors = dict.fromkeys(("scan", "exists"), TierError("connection refused", retryable=False))
@@ -221,7 +226,7 @@ def test_a_tier_that_was_down_at_start_is_scanned_and_used_once_it_is_up(doubles
     assert loop.tiering.status()["tiers"][0]["objects"] == 1
 
 
-def test_a_scan_that_fails_says_so_and_is_no_empty_tier(doubles: Any) -> None:
+def test_a_scan_that_fails_says_so_and_is_no_empty_tier(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     adapter.errors["scan"] = TierError("the directory may not be read: give the right to", retryable=False)
     loop = doubles.loop(doubles.l1(), doubles.tier("disk", adapter))
@@ -235,7 +240,7 @@ def test_a_scan_that_fails_says_so_and_is_no_empty_tier(doubles: Any) -> None:
     loop.until(loop.scanned)
 
 
-def test_a_full_queue_answers_throttled_at_once(doubles: Any) -> None:
+def test_a_full_queue_answers_throttled_at_once(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(
         doubles.l1(), doubles.tier("mem", adapter), config={"prefetch_in_flight_max": LANE_QUEUE_MAX + 10}
@@ -251,7 +256,7 @@ def test_a_full_queue_answers_throttled_at_once(doubles: Any) -> None:
     loop.until(lambda: all(job.ended for job in jobs))
 
 
-def test_lookups_beyond_the_limit_wait_and_beyond_the_queue_are_throttled(doubles: Any) -> None:
+def test_lookups_beyond_the_limit_wait_and_beyond_the_queue_are_throttled(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter), config={"prefetch_in_flight_max": 2})
     loop.idle()
@@ -264,7 +269,7 @@ def test_lookups_beyond_the_limit_wait_and_beyond_the_queue_are_throttled(double
     assert len(loop.done) == len(jobs)
 
 
-def test_eight_hung_prefetches_do_not_stop_prefetching_for_ever(doubles: Any, stocked: Any) -> None:
+def test_eight_hung_prefetches_do_not_stop_prefetching_for_ever(doubles: Doubles, stocked: Any) -> None:
     stocked.near.hang("load")
     stocked.far.hang("load")
     jobs = [stocked.ask([doubles.key(i % 4)], seconds=3.0) for i in range(8)]
@@ -277,7 +282,7 @@ def test_eight_hung_prefetches_do_not_stop_prefetching_for_ever(doubles: Any, st
     assert stocked.fetch([doubles.key(0)]).hits == 1
 
 
-def test_a_tier_whose_old_calls_never_return_is_used_again_by_fresh_threads(doubles: Any) -> None:
+def test_a_tier_whose_old_calls_never_return_is_used_again_by_fresh_threads(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, connections=1))
     loop.store(doubles.contents(1))
@@ -288,14 +293,14 @@ def test_a_tier_whose_old_calls_never_return_is_used_again_by_fresh_threads(doub
     loop.until(lambda: adapter.calls["load"])
     loop.jump(4.0)
     loop.until(lambda: job.ended)
-    hung = adapter._gates.pop("load")  # the medium is well again, and the old call is not
+    hung = adapter.gates.pop("load")  # the medium is well again, and the old call is not
     assert loop.fetch([doubles.key(0)]).hits == 1
     hung.set()
     loop.until(lambda: not loop.l1.held)
 
 
 @pytest.mark.parametrize("hung", ["exists", "load", "store", "delete", "scan"])
-def test_close_never_waits_for_a_hung_lane(doubles: Any, hung: str) -> None:
+def test_close_never_waits_for_a_hung_lane(doubles: Doubles, hung: str) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     if hung != "scan":
@@ -318,16 +323,16 @@ def test_close_never_waits_for_a_hung_lane(doubles: Any, hung: str) -> None:
     for _ in itertools.count():
         if adapter.closed:
             break
-        loop._wake.wait(0.01)
+        loop.woken.wait(0.01)
 
 
-def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubles: Any) -> None:
+def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     loop.store(doubles.contents(2))
     loop.idle()
     seen = []
-    real = adapter._load_one
+    real = adapter.load_one
 
     def flaky(item: Any) -> Outcome:
         seen.append(item.key)
@@ -336,7 +341,7 @@ def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubl
         outcome: Outcome = real(item)
         return outcome
 
-    adapter._load_one = flaky
+    adapter.load_one = flaky
     for i in range(2):
         loop.l1.evict(doubles.key(i))
     assert loop.fetch([doubles.key(0), doubles.key(1)]).hits == 2
@@ -345,7 +350,7 @@ def test_retries_stop_at_the_first_success_and_only_what_failed_goes_again(doubl
 
 
 @pytest.mark.parametrize("answers", [[], [Outcome(Result.DONE)] * 3])
-def test_an_adapter_that_miscounts_fails_in_words(doubles: Any, answers: list[Outcome]) -> None:
+def test_an_adapter_that_miscounts_fails_in_words(doubles: Doubles, answers: list[Outcome]) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     loop.store(doubles.contents(1))
@@ -358,7 +363,7 @@ def test_an_adapter_that_miscounts_fails_in_words(doubles: Any, answers: list[Ou
 
 
 def test_a_tier_in_trouble_says_so_in_the_log_once_and_not_once_an_object(
-    doubles: Any, caplog: pytest.LogCaptureFixture
+    doubles: Doubles, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter = doubles.adapter()
     adapter.answers["store"] = Outcome(Result.FAILED, error="the disk is on fire", retryable=False)
@@ -370,7 +375,7 @@ def test_a_tier_in_trouble_says_so_in_the_log_once_and_not_once_an_object(
 
 
 @pytest.mark.parametrize("content", [b"", b"short", bytes(4096), bytes(9096), bytes(10_000)])
-def test_bytes_that_are_no_object_are_a_miss(doubles: Any, content: bytes) -> None:
+def test_bytes_that_are_no_object_are_a_miss(doubles: Doubles, content: bytes) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     name = tier_key(doubles.key(0), doubles.namespace, 0)
@@ -381,7 +386,7 @@ def test_bytes_that_are_no_object_are_a_miss(doubles: Any, content: bytes) -> No
     assert not loop.l1.held
 
 
-def test_no_room_in_the_l1_ends_the_prefix(doubles: Any) -> None:
+def test_no_room_in_the_l1_ends_the_prefix(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(4), doubles.tier("mem", adapter))
     loop.store(doubles.contents(4))
@@ -395,7 +400,9 @@ def test_no_room_in_the_l1_ends_the_prefix(doubles: Any) -> None:
 
 @pytest.mark.parametrize("tiers", [False, True])
 @pytest.mark.parametrize("step", ["asking", "loading"])
-def test_a_clear_ends_lookups_and_nothing_of_them_is_served(doubles: Any, stocked: Any, tiers: bool, step: str) -> None:
+def test_a_clear_ends_lookups_and_nothing_of_them_is_served(
+    doubles: Doubles, stocked: Any, tiers: bool, step: str
+) -> None:
     method = "exists" if step == "asking" else "load"
     stocked.near.hang(method)
     stocked.far.hang(method)
@@ -411,7 +418,7 @@ def test_a_clear_ends_lookups_and_nothing_of_them_is_served(doubles: Any, stocke
     assert stocked.fetch([doubles.key(0)]).hits == (0 if tiers else 1)
 
 
-def test_a_store_that_a_clear_overtakes_is_deleted_again(doubles: Any) -> None:
+def test_a_store_that_a_clear_overtakes_is_deleted_again(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     adapter.hang("store")
@@ -425,7 +432,7 @@ def test_a_store_that_a_clear_overtakes_is_deleted_again(doubles: Any) -> None:
     assert loop.fetch([doubles.key(0)]).reasons == {0: TierReason.NOWHERE}
 
 
-def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any) -> None:
+def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter))
     loop.store(doubles.contents(5))
@@ -437,7 +444,7 @@ def test_a_clear_deletes_what_it_made_unreachable_and_nothing_else(doubles: Any)
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 1)
 
 
-def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(doubles: Any) -> None:
+def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter))
     loop.store(doubles.contents(4))
@@ -453,7 +460,7 @@ def test_what_a_clear_could_not_delete_is_deleted_once_the_medium_lets_it(double
     assert (tier["objects"], tier["bytes_leaving"]) == (0, 0)
 
 
-def test_what_a_clear_could_not_delete_in_time_is_deleted_later(doubles: Any) -> None:
+def test_what_a_clear_could_not_delete_in_time_is_deleted_later(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter, deadline_s=5.0))
     loop.store(doubles.contents(4))
@@ -474,7 +481,7 @@ def test_what_a_clear_could_not_delete_in_time_is_deleted_later(doubles: Any) ->
     assert loop.tiering.status()["tiers"][0]["deletes"]["waiting"] == 0
 
 
-def test_what_a_medium_does_not_let_go_of_is_tried_again_ever_more_seldom(doubles: Any) -> None:
+def test_what_a_medium_does_not_let_go_of_is_tried_again_ever_more_seldom(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(16), doubles.tier("mem", adapter), stands=True)
     loop.idle()  # a scan that finds more than a page pauses, and here no time goes by
@@ -498,7 +505,7 @@ def test_what_a_medium_does_not_let_go_of_is_tried_again_ever_more_seldom(double
     assert deletes()["last_error"] == "", "it is well again"
 
 
-def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles: Any) -> None:
+def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles: Doubles) -> None:
     class Forgetful(type(doubles.adapter())):  # type: ignore[misc]
         """Keeps what it is given, loses the answer, and has no room for the same object once more."""
 
@@ -516,7 +523,7 @@ def test_a_store_that_was_done_and_refused_when_tried_again_is_accounted(doubles
     assert len(adapter.objects) == 2
 
 
-def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_began(doubles: Any) -> None:
+def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_began(doubles: Doubles) -> None:
     class Mute(type(doubles.adapter())):  # type: ignore[misc]
         """Keeps the first that it is given, and loses the answer."""
 
@@ -532,7 +539,7 @@ def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_beg
     adapter.hang("exists")
     loop.store(doubles.contents(2))
     loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
-    (tier,) = loop.tiering._tiers.values()
+    (tier,) = loop.tiering.tiers
     adapter.hang("store")
     for first in (2, 3):  # both threads of the lane
         loop.store(doubles.contents(1, first))
@@ -543,12 +550,12 @@ def test_what_is_in_doubt_stays_so_while_a_store_of_it_is_given_up_before_it_beg
     loop.jump(tier.config.deadline_s + 1)
     loop.until(lambda: not tier.order.busy(next(iter(adapter.objects))))
     adapter.release("exists")
-    loop.until(lambda: not tier.doubts._asked)
+    loop.until(lambda: not len(tier.doubts))
     adapter.release("store")
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
 
 
-def test_what_a_scan_lists_while_it_cannot_be_set_aside_is_accounted_in_the_end(doubles: Any, stocked: Any) -> None:
+def test_what_a_scan_lists_while_it_cannot_be_set_aside_is_accounted_in_the_end(doubles: Doubles, stocked: Any) -> None:
     adapter = stocked.near
     loop = doubles.loop(doubles.l1(16), doubles.tier("again", adapter))  # the next server over what is there
     adapter.hang("scan")
@@ -564,7 +571,7 @@ def test_what_a_scan_lists_while_it_cannot_be_set_aside_is_accounted_in_the_end(
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == len(adapter.objects) == 4)
 
 
-def test_what_turns_out_to_be_there_after_a_clear_is_deleted(doubles: Any) -> None:
+def test_what_turns_out_to_be_there_after_a_clear_is_deleted(doubles: Doubles) -> None:
     class Mute(type(doubles.adapter())):  # type: ignore[misc]
         """Stores, and loses the answer."""
 
@@ -578,14 +585,14 @@ def test_what_turns_out_to_be_there_after_a_clear_is_deleted(doubles: Any) -> No
     loop.store(doubles.contents(2))
     loop.until(lambda: adapter.calls["exists"])  # it is being asked whether they are there
     loop.tiering.clear(doubles.namespace, tiers=True)
-    (reclaim,) = [tier.reclaim for tier in loop.tiering._tiers.values()]
+    (reclaim,) = [tier.reclaim for tier in loop.tiering.tiers]
     loop.until(lambda: reclaim.next_at is None)  # all that was accounted has been looked at
     adapter.release("exists")
     loop.until(lambda: not adapter.objects)
     loop.until(lambda: loop.tiering.status()["tiers"][0]["objects"] == 0)
 
 
-def test_a_tier_without_room_that_is_due_to_be_tried_again_does_not_keep_the_loop_busy(doubles: Any) -> None:
+def test_a_tier_without_room_that_is_due_to_be_tried_again_does_not_keep_the_loop_busy(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, capacity_bytes=9096)
     loop = doubles.loop(doubles.l1(16), tier)
@@ -601,7 +608,7 @@ def test_a_tier_without_room_that_is_due_to_be_tried_again_does_not_keep_the_loo
     loop.until(lambda: len(adapter.objects) == 1)
 
 
-def test_tiers_come_and_go_while_running(doubles: Any, stocked: Any) -> None:
+def test_tiers_come_and_go_while_running(doubles: Doubles, stocked: Any) -> None:
     third = doubles.adapter()
     stocked.tiering.add_tier(doubles.tier("third", third))
     stocked.store(doubles.contents(1, first=8))

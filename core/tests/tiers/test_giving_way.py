@@ -18,6 +18,8 @@ from lmcache_core.settings.model import TierSettings
 from lmcache_core.tiers.contract import Outcome, StoreItem
 from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
+from .conftest import Doubles
+
 IOPRIO_GET = {"x86_64": 252, "aarch64": 31}.get(platform.machine())
 IDLE, UNSET = 3, 0
 SHARE = 0.001  # of a core: ten milliseconds are saved up, and a store here uses more
@@ -43,7 +45,7 @@ def test_only_who_writes_back_waits_for_a_disk_that_others_use(idle: bool) -> No
 
 @pytest.mark.skipif(IOPRIO_GET is None, reason="the number of this system call is not known here")
 @pytest.mark.parametrize(("store_io", "expected"), [("idle", IDLE), ("normal", UNSET)])
-def test_a_tier_says_which_of_its_lanes_that_is(doubles: Any, store_io: str, expected: int) -> None:
+def test_a_tier_says_which_of_its_lanes_that_is(doubles: Doubles, store_io: str, expected: int) -> None:
     classes: dict[str, int] = {}
 
     class Asking(doubles.adapter):  # type: ignore[misc, name-defined]
@@ -83,7 +85,7 @@ def busy(adapter: type) -> Any:
     return Busy()
 
 
-def test_stores_that_have_used_their_share_wait_until_it_has_come_again(doubles: Any) -> None:
+def test_stores_that_have_used_their_share_wait_until_it_has_come_again(doubles: Doubles) -> None:
     adapter = busy(doubles.adapter)
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, store_cpu_share=SHARE), stands=True)
     loop.idle()
@@ -102,7 +104,7 @@ def test_stores_that_have_used_their_share_wait_until_it_has_come_again(doubles:
     loop.until(lambda: len(adapter.objects) == 2)
 
 
-def test_what_leaves_the_pool_meanwhile_is_counted_as_lost(doubles: Any) -> None:
+def test_what_leaves_the_pool_meanwhile_is_counted_as_lost(doubles: Doubles) -> None:
     adapter, l1 = busy(doubles.adapter), doubles.l1()
     loop = doubles.loop(l1, doubles.tier("mem", adapter, store_cpu_share=SHARE), stands=True)
     loop.idle()
@@ -116,7 +118,7 @@ def test_what_leaves_the_pool_meanwhile_is_counted_as_lost(doubles: Any) -> None
     assert len(adapter.objects) == 1
 
 
-def test_a_server_that_ends_writes_what_it_owes_without_a_rest(doubles: Any) -> None:
+def test_a_server_that_ends_writes_what_it_owes_without_a_rest(doubles: Doubles) -> None:
     adapter = busy(doubles.adapter)
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, store_cpu_share=SHARE), stands=True)
     loop.idle()
@@ -135,7 +137,7 @@ def test_a_tier_that_nothing_is_said_of_gives_way() -> None:
     assert tier_config(TierSettings(type="mem", store_cpu_share=1.5, store_io="normal")).store_cpu_share == 1.5
 
 
-def test_a_running_tier_takes_over_another_share(doubles: Any) -> None:
+def test_a_running_tier_takes_over_another_share(doubles: Doubles) -> None:
     tier = doubles.tier("mem", doubles.adapter(), store_cpu_share=SHARE)
     doubles.loop(doubles.l1(), tier).idle()
     tier.reconfigure(replace(tier.config, store_cpu_share=2.0))

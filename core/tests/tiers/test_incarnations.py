@@ -11,10 +11,12 @@ from lmcache_core.policies.store import SkipL1Store
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import payload_checksum, tier_key
 
+from .conftest import Doubles
+
 
 @pytest.mark.parametrize("dirty", ["drop", "keep"])
 def test_bytes_stored_again_under_a_key_never_travel_with_the_checksum_of_the_former_ones(
-    doubles: Any, dirty: str
+    doubles: Doubles, dirty: str
 ) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter), config={"dirty": dirty})
@@ -39,7 +41,7 @@ def test_bytes_stored_again_under_a_key_never_travel_with_the_checksum_of_the_fo
     assert loop.tiering.status()["tiers"][0]["counts"].get("load_damaged", 0) == 0
 
 
-def test_what_is_dropped_once_the_tier_has_it_is_never_its_successor(doubles: Any) -> None:
+def test_what_is_dropped_once_the_tier_has_it_is_never_its_successor(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter), store_policy=SkipL1Store())
     loop.idle()
@@ -55,7 +57,7 @@ def test_what_is_dropped_once_the_tier_has_it_is_never_its_successor(doubles: An
     assert tier_key(key, doubles.namespace, 0) in adapter.objects
 
 
-def test_a_load_that_was_under_way_brings_nothing_back_of_what_was_dropped(doubles: Any) -> None:
+def test_a_load_that_was_under_way_brings_nothing_back_of_what_was_dropped(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("slow", adapter))
     key, other = doubles.key(1), doubles.key(2)

@@ -12,6 +12,8 @@ from lmcache_core.tiers.flow.loads import Load, LoadTable, LoadTerms
 from lmcache_core.tiers.object.format import tier_key
 from lmcache_core.tiers.tier.lanes import WAITED_FOR
 
+from .conftest import Doubles
+
 
 def a_load() -> Load:
     return Load(b"k" * 32, 1, 0, 4096, LoadTerms(1, 1.0, WAITED_FOR), ["disk"], retain=False)
@@ -45,7 +47,7 @@ def test_the_diagram_has_every_event() -> None:
     assert all(f": {event.name.lower()}\n" in LOAD_TRANSITIONS.diagram() for event in LoadEvent)
 
 
-def test_a_load_changes_its_state_by_the_table_alone(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_changes_its_state_by_the_table_alone(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads that are served, refused, late and cancelled: none gets a state but through `move`."""
     moved: dict[Load, LoadState] = {}
     move, tell = Load.move, LoadTable._tell

@@ -13,16 +13,18 @@ from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.object.epochs import Epochs
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 
+from .conftest import Doubles
+
 OBJECT_BYTES = HEADER_BYTES + 5000
 
 
-def on(doubles: Any, place: str | None) -> Any:
+def on(doubles: Doubles, place: str | None) -> Any:
     adapter = doubles.adapter()
     adapter.medium = lambda: place
     return adapter
 
 
-def test_two_tiers_on_one_medium_are_refused_at_the_start_and_later_with_both_named(doubles: Any) -> None:
+def test_two_tiers_on_one_medium_are_refused_at_the_start_and_later_with_both_named(doubles: Doubles) -> None:
     def tier(name: str, place: str | None) -> Any:
         return doubles.tier(name, on(doubles, place))
 
@@ -48,7 +50,7 @@ def test_a_clear_that_was_answered_is_not_undone_by_another_server_on_the_same_e
         assert [epochs.of(namespace) for namespace in (1, 2, 3)] == [2, 3, 2]
 
 
-def test_what_another_server_clears_is_out_of_reach_here_too(doubles: Any, tmp_path: Path) -> None:
+def test_what_another_server_clears_is_out_of_reach_here_too(doubles: Doubles, tmp_path: Path) -> None:
     adapter = doubles.adapter()
     config = {"epochs_path": str(tmp_path / "epochs")}
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter), config=config)
@@ -75,7 +77,7 @@ def test_many_servers_that_clear_at_once_lose_no_clear(tmp_path: Path) -> None:
     assert Epochs(tmp_path / "epochs").of(7) == 80
 
 
-def test_a_damaged_object_that_cannot_be_removed_keeps_its_room_and_is_stored_over(doubles: Any) -> None:
+def test_a_damaged_object_that_cannot_be_removed_keeps_its_room_and_is_stored_over(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter)
     loop = doubles.loop(doubles.l1(), tier)
@@ -95,7 +97,7 @@ def test_a_damaged_object_that_cannot_be_removed_keeps_its_room_and_is_stored_ov
     assert tier.accounting.bytes_used == OBJECT_BYTES
 
 
-def test_a_medium_that_keeps_what_it_says_it_set_aside_is_found_out(doubles: Any) -> None:
+def test_a_medium_that_keeps_what_it_says_it_set_aside_is_found_out(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter)
     loop = doubles.loop(doubles.l1(), tier)
@@ -111,7 +113,7 @@ def test_a_medium_that_keeps_what_it_says_it_set_aside_is_found_out(doubles: Any
     assert tier.accounting.known([name]) == set(), "it is stored anew"
 
 
-def test_a_store_whose_answer_was_lost_is_accounted_as_it_is(doubles: Any) -> None:
+def test_a_store_whose_answer_was_lost_is_accounted_as_it_is(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter)
     loop = doubles.loop(doubles.l1(), tier)

@@ -20,6 +20,8 @@ from lmcache_core.tiers.tier.call_states import CallState
 from lmcache_core.tiers.tier.lanes import WAITED_FOR, Call
 from lmcache_core.tiers.tier.order import KeyAccess, KeyOrder
 
+from .conftest import Doubles
+
 OBJECT_BYTES = HEADER_BYTES + 5000
 KEYS = 6
 
@@ -97,7 +99,7 @@ def paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_core.tiers.tier.medium.Lane", PaperLane)
 
 
-def make_machine(doubles: Any) -> type[RuleBasedStateMachine]:
+def make_machine(doubles: Doubles) -> type[RuleBasedStateMachine]:
     class Keys(RuleBasedStateMachine):
         """One tier with room for four objects, over a medium that anyone may look at."""
 
@@ -206,13 +208,12 @@ def make_machine(doubles: Any) -> type[RuleBasedStateMachine]:
             assert accounting.bytes_used == sum(accounted.values())
             assert accounting.bytes_reserved == accounting.bytes_leaving == 0
             assert self.loop.l1.held == 0
-            assert not self.tier.order._last
-            assert not self.tier.order._watching
+            assert not self.tier.order.kept
 
     return Keys
 
 
-def test_the_books_say_what_the_medium_has_in_whatever_order_calls_run_and_end(doubles: Any, paper: None) -> None:
+def test_the_books_say_what_the_medium_has_in_whatever_order_calls_run_and_end(doubles: Doubles, paper: None) -> None:
     machine = make_machine(doubles)
     machine.TestCase.settings = settings(
         max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
@@ -220,7 +221,7 @@ def test_the_books_say_what_the_medium_has_in_whatever_order_calls_run_and_end(d
     machine.TestCase("runTest").runTest()
 
 
-def one_tier(doubles: Any, **options: Any) -> tuple[Any, Any, Any]:
+def one_tier(doubles: Doubles, **options: Any) -> tuple[Any, Any, Any]:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, **{"deadline_s": 1e6, **options})
     loop = doubles.loop(doubles.l1(), tier, stands=True)
@@ -243,7 +244,7 @@ def calls(of: str) -> Sequence[tuple[PaperLane, Call]]:
 
 
 def test_a_load_that_expired_while_it_was_held_back_is_told_so_once_though_its_job_takes_it_back_meanwhile(
-    doubles: Any, paper: None
+    doubles: Doubles, paper: None
 ) -> None:
     _, tier, loop = one_tier(doubles, connections=1)
     tier.batch_keys_max = 1  # a call for each key
@@ -267,7 +268,7 @@ def test_a_load_that_expired_while_it_was_held_back_is_told_so_once_though_its_j
     assert loop.l1.aborted == {TierReason.LATE: 2}
     assert loop.l1.held == 0
     assert loop.tiering.status()["faults"] == 0
-    assert not tier.order._tickets
+    assert not tier.order.kept
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held back", "in its lane"])
@@ -296,7 +297,7 @@ def test_what_has_expired_cannot_be_taken_back_and_what_has_not_is_never_called_
 
 
 def test_a_store_that_is_asked_for_during_a_delete_of_its_key_is_on_the_medium_and_accounted(
-    doubles: Any, paper: None
+    doubles: Doubles, paper: None
 ) -> None:
     adapter, tier, loop = one_tier(doubles)
     name = tier_key(doubles.key(1), doubles.namespace, 0)
@@ -313,7 +314,7 @@ def test_a_store_that_is_asked_for_during_a_delete_of_its_key_is_on_the_medium_a
     assert tier.accounting.bytes_used == OBJECT_BYTES
 
 
-def test_a_load_that_a_delete_overtakes_leaves_no_ghost_in_the_books(doubles: Any, paper: None) -> None:
+def test_a_load_that_a_delete_overtakes_leaves_no_ghost_in_the_books(doubles: Doubles, paper: None) -> None:
     adapter, tier, loop = one_tier(doubles)
     name = tier_key(doubles.key(1), doubles.namespace, 0)
     loop.store(doubles.contents(1, first=1))
@@ -339,7 +340,9 @@ def test_a_load_that_a_delete_overtakes_leaves_no_ghost_in_the_books(doubles: An
     assert tier.accounting.known([name]) == set(), "and so it is stored again"
 
 
-def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its_way(doubles: Any, paper: None) -> None:
+def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its_way(
+    doubles: Doubles, paper: None
+) -> None:
     adapter, tier, loop = one_tier(doubles)
     name = tier_key(doubles.key(1), doubles.namespace, 0)
     loop.store(doubles.contents(1, first=1))
@@ -368,7 +371,7 @@ def test_what_a_load_found_damaged_is_not_set_aside_once_its_successor_is_on_its
     assert tier.accounting.bytes_used == OBJECT_BYTES
 
 
-def test_a_call_that_is_over_is_gone_without_the_collector(doubles: Any) -> None:
+def test_a_call_that_is_over_is_gone_without_the_collector(doubles: Doubles) -> None:
     # The server's collector looks at what is young only, and a call to a slow medium is old when it ends.
     def left() -> list[Call]:
         return [each for each in gc.get_objects() if type(each) is Call]

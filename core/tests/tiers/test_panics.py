@@ -9,6 +9,8 @@ import pytest
 from lmcache_core.policies.lru import LruEviction
 from lmcache_core.serde.contract import Serde
 
+from .conftest import Doubles
+
 
 class Panic(BaseException):
     """As pyo3's is: no `Exception`."""
@@ -43,14 +45,14 @@ class Panicking(Serde):
         into[:] = src
 
 
-def made(doubles: Any) -> tuple[Any, Panicking, Any, dict[bytes, bytes]]:
+def made(doubles: Doubles) -> tuple[Any, Panicking, Any, dict[bytes, bytes]]:
     adapter, serde = doubles.adapter(), Panicking()
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", adapter, serdes=[serde]))
     loop.idle()
     return adapter, serde, loop, doubles.contents(4)
 
 
-def works(doubles: Any, loop: Any) -> None:
+def works(doubles: Doubles, loop: Any) -> None:
     """Another object goes there and comes back."""
     loop.store(doubles.contents(1, first=100))
     loop.idle()
@@ -62,7 +64,7 @@ def works(doubles: Any, loop: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["encode", "encoded_bytes_max", "parameters"])
-def test_a_serde_that_panics_at_a_store_loses_these_objects_and_nothing_else(doubles: Any, method: str) -> None:
+def test_a_serde_that_panics_at_a_store_loses_these_objects_and_nothing_else(doubles: Doubles, method: str) -> None:
     _, serde, loop, contents = made(doubles)
     serde.panics_in = method
     loop.store(contents)
@@ -76,7 +78,7 @@ def test_a_serde_that_panics_at_a_store_loses_these_objects_and_nothing_else(dou
 
 
 @pytest.mark.parametrize("method", ["decode", "encoded_bytes_max"])
-def test_a_serde_that_panics_at_a_load_makes_it_a_miss(doubles: Any, method: str) -> None:
+def test_a_serde_that_panics_at_a_load_makes_it_a_miss(doubles: Doubles, method: str) -> None:
     _, serde, loop, contents = made(doubles)
     loop.store(contents)
     loop.idle()
@@ -92,7 +94,7 @@ def test_a_serde_that_panics_at_a_load_makes_it_a_miss(doubles: Any, method: str
 
 
 @pytest.mark.parametrize("method", ["store", "exists", "load", "delete", "scan"])
-def test_an_adapter_that_panics_costs_its_call_and_nothing_else(doubles: Any, method: str) -> None:
+def test_an_adapter_that_panics_costs_its_call_and_nothing_else(doubles: Doubles, method: str) -> None:
     adapter, _, loop, contents = made(doubles)
     adapter.errors[method] = Panic("index out of bounds")
     loop.store(contents)
@@ -112,7 +114,7 @@ METHODS = ["insert", "access", "remove", "held", "victims", "surplus"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(doubles: Any, method: str) -> None:
+def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(doubles: Doubles, method: str) -> None:
     class Policy(LruEviction):
         panics = False
 
@@ -146,7 +148,9 @@ def test_an_eviction_policy_that_panics_costs_room_on_its_tier_and_no_object(dou
     works(doubles, loop)
 
 
-def test_a_fault_in_the_pool_at_a_load_costs_that_lookup_alone(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_pool_at_a_load_costs_that_lookup_alone(
+    doubles: Doubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, _, loop, contents = made(doubles)
     loop.store(contents)
     loop.idle()

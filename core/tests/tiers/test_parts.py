@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lmcache_core.errors import SettingsError, TierError
 from lmcache_core.protocol.requests import LookupOptions
+from lmcache_core.testing.waiting import until
 from lmcache_core.tiers.contract import Outcome, Result
 from lmcache_core.tiers.flow.jobs import TierLookup, select
 from lmcache_core.tiers.object.epochs import Epochs
@@ -89,6 +90,10 @@ def test_a_call_that_expires_in_the_queue_never_runs() -> None:
     assert lane.close()
 
 
+def _threads_of(lane: Lane) -> int:
+    return sum(each.name == f"lane-{lane.name}" for each in threading.enumerate())
+
+
 def test_a_lane_has_no_more_threads_than_it_may_and_replaces_hung_ones_a_few_times_only() -> None:
     posts, gate = Posts(), threading.Event()
     lane = Lane("t", 2, posts)
@@ -96,13 +101,13 @@ def test_a_lane_has_no_more_threads_than_it_may_and_replaces_hung_ones_a_few_tim
     for running, now in ((2, 1.0), (4, 2.0), (4, 3.0)):
         for _ in range(5):
             lane.submit(_call(hang, deadline=now))
-        wait_until(lambda running=running: lane.running == running)
+        until(lambda running=running: lane.running == running)
         lane.expire(now)
         assert (lane.hung, lane.queued) == (running, 0)
     lane.submit(_call(lambda: None))
     assert (lane.running, lane.queued) == (4, 1), "no more replacements: it waits"
     gate.set()
-    wait_until(lambda: lane.running == 0 and lane.queued == 0 and lane._threads <= 2)
+    until(lambda: lane.running == 0 and lane.queued == 0 and _threads_of(lane) <= 2)
     assert lane.hung == 0
     lane.close()
 
@@ -143,7 +148,7 @@ def test_a_lane_that_must_not_replace_runs_one_call_at_a_time() -> None:
     for _ in range(20):
         lane.submit(_call(work, deadline=0.0))
         lane.expire(1.0)
-    wait_until(lambda: lane.running == 0 and lane.queued == 0)
+    until(lambda: lane.running == 0 and lane.queued == 0)
     assert worst <= 1
     lane.close()
 
@@ -174,13 +179,6 @@ def test_an_exception_belongs_to_its_call_and_the_lane_goes_on() -> None:
     assert isinstance(bad.error, ZeroDivisionError)
     assert good.result == "fine"
     lane.close()
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + SAFETY_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 # --- breaker ----------------------------------------------------------------------------------------------

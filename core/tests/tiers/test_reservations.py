@@ -12,6 +12,8 @@ from lmcache_core.serde.contract import Serde
 from lmcache_core.tiers.object.format import HEADER_BYTES, tier_key
 from lmcache_core.tiers.tier.accounting import Sizes
 
+from .conftest import Doubles
+
 PLAIN_BYTES = 5000  # of the doubles' layout
 SMALL_BYTES = 400
 
@@ -36,7 +38,7 @@ def content(encoded_bytes: int) -> bytes:
     return encoded_bytes.to_bytes(2, "little") + bytes(PLAIN_BYTES - 2)
 
 
-def made(doubles: Any, capacity_bytes: int, slots: int = 64) -> tuple[Any, Any, Any]:
+def made(doubles: Doubles, capacity_bytes: int, slots: int = 64) -> tuple[Any, Any, Any]:
     adapter = doubles.adapter()
     tier = doubles.tier(
         "mem", adapter, capacity_bytes=capacity_bytes, serdes=[Shrinking()], eviction=LruEviction(None)
@@ -46,7 +48,7 @@ def made(doubles: Any, capacity_bytes: int, slots: int = 64) -> tuple[Any, Any, 
     return adapter, tier, loop
 
 
-def test_what_fits_once_it_is_encoded_evicts_nothing(doubles: Any) -> None:
+def test_what_fits_once_it_is_encoded_evicts_nothing(doubles: Doubles) -> None:
     objects, taken = 60, SMALL_BYTES + HEADER_BYTES
     adapter, tier, loop = made(doubles, int(objects * taken / 0.78))
     for first in range(0, objects, 20):
@@ -59,7 +61,7 @@ def test_what_fits_once_it_is_encoded_evicts_nothing(doubles: Any) -> None:
     assert tier.accounting.bytes_reserved == 0
 
 
-def test_a_reservation_shrinks_before_the_medium_has_the_object(doubles: Any) -> None:
+def test_a_reservation_shrinks_before_the_medium_has_the_object(doubles: Doubles) -> None:
     adapter, tier, loop = made(doubles, 100 * (PLAIN_BYTES + HEADER_BYTES))
     adapter.hang("store")
     loop.store({doubles.key(0): content(SMALL_BYTES)})
@@ -70,7 +72,7 @@ def test_a_reservation_shrinks_before_the_medium_has_the_object(doubles: Any) ->
     assert tier.accounting.bytes_reserved == 0
 
 
-def test_an_object_that_turns_out_larger_than_its_fellows_is_stored_all_the_same(doubles: Any) -> None:
+def test_an_object_that_turns_out_larger_than_its_fellows_is_stored_all_the_same(doubles: Doubles) -> None:
     adapter, tier, loop = made(doubles, 12 * (SMALL_BYTES + HEADER_BYTES))
     for number in range(6):
         loop.store({doubles.key(number): content(SMALL_BYTES)})
@@ -82,7 +84,7 @@ def test_an_object_that_turns_out_larger_than_its_fellows_is_stored_all_the_same
     assert tier.counts["store_encoded_again"] >= 1, "too little was held for it, and that was noticed"
 
 
-def test_objects_that_cannot_fit_are_refused_without_evicting_the_rest(doubles: Any) -> None:
+def test_objects_that_cannot_fit_are_refused_without_evicting_the_rest(doubles: Doubles) -> None:
     adapter, tier, loop = made(doubles, HEADER_BYTES + 2 * SMALL_BYTES)
     there = tier_key(doubles.key(0), doubles.namespace, 0)
     tier.accounting.add([(there, SMALL_BYTES)])
@@ -98,7 +100,7 @@ def test_objects_that_cannot_fit_are_refused_without_evicting_the_rest(doubles: 
 @pytest.mark.parametrize("capacity_objects", [1, 3, 12])
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_sizes_come_the_medium_never_holds_more_than_the_capacity(
-    doubles: Any, capacity_objects: int, seed: int
+    doubles: Doubles, capacity_objects: int, seed: int
 ) -> None:
     rng = random.Random(seed)
     capacity = capacity_objects * (PLAIN_BYTES + HEADER_BYTES)

@@ -9,6 +9,8 @@ import pytest
 
 from lmcache_core.policies.contracts import StoreCandidate, StorePlan, StorePolicy, TierView
 
+from .conftest import Doubles
+
 
 class Once(StorePolicy):
     """What was committed goes everywhere; its reads are looked at, and change nothing."""
@@ -30,7 +32,7 @@ class Always(StorePolicy):
 
 
 @pytest.mark.parametrize("policy", [Once, Always])
-def test_what_waits_for_a_tier_stays_shielded_though_it_is_read_meanwhile(doubles: Any, policy: Any) -> None:
+def test_what_waits_for_a_tier_stays_shielded_though_it_is_read_meanwhile(doubles: Doubles, policy: Any) -> None:
     adapter = doubles.adapter()
     tier = doubles.tier("mem", adapter, connections=1)
     loop = doubles.loop(doubles.l1(), tier, store_policy=policy(), config={"dirty": "keep"}, stands=True)

@@ -13,11 +13,13 @@ from lmcache_core.policies.contracts import StorePlan
 from lmcache_core.tiers.l1 import CommittedObject
 from lmcache_core.tiers.tier.lanes import WRITE_BACK, Call, Lane
 
+from .conftest import Doubles
+
 SAFETY_S = 60.0
 GONE = 20_000  # objects that have left the L1 before their turn: planned, pinned, found to be gone
 
 
-def test_a_backlog_is_worked_off_in_many_steps_and_each_says_that_there_is_more(doubles: Any) -> None:
+def test_a_backlog_is_worked_off_in_many_steps_and_each_says_that_there_is_more(doubles: Doubles) -> None:
     loop = doubles.loop(doubles.l1(), doubles.tier("mem", doubles.adapter()))
     loop.idle()
     loop.tiering.on_committed([CommittedObject(doubles.key(i), doubles.namespace, 1, 5000, 0) for i in range(GONE)])
@@ -29,7 +31,7 @@ def test_a_backlog_is_worked_off_in_many_steps_and_each_says_that_there_is_more(
     assert steps >= 20, "a step gives up some arrivals of 64 keys, and no more"
 
 
-def test_what_arrives_during_a_backlog_of_one_tier_reaches_another(doubles: Any) -> None:
+def test_what_arrives_during_a_backlog_of_one_tier_reaches_another(doubles: Doubles) -> None:
     near, far = doubles.adapter(), doubles.adapter()
     loop = doubles.loop(doubles.l1(), doubles.tier("near", near), doubles.tier("far", far))
     loop.idle()
@@ -45,7 +47,7 @@ def test_what_arrives_during_a_backlog_of_one_tier_reaches_another(doubles: Any)
     loop.idle()
 
 
-def test_a_turn_in_which_nothing_has_changed_asks_no_tier(doubles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_in_which_nothing_has_changed_asks_no_tier(doubles: Doubles, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = doubles.tier("mem", doubles.adapter())
     loop = doubles.loop(doubles.l1(), tier)
     loop.idle()
@@ -62,7 +64,7 @@ def test_a_turn_in_which_nothing_has_changed_asks_no_tier(doubles: Any, monkeypa
     assert len(stepped) == 1
 
 
-def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Any) -> None:
+def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Doubles) -> None:
     plans: list[int] = []
 
     class Counting(doubles.policy):  # type: ignore[misc]
@@ -80,7 +82,7 @@ def test_large_commits_are_planned_in_parts_and_none_is_forgotten(doubles: Any) 
 
 
 @pytest.mark.parametrize("dirty", ["drop", "keep", "wait"])
-def test_what_is_shielded_for_a_tier_is_let_go_when_it_stops_answering(doubles: Any, dirty: str) -> None:
+def test_what_is_shielded_for_a_tier_is_let_go_when_it_stops_answering(doubles: Doubles, dirty: str) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(2000), doubles.tier("mem", adapter), config={"dirty": dirty})
     loop.idle()
@@ -119,7 +121,9 @@ def test_the_backlog_of_a_lane_is_the_same_before_and_after_its_threads_wake_up(
 
 
 @pytest.mark.parametrize("dirty", ["drop", "keep", "wait"])
-def test_what_is_committed_is_shielded_from_then_on_and_no_longer_once_it_is_stored(doubles: Any, dirty: str) -> None:
+def test_what_is_committed_is_shielded_from_then_on_and_no_longer_once_it_is_stored(
+    doubles: Doubles, dirty: str
+) -> None:
     near, far = doubles.adapter(), doubles.adapter()
     tiers = doubles.tier("near", near), doubles.tier("far", far)
     loop = doubles.loop(doubles.l1(), *tiers, config={"dirty": dirty})
@@ -138,7 +142,7 @@ def test_what_is_committed_is_shielded_from_then_on_and_no_longer_once_it_is_sto
 
 @pytest.mark.parametrize("dirty", ["drop", "keep"])
 @pytest.mark.parametrize("end", ["clear", "close", "nobody wants it", "the policy fails"])
-def test_what_is_not_stored_after_all_is_shielded_no_longer(doubles: Any, end: str, dirty: str) -> None:
+def test_what_is_not_stored_after_all_is_shielded_no_longer(doubles: Doubles, end: str, dirty: str) -> None:
     class Unwilling(doubles.policy):  # type: ignore[misc]
         def plan(self, batch: Any, tiers: Any) -> Any:
             if end == "the policy fails":

@@ -12,6 +12,8 @@ from lmcache_core.policies.store import DefaultStore
 from lmcache_core.tiers.l1 import TierReason
 from lmcache_core.tiers.object.format import tier_key
 
+from .conftest import Doubles
+
 SLOTS = 600
 
 
@@ -28,7 +30,7 @@ class Counting(DefaultStore):
 
 
 @pytest.fixture
-def behind(doubles: Any) -> Any:
+def behind(doubles: Doubles) -> Any:
     """A tier whose stores hang, and more behind it than its lanes take: 500 objects, the last 100 of them unplanned
     at least."""
     adapter, policy = doubles.adapter(), Counting()
@@ -49,7 +51,7 @@ def stores(loop: Any) -> dict[str, Any]:
     return told
 
 
-def test_what_waits_unplanned_is_stored_in_order_once_the_tier_takes_more(doubles: Any, behind: Any) -> None:
+def test_what_waits_unplanned_is_stored_in_order_once_the_tier_takes_more(doubles: Doubles, behind: Any) -> None:
     assert not behind.tiering.drained
     behind.adapter.release("store")
     behind.idle()
@@ -59,7 +61,7 @@ def test_what_waits_unplanned_is_stored_in_order_once_the_tier_takes_more(double
     assert "lost_evicted" not in stores(behind)["counts"]
 
 
-def test_what_leaves_the_l1_unplanned_is_lost_and_counted_and_the_tier_says_why(doubles: Any, behind: Any) -> None:
+def test_what_leaves_the_l1_unplanned_is_lost_and_counted_and_the_tier_says_why(doubles: Doubles, behind: Any) -> None:
     planned = set(behind.policy.planned)
     unplanned = [doubles.key(number) for number in range(500) if doubles.key(number) not in planned]
     for key in unplanned:
@@ -76,7 +78,7 @@ def test_what_leaves_the_l1_unplanned_is_lost_and_counted_and_the_tier_says_why(
     assert len(behind.adapter.objects) == len(planned) + 1
 
 
-def test_an_arrival_of_which_something_is_left_waits_for_its_turn(doubles: Any, behind: Any) -> None:
+def test_an_arrival_of_which_something_is_left_waits_for_its_turn(doubles: Doubles, behind: Any) -> None:
     left = doubles.key(499)
     for number in range(480, 499):
         behind.l1.evict(doubles.key(number))
@@ -87,7 +89,7 @@ def test_an_arrival_of_which_something_is_left_waits_for_its_turn(doubles: Any, 
 
 
 def test_what_waits_unplanned_is_bounded_and_the_oldest_goes(
-    doubles: Any, behind: Any, monkeypatch: pytest.MonkeyPatch
+    doubles: Doubles, behind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_core.tiers.flow.store.DIRTY_OBJECTS_MAX", 60)
     waiting = stores(behind)["arrived"]
@@ -99,7 +101,7 @@ def test_what_waits_unplanned_is_bounded_and_the_oldest_goes(
     assert all(any(name.startswith(doubles.key(number)) for name in behind.adapter.objects) for number in (460, 519))
 
 
-def test_another_tier_that_takes_more_gets_everything_at_once(doubles: Any) -> None:
+def test_another_tier_that_takes_more_gets_everything_at_once(doubles: Doubles) -> None:
     slow, quick = doubles.adapter(), doubles.adapter()
     loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("slow", slow), doubles.tier("quick", quick))
     loop.idle()
@@ -112,7 +114,7 @@ def test_another_tier_that_takes_more_gets_everything_at_once(doubles: Any) -> N
     assert len(slow.objects) == 400
 
 
-def test_what_is_kept_is_planned_at_once_for_it_takes_room(doubles: Any) -> None:
+def test_what_is_kept_is_planned_at_once_for_it_takes_room(doubles: Doubles) -> None:
     adapter, policy = doubles.adapter(), Counting()
     loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("slow", adapter), store_policy=policy, config={"dirty": "keep"})
     loop.idle()
@@ -125,7 +127,7 @@ def test_what_is_kept_is_planned_at_once_for_it_takes_room(doubles: Any) -> None
     assert loop.l1.held == 0
 
 
-def test_a_clear_takes_the_unplanned_of_its_namespace_alone(doubles: Any, behind: Any) -> None:
+def test_a_clear_takes_the_unplanned_of_its_namespace_alone(doubles: Doubles, behind: Any) -> None:
     other = doubles.namespace + 1
     committed = [behind.l1.put(doubles.key(number), doubles.content(number), other) for number in range(40)]
     behind.tiering.on_committed(committed)
@@ -137,7 +139,7 @@ def test_a_clear_takes_the_unplanned_of_its_namespace_alone(doubles: Any, behind
     assert len(names) == 40
 
 
-def test_with_every_tier_draining_nothing_waits(doubles: Any) -> None:
+def test_with_every_tier_draining_nothing_waits(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("old", adapter))
     loop.idle()
@@ -148,7 +150,7 @@ def test_with_every_tier_draining_nothing_waits(doubles: Any) -> None:
     assert adapter.objects == {}
 
 
-def test_behind_a_tier_that_does_not_answer_some_is_ready_to_try_it_with(doubles: Any) -> None:
+def test_behind_a_tier_that_does_not_answer_some_is_ready_to_try_it_with(doubles: Doubles) -> None:
     adapter = doubles.adapter()
     loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("mem", adapter))
     loop.idle()
@@ -170,7 +172,9 @@ def test_behind_a_tier_that_does_not_answer_some_is_ready_to_try_it_with(doubles
     loop.idle()
 
 
-def test_while_the_lanes_are_full_nothing_is_planned_in_the_place_of_what_has_gone(doubles: Any, behind: Any) -> None:
+def test_while_the_lanes_are_full_nothing_is_planned_in_the_place_of_what_has_gone(
+    doubles: Doubles, behind: Any
+) -> None:
     planned = len(behind.policy.planned)
     for number in range(480):
         behind.l1.evict(doubles.key(number))
@@ -182,7 +186,7 @@ def test_while_the_lanes_are_full_nothing_is_planned_in_the_place_of_what_has_go
     assert all(any(name.startswith(doubles.key(number)) for name in behind.adapter.objects) for number in (480, 500))
 
 
-def test_what_was_planned_for_another_tier_too_and_has_gone_is_forgotten_while_this_one_hangs(doubles: Any) -> None:
+def test_what_was_planned_for_another_tier_too_and_has_gone_is_forgotten_while_this_one_hangs(doubles: Doubles) -> None:
     slow, quick = doubles.adapter(), doubles.adapter()
     loop = doubles.loop(doubles.l1(SLOTS), doubles.tier("slow", slow), doubles.tier("quick", quick))
     loop.idle()
@@ -203,7 +207,7 @@ def test_what_was_planned_for_another_tier_too_and_has_gone_is_forgotten_while_t
 @pytest.mark.parametrize(
     "plan", [StorePlan({"slow": [0, 9]}), StorePlan({"slow": [0, -1]}), StorePlan({"slow": [0]}, drop=[9]), None]
 )
-def test_a_plan_that_names_what_is_not_in_its_batch_shields_nothing_for_ever(doubles: Any, plan: Any) -> None:
+def test_a_plan_that_names_what_is_not_in_its_batch_shields_nothing_for_ever(doubles: Doubles, plan: Any) -> None:
     class Wrong(DefaultStore):
         def plan(self, batch: Sequence[StoreCandidate], tiers: Sequence[TierView]) -> StorePlan:
             return plan  # type: ignore[no-any-return]

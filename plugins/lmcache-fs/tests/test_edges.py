@@ -31,7 +31,7 @@ def test_temporary_folders_without_a_lock_are_swept(disk: Any, tmp_path: Path) -
     other = disk(path)
     other.store(KEY, b"content")
     folders = {each.name for each in (path / "tmp").iterdir() if each.is_dir()}
-    assert folders == {Path(each.adapter._temporary.path).name for each in (living, other)}
+    assert folders == {Path(each.adapter.temporary.path).name for each in (living, other)}
 
 
 def test_a_folder_that_is_being_made_is_not_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_one(
 ) -> None:
     here = disk()
     here.store(KEY, b"content")
-    folder = Path(here.adapter._temporary.path)
+    folder = Path(here.adapter.temporary.path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", _refused)
         patched.setattr(os, "unlink", _refused)

@@ -85,7 +85,7 @@ def test_readers_beside_writers_see_whole_objects_only(disk: Any) -> None:
 def test_the_living_are_not_swept(disk: Any) -> None:
     first = disk()
     first.store(b"a", b"x")
-    folder = first.adapter._temporary.path
+    folder = first.adapter.temporary.path
     second = disk()
     second.store(b"b", b"x")
     assert Path(folder).is_dir()

@@ -13,6 +13,8 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from lmcache_core.testing.waiting import WAIT_S
+
 schemathesis = pytest.importorskip("schemathesis")
 pytest.importorskip("schemathesis.specs.openapi.checks")
 requests = pytest.importorskip("requests")
@@ -27,7 +29,6 @@ BUSY = settings(
 )
 # Whether there is such a tier, or a layout has as many axes as its shape, no schema says.
 JUDGED_BY_THE_SERVER = [schemathesis.specs.openapi.checks.positive_data_acceptance]
-WAIT_S = 60.0
 TOKEN = "correct-horse"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from lmcache_core.kernel.answers import Reason
 from lmcache_core.pool.layout import Layout
 from lmcache_core.server.traffic import BEHIND
 from lmcache_core.testing import HelperContract, PluginPackageContract
+from lmcache_core.testing.waiting import WAIT_S, until
 from lmcache_core.tokens.namespace import Namespace
 from lmcache_http.guard import Guard, RefusedError, Right
 from lmcache_http.node import LIVE_S
@@ -31,7 +31,6 @@ from lmcache_http.readiness import why_not_ready
 from lmcache_http.settings import HttpSettings
 from lmcache_http.ui import page_files
 
-WAIT_S = 60.0
 SPACE = Namespace("model", Layout("uint8", (4096,)))
 KEYS = [bytes([number + 1]) * 32 for number in range(4)]
 
@@ -116,14 +115,6 @@ class Served:
         self.process.wait(WAIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
-
-
-def until(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 
 from lmcache_http import patience
-from lmcache_http.__main__ import _where
+from lmcache_http.__main__ import where_from
 from lmcache_http.settings import HttpSettings
 
 ASKED = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -39,7 +39,7 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     path = str(tmp_path / "http")
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
-    server = uvicorn.Server(uvicorn.Config(app, **_where(HttpSettings(unix_socket=Path(path)))))
+    server = uvicorn.Server(uvicorn.Config(app, **where_from(HttpSettings(unix_socket=Path(path)))))
     thread = threading.Thread(target=server.run, args=([listening],))
     listening.listen()
     thread.start()

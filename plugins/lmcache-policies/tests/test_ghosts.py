@@ -83,16 +83,16 @@ def test_a_long_life_leaves_a_bounded_history(name: str, values: dict[str, int])
     assert 5 <= longest <= (12 if "capacity_bytes" not in values else 40)
     if isinstance(policy, LrukPolicy):
         uses = 0
-        use = policy._timeline.newer
-        while use is not policy._timeline:
+        use = policy.timeline.newer
+        while use is not policy.timeline:
             uses, use = uses + 1, use.newer
         assert uses <= 2 * len(resident) + history_of(policy)
 
 
 def history_of(policy: ArcPolicy | S3FifoPolicy | LrukPolicy) -> int:
     if isinstance(policy, ArcPolicy):
-        return len(policy._once.ghosts) + len(policy._again.ghosts)
-    return len(policy._ghosts)
+        return len(policy.once.ghosts) + len(policy.again.ghosts)
+    return len(policy.ghosts)
 
 
 def test_a_capacity_in_the_settings_wins_over_the_owners() -> None:

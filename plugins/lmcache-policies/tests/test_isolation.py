@@ -57,18 +57,18 @@ class Pool:
         self.numbers = 0
 
     def ready(self, tenant: int) -> set[bytes]:
-        table = self.kernel._residents.table.of(tenant)
+        table = self.kernel.residents.table.of(tenant)
         return {item.key for item in table if item.state is State.READY}
 
     def used(self, tenant: int) -> int:
         """All the bytes that the tenant takes, counted by looking at every slab."""
-        slabs = {slab for slab in self.kernel._allocator._owners if slab is not None}
+        slabs = {slab for slab in self.kernel.allocator.owners if slab is not None}
         standing = (item for slab in slabs for item in slab.residents if item is not None)
         return sum(item.nbytes for item in standing if item.state is not State.FREE and item.namespace == tenant)
 
     def shield(self, tenant: int) -> None:
         """Some tier is still to get what the tenant has."""
-        ready = [item for item in self.kernel._residents.table.of(tenant) if item.state is State.READY]
+        ready = [item for item in self.kernel.residents.table.of(tenant) if item.state is State.READY]
         self.kernel.shield(tenant, [(item.key, item.generation) for item in ready])
 
     def act(self) -> int | None:

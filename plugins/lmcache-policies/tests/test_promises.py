@@ -176,10 +176,10 @@ def test_lfu_keeps_no_level_that_nobody_is_on() -> None:
     policy.insert(entries)
     for used in range(100):
         policy.access(entries[used % 10 :])
-    assert set(policy._levels) == set(policy._counts) == {1 + 10 * n for n in range(1, 11)}
+    assert set(policy.levels) == set(policy.counts) == {1 + 10 * n for n in range(1, 11)}
     policy.remove(entries)
-    assert not policy._levels
-    assert not policy._counts
+    assert not policy.levels
+    assert not policy.counts
 
 
 SCRIPT = """

@@ -185,7 +185,7 @@ def test_slots_that_make_no_sense_are_refused(serve: Serve, tier: Make, forged: 
     outcome = load(here, seconds=5)
     assert outcome.result is Result.FAILED
     assert "invalid slots" in outcome.error
-    assert here._client.topology.owner(b"any") is None
+    assert here.client.topology.owner(b"any") is None
 
 
 @pytest.mark.parametrize("forged", [b"*0\r\n", b"*1\r\n$1\r\n0\r\n", b"*2\r\n$1\r\nx\r\n*0\r\n", b"*2\r\n:0\r\n:0\r\n",

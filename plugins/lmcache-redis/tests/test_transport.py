@@ -115,7 +115,7 @@ def test_the_installed_redis_py_lets_payloads_go_directly(server: Any, tier: Mak
     """The day a new redis-py hides its socket, this says so; until then `auto` means direct."""
     adapter = tier(port=server.port)
     store(adapter, {1: os.urandom(100_000)})
-    assert not adapter._client.fell_back
+    assert not adapter.client.fell_back
 
 
 def test_a_connection_is_used_again_after_a_full_exchange_and_never_after_a_broken_one(server: Any, tier: Make) -> None:

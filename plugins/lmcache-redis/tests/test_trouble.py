@@ -267,7 +267,7 @@ def test_a_connection_in_use_when_the_adapter_closes_is_closed_by_its_user(own_s
     server = own_server()
     adapter = RedisAdapter(RedisSettings(port=server.port), AdapterContext(tier="shared"))
     assert adapter.store(items(1), soon())[0].result is Result.DONE
-    (pool,) = adapter._client._pools.values()  # held here: the collector must not be the one that closes
+    (pool,) = adapter.client.pools.values()  # held here: the collector must not be the one that closes
     with server.door() as door:
         ours = {each["id"] for each in door.client_list()} - {str(door.client_id())}
         door.client_pause(60_000, all=False)

@@ -50,6 +50,7 @@ class Front:
         self._upstream = (parts.hostname or "", parts.port or 80)
         self.rule: Rule | None = None
         self.seen: list[Seen] = []
+        self.connections = 0  # that were made
         self.under_way = 0
         self.most_under_way = 0
         self._lock = threading.Lock()
@@ -61,6 +62,10 @@ class Front:
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
 
+            def setup(self) -> None:
+                super().setup()
+                front.connections += 1
+
             def handle_one_request(self) -> None:
                 try:
                     super().handle_one_request()
@@ -71,7 +76,7 @@ class Front:
                 pass
 
             def do_any(self) -> None:
-                front._serve(self)
+                front.serve(self)
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_any
 
@@ -108,7 +113,7 @@ class Front:
         self._thread.join()
 
     # --- one request --------------------------------------------------------------------------------------
-    def _serve(self, handler: BaseHTTPRequestHandler) -> None:
+    def serve(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("Content-Length") or 0)
         body = handler.rfile.read(length) if length else b""
         seen = Seen(handler.command, handler.path, {k.lower(): v for k, v in handler.headers.items()}, length)

@@ -113,11 +113,10 @@ def test_an_answer_before_the_whole_request_was_taken_ends_the_connection(serve:
 
     server = serve(script)
     here = tier(settings(server, transport="direct", skip_existing=False))
-    for number in (1, 2):
+    for number in (1, 2, 3):
         outcome = here.store(b"a", bytes(8 << 20))
         assert outcome.result in (Result.FULL, Result.FAILED)  # the reset may arrive before the answer
-        assert here.adapter._client._transport()._links._idle == []
-        assert server.connections >= number
+        assert server.connections >= number, "none of them was kept"
 
 
 FORGED = {

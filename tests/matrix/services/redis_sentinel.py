@@ -126,5 +126,5 @@ def _sentinel(folder: Path, port: int, primary_port: int, quorum: int, down_afte
     sentinel = RedisDaemon(folder, port=port)
     # A configuration file comes first, and Sentinels know fewer options than servers.
     where = ["--port", str(port), "--bind", "127.0.0.1"]
-    sentinel._argv = [sentinel._argv[0], str(folder / "sentinel.conf"), "--sentinel", *where]
+    sentinel.argv = [sentinel.argv[0], str(folder / "sentinel.conf"), "--sentinel", *where]
     return sentinel

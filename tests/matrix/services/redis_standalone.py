@@ -26,7 +26,7 @@ class RedisDaemon:
         self.port = port or free_port()
         self._folder = folder
         self._tls = tls or {}
-        self._argv = [
+        self.argv = [
             find_binary("redis-server", CURE),
             *("--bind", "127.0.0.1", "--dir", str(folder), "--daemonize", "no", "--save", "", "--appendonly", "no"),
             *(() if tls else ("--port", str(self.port))),
@@ -36,7 +36,7 @@ class RedisDaemon:
 
     def launch(self) -> None:
         """Start the process; it may take a moment to answer."""
-        self.daemon = Daemon(self._argv, self._folder / "redis.log")
+        self.daemon = Daemon(self.argv, self._folder / "redis.log")
 
     def start(self) -> None:
         self.launch()

@@ -188,7 +188,7 @@ def _call_for(route: Route, bare: bool, seconds: float) -> float:
             return _pipelined(lambda: echo.send(frame), lambda _: echo.receive(), seconds)
     with route.client() as client:
         client.noop()
-        channel = client._links.current().channel  # a client's own calls wait for each reply
+        channel = client.links.current().channel  # a client's own calls wait for each reply
         return _pipelined(lambda: channel.start(Noop), lambda call: channel.wait(call, CALL_TIMEOUT_S), seconds)
 
 

@@ -63,13 +63,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         facts.check_supported(vllm_config)
         self._settings = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._groups = facts.groups_of(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
         self._rank: RankFacts | None = None
         self._invalid: set[int] = set()
         self._handled: BaseException | None = None  # called by the engine when a step begins
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
+            self.scheduler = SchedulerSide(
                 self._settings,
                 self._groups,
                 self._connect("scheduler"),
@@ -102,35 +102,35 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
         """The workers have registered their memory."""
-        assert self._scheduler is not None
-        self._scheduler.know_ranks(each.rank for each in metadata.values())
+        assert self.scheduler is not None
+        self.scheduler.know_ranks(each.rank for each in metadata.values())
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded, and whether between steps; None: the server has not answered yet."""
-        assert self._scheduler is not None
-        return self._scheduler.match(request, num_computed_tokens)
+        assert self.scheduler is not None
+        return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The engine has made room for them."""
-        assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        assert self.scheduler is not None
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """From the pool, or from its tiers: tiers count as disks, whatever their medium."""
-        assert self._scheduler is not None
-        from_tiers = self._scheduler.from_tiers(request, num_external_tokens)
+        assert self.scheduler is not None
+        from_tiers = self.scheduler.from_tiers(request, num_external_tokens)
         counts = {CacheHitSource.HOST: num_external_tokens - from_tiers, CacheHitSource.DISK: from_tiers}
         return {source: count for source, count in counts.items() if count}
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the workers load before or beside this step, and save after it."""
-        assert self._scheduler is not None
-        return StepMetadata(self._scheduler.step(scheduler_output))
+        assert self.scheduler is not None
+        return StepMetadata(self.scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The results of loads."""
-        assert self._scheduler is not None
-        self._scheduler.heard(
+        assert self.scheduler is not None
+        self.scheduler.heard(
             connector_output.finished_recving or (),
             connector_output.failed_recving or (),
             connector_output.invalid_block_ids or (),
@@ -144,14 +144,14 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, for models with several KV groups."""
-        assert self._scheduler is not None
-        self._scheduler.finished(request)
+        assert self.scheduler is not None
+        self.scheduler.finished(request)
         return False, None
 
     def reset_cache(self) -> bool | None:
         """Clear this engine's namespaces, on the tiers too, as for new weights. False: no server has done it."""
-        assert self._scheduler is not None
-        return self._scheduler.clear()
+        assert self.scheduler is not None
+        return self.scheduler.clear()
 
     # --- the workers' side ----------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             tuple(made),
         )
         client, ranks = self._connect(f"worker-{tp.rank_in_group}"), config.parallel_config.world_size
-        self._worker = WorkerSide(self._settings, client, self._rank, memory, ranks=ranks)
+        self.worker = WorkerSide(self._settings, client, self._rank, memory, ranks=ranks)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """What the scheduler's side needs to know about this worker."""
@@ -188,8 +188,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
         self._handled = sys.exception()
-        if self._worker is not None:
-            self._worker.begin_step(connector_metadata.step)
+        if self.worker is not None:
+            self.worker.begin_step(connector_metadata.step)
 
     @property
     def _step_fails(self) -> bool:
@@ -198,29 +198,29 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        if self._worker is not None:
-            self._worker.start_loads(self._get_connector_metadata().step)
+        if self.worker is not None:
+            self.worker.start_loads(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer that this step needs is loaded."""
-        if self._worker is not None:
-            self._worker.wait_layer(layer_name)
+        if self.worker is not None:
+            self.worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: a step's blocks are read together, at its end."""
 
     def wait_for_save(self) -> None:
         """The step has been computed."""
-        if self._worker is not None and not self._step_fails:
-            self._worker.end_step(self._get_connector_metadata().step)
+        if self.worker is not None and not self._step_fails:
+            self.worker.end_step(self._get_connector_metadata().step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads between steps that have ended, each reported once, and those of them that failed. vLLM discards the
         report of a step that fails, so nothing is reported then."""
-        if self._worker is None or self._step_fails:
+        if self.worker is None or self._step_fails:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._get_connector_metadata().step.idle
-        arrived = self._worker.arrived(finished_req_ids, idle)
+        arrived = self.worker.arrived(finished_req_ids, idle)
         self._invalid = arrived.invalid
         several = len(self._groups) > 1
         return KVConnectorTransferResults(
@@ -236,7 +236,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """What has moved since the last time."""
-        side = self._scheduler or self._worker
+        side = self.scheduler or self.worker
         data = {} if side is None else side.counters.take()
         return ConnectorStats(data) if data else None
 
@@ -259,7 +259,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def shutdown(self) -> None:
         """The engine ends."""
-        for side in (self._scheduler, self._worker):
+        for side in (self.scheduler, self.worker):
             if side is not None:
                 try:
                     side.close()

@@ -74,15 +74,15 @@ class SchedulerSide:
     ) -> None:
         """`hashing`: how block hashes are made, known with the first request. `waits`: loads are synchronous."""
         self._config = config
-        self._groups = groups
-        self._client = client
+        self.groups = groups
+        self.client = client
         self._hashing = hashing
         self._loads = loads
         self._saves = saves
         self._waits = waits
         self._clock = clock
-        self._namespaces: list[list[Namespace]] = []  # of each rank those of its groups
-        self._requests: dict[str, Tracked] = {}
+        self.namespaces: list[list[Namespace]] = []  # of each rank those of its groups
+        self.tracked: dict[str, Tracked] = {}
         self._pending: list[Load] = []
         self._awaited: dict[str, Load] = {}  # by request: sent to the workers, not yet reported as ended
         self._load_number = 0
@@ -100,8 +100,8 @@ class SchedulerSide:
     def know_ranks(self, ranks: Iterable[RankFacts]) -> None:
         """The workers' facts; before they arrive nothing is looked up."""
         shards = {rank.shard: rank for rank in ranks}
-        self._namespaces = [namespaces_of(shards[shard], self._config.salt) for shard in sorted(shards)]
-        introduce(self._client, (each for namespaces in self._namespaces for each in namespaces))
+        self.namespaces = [namespaces_of(shards[shard], self._config.salt) for shard in sorted(shards)]
+        introduce(self.client, (each for namespaces in self.namespaces for each in namespaces))
 
     # --- before a request is scheduled ----------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class SchedulerSide:
         """How many tokens beyond the `computed` ones can be loaded, and whether between steps. None: ask again."""
         tracked = self._tracked(request)
         tracked.computed = computed
-        if not self._loads or tracked.vetoed or not self._namespaces or request.skip_reading_prefix_cache:
+        if not self._loads or tracked.vetoed or not self.namespaces or request.skip_reading_prefix_cache:
             self.counters.add("lookup_vetoed", tracked.vetoed)
             return 0, False
         found = tracked.found
@@ -135,7 +135,7 @@ class SchedulerSide:
             return False
         if found.promises or found.boundary <= computed or tracked.question is None:
             return True
-        return tracked.question.by_index(self._client, now).boundary == found.boundary
+        return tracked.question.by_index(self.client, now).boundary == found.boundary
 
     def _forget_answer(self, tracked: Tracked) -> None:
         if tracked.found is not None:
@@ -151,14 +151,14 @@ class SchedulerSide:
             if bounds.limit <= computed:
                 return Found(computed, computed, request.num_tokens, self._clock())
             hashing, trace = self._hashing(), _trace_of(request)
-            question = Question(self._groups, self._namespaces, hashing, request.block_hashes, bounds, trace)
+            question = Question(self.groups, self.namespaces, hashing, request.block_hashes, bounds, trace)
             tracked.question = question
-            had = question.by_index(self._client, self._clock())
+            had = question.by_index(self.client, self._clock())
             if had.boundary == bounds.limit or self._patience.over:
                 self._count(had, bounds)
                 return had
             wait_s = self._config.lookup_timeout_s / 2
-            lookup = tracked.lookup = Lookup(self._client, question, had, wait_s, self._clock)
+            lookup = tracked.lookup = Lookup(self.client, question, had, wait_s, self._clock)
         found = self._answer_of(lookup)
         if found is not None:
             tracked.lookup = None
@@ -184,7 +184,7 @@ class SchedulerSide:
 
     def _limit(self, request: Request) -> int:
         """The last boundary that leaves a token to compute, and whose blocks have hashes."""
-        hashed = min(group.hashed_blocks(request.block_hashes) * group.block_tokens for group in self._groups)
+        hashed = min(group.hashed_blocks(request.block_hashes) * group.block_tokens for group in self.groups)
         limit = min(hashed, request.num_tokens - 1)
         return limit - limit % self._step_tokens
 
@@ -205,7 +205,7 @@ class SchedulerSide:
         tracked.found = None
         start, boundary = tracked.computed, tracked.computed + external
         blocks = []
-        for group in self._groups:
+        for group in self.groups:
             end = boundary // group.block_tokens
             first = max(start // group.block_tokens, group.first_needed(boundary))
             hashes = group.block_hashes(request.block_hashes, first, end)
@@ -223,7 +223,7 @@ class SchedulerSide:
 
     def from_tiers(self, request: Request, external: int) -> int:
         """How many of the tokens to load tiers had to load into the pool first."""
-        tracked = self._requests.get(request.request_id)
+        tracked = self.tracked.get(request.request_id)
         loaded = None if tracked is None else tracked.loaded
         return 0 if loaded is None else min(external, loaded.from_tiers)
 
@@ -238,10 +238,10 @@ class SchedulerSide:
         made.loads, self._pending = self._pending, []
         self._awaited |= {load.request_id: load.without_hashes() for load in made.loads if not load.waits}
         self._give_back_ended()
-        if self._saves and self._namespaces:
+        if self._saves and self.namespaces:
             state = output.kv_connector_block_state
             for request_id, computed in _computed_after(output).items():
-                tracked = self._requests.get(request_id)
+                tracked = self.tracked.get(request_id)
                 table = None if state is None else state.get_block_ids(request_id)
                 if tracked is not None and table is not None:
                     made.saves += self._blocks_made(tracked, table, computed)
@@ -262,7 +262,7 @@ class SchedulerSide:
         if not self._config.save_generated:
             computed = min(computed, request.num_prompt_tokens)
         made = []
-        for group in self._groups:
+        for group in self.groups:
             if group.kind is Kind.STATE:
                 continue
             first = tracked.saved.get(group.number)
@@ -282,7 +282,7 @@ class SchedulerSide:
         return made
 
     def _report(self, request: Request, group: Group, blocks: Sequence[int]) -> None:
-        namespace = self._namespaces[0][group.number]
+        namespace = self.namespaces[0][group.number]
         self.counters.add("report_dropped_blocks", self._reports.tell(request, group, blocks, namespace))
 
     @staticmethod
@@ -294,9 +294,9 @@ class SchedulerSide:
         """States that end on a boundary: vLLM says which block holds each after this step."""
         made = []
         for request_id, states in offers.items():
-            tracked = self._requests.get(request_id)
+            tracked = self.tracked.get(request_id)
             for number, block_id, boundary in states:
-                group = self._groups[number]
+                group = self.groups[number]
                 if tracked is None or not block_id or boundary % group.block_tokens:
                     continue
                 block = boundary // group.block_tokens - 1
@@ -321,7 +321,7 @@ class SchedulerSide:
             self._veto(request_id)
         for request_id in received:
             self._awaited.pop(request_id, None)
-            tracked = self._requests.get(request_id)
+            tracked = self.tracked.get(request_id)
             if tracked is not None:
                 tracked.loading = False
                 self._forget_load(tracked)
@@ -329,7 +329,7 @@ class SchedulerSide:
                     self._move_back(tracked)
         if invalid:
             self._epoch += 1
-            for tracked in self._requests.values():
+            for tracked in self.tracked.values():
                 if not tracked.loading:
                     self._move_back(tracked)
 
@@ -339,7 +339,7 @@ class SchedulerSide:
             tracked.loaded = None
 
     def _veto(self, request_id: str) -> None:
-        tracked = self._requests.get(request_id)
+        tracked = self.tracked.get(request_id)
         if tracked is not None:
             tracked.vetoed = True
             tracked.saved.clear()
@@ -347,7 +347,7 @@ class SchedulerSide:
     def _move_back(self, tracked: Tracked) -> None:
         """Blocks behind what the request has now are computed again."""
         computed = tracked.request.num_computed_tokens
-        for group in self._groups:
+        for group in self.groups:
             end = computed // group.block_tokens
             if tracked.saved.get(group.number, 0) > end:
                 tracked.saved[group.number] = end
@@ -355,7 +355,7 @@ class SchedulerSide:
 
     def finished(self, request: Request) -> None:
         """The engine is done with it."""
-        tracked = self._requests.pop(request.request_id, None)
+        tracked = self.tracked.pop(request.request_id, None)
         if tracked is not None:
             self._let_go(tracked)
         self._pending = [load for load in self._pending if load.request_id != request.request_id]
@@ -370,8 +370,8 @@ class SchedulerSide:
         """Clear what engines of these namespaces have stored, on the tiers too; returns whether a server has done
         so."""
         try:
-            for namespace in {each.id: each for rank in self._namespaces for each in rank}.values():
-                self._client.clear(namespace, tiers=True)
+            for namespace in {each.id: each for rank in self.namespaces for each in rank}.values():
+                self.client.clear(namespace, tiers=True)
         except CacheError as error:
             log.warning("the cache could not be cleared: %s", error)
             return False
@@ -379,24 +379,24 @@ class SchedulerSide:
 
     def close(self) -> None:
         """The engine ends."""
-        for tracked in self._requests.values():
+        for tracked in self.tracked.values():
             if tracked.lookup is not None:
                 tracked.lookup.cancel()
         self._messages.close()
-        self._client.close()
+        self.client.close()
 
     def _tracked(self, request: Request) -> Tracked:
-        tracked = self._requests.get(request.request_id)
+        tracked = self.tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             if tracked is not None:
                 self._let_go(tracked)
-            tracked = self._requests[request.request_id] = Tracked(request)
+            tracked = self.tracked[request.request_id] = Tracked(request)
         return tracked
 
     @property
     def requests(self) -> int:
         """How many requests it has."""
-        return len(self._requests)
+        return len(self.tracked)
 
 
 def _trace_of(request: Request) -> str:

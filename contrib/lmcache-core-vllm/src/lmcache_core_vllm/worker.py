@@ -81,17 +81,17 @@ class WorkerSide:
         self._config = config
         self._client = client
         self._rank = rank
-        self._memory = memory
+        self.memory = memory
         self._clock = clock
-        self._namespaces = namespaces_of(rank, config.salt)
-        for number, each in enumerate(self._namespaces):
+        self.namespaces = namespaces_of(rank, config.salt)
+        for number, each in enumerate(self.namespaces):
             log.info("KV group %d is namespace %016x, with %d bytes a block", number, each.id, each.layout.nbytes)
-        introduce(client, self._namespaces)
+        introduce(client, self.namespaces)
         self._pages = self._register()
         self._regions = _regions_by_layer(self._pages.first_regions, memory)
-        self._step_load: _Loading | None = None  # of all requests whose loads this step waits for
-        self._loading: dict[str, _Loading] = {}
-        self._saving: list[_Saving] = []
+        self.step_load: _Loading | None = None  # of all requests whose loads this step waits for
+        self.loading: dict[str, _Loading] = {}
+        self.saving: list[_Saving] = []
         self._arrived = Arrived()
         self._told: dict[int, int] = {}  # by the number of a load, the step in which its end was reported
         self._alone = ranks == 1
@@ -108,7 +108,7 @@ class WorkerSide:
         return self._client.register_pages(
             [
                 PageGroup(namespace, [each for layer in layers for each in layer.regions], 1, NULL_BLOCK)
-                for namespace, layers in zip(self._namespaces, self._memory, strict=True)
+                for namespace, layers in zip(self.namespaces, self.memory, strict=True)
             ]
         )
 
@@ -143,11 +143,11 @@ class WorkerSide:
         vLLM counts the reports, and the scheduler waits for the slowest: no rank may report twice, or the blocks would
         count as loaded while another rank still writes to them."""
         for load in step.awaited:
-            loading, told = self._loading.get(load.request_id), self._told.get(load.number)
+            loading, told = self.loading.get(load.request_id), self._told.get(load.number)
             if loading is not None and loading.load.number == load.number:
                 continue
             if told is None or (self._alone and step.number - told > STEPS_AHEAD):
-                self._loading[load.request_id] = _Loading(load, None, self._clock())
+                self.loading[load.request_id] = _Loading(load, None, self._clock())
         oldest = step.number - STEPS_AHEAD
         awaited = {load.number for load in step.awaited}
         self._told = {number: at for number, at in self._told.items() if at >= oldest or number in awaited}
@@ -165,10 +165,10 @@ class WorkerSide:
         waited = [load for load in step.loads if load.waits]
         if waited:
             merged = Load("", True, [blocks for load in waited for blocks in load.blocks])
-            self._step_load = self._begin(merged, step.hashing, "region")
+            self.step_load = self._begin(merged, step.hashing, "region")
         for load in step.loads:
             if not load.waits:
-                self._loading[load.request_id] = self._begin(load, step.hashing, "object")
+                self.loading[load.request_id] = self._begin(load, step.hashing, "object")
 
     def _begin(self, load: Load, hashing: Hashing, order: Any) -> _Loading:
         began_s, job = self._clock(), None
@@ -190,7 +190,7 @@ class WorkerSide:
 
     def wait_layer(self, layer: str) -> None:
         """Wait until the blocks of this layer are there, if the step needs any; not longer than a load may take."""
-        loading = self._step_load
+        loading = self.step_load
         if loading is not None and loading.job is not None:
             for region in self._regions.get(layer, ()):
                 loading.job.wait_region(region, self._left(loading))
@@ -200,12 +200,12 @@ class WorkerSide:
 
     def end_step_loads(self, step: Step) -> None:
         """Wait for all loads of this step. If one has failed, nothing that the step computed is stored."""
-        loading, self._step_load = self._step_load, None
+        loading, self.step_load = self.step_load, None
         if loading is None:
             return
         if loading.job is not None and not loading.job.wait(self._left(loading)):
             loading.job.cancel()
-        invalid = self._note_end(loading)
+        invalid = self.note_end(loading)
         if invalid:
             self._arrived.invalid |= invalid
             self._tainted_epoch = step.epoch
@@ -215,34 +215,34 @@ class WorkerSide:
         `idle`: nothing is computed, so a wait of some milliseconds delays nobody, and lends this thread to the copies.
         """
         for request_id in finished:
-            loading = self._loading.get(request_id)
+            loading = self.loading.get(request_id)
             if loading is not None and loading.job is not None:
                 loading.job.cancel()
         if idle:
             self._wait_a_little()
-        for request_id, loading in list(self._loading.items()):
+        for request_id, loading in list(self.loading.items()):
             if loading.job is None or loading.job.done():
-                del self._loading[request_id]
+                del self.loading[request_id]
                 self._note_arrival(request_id, loading)
         arrived, self._arrived = self._arrived, Arrived()
         return arrived
 
     def _wait_a_little(self) -> None:
-        for loading in self._loading.values():
+        for loading in self.loading.values():
             if loading.job is not None and not loading.job.done():
                 loading.job.wait(self._config.step_wait_s)
                 return
 
     def _note_arrival(self, request_id: str, loading: _Loading) -> None:
-        invalid = self._note_end(loading)
+        invalid = self.note_end(loading)
         self._arrived.received.add(request_id)
         self._told[loading.load.number] = self._step_number
         if invalid:
             self._arrived.failed.add(request_id)
-            if len(self._memory) == 1:  # with several groups vLLM wants requests only, not blocks
+            if len(self.memory) == 1:  # with several groups vLLM wants requests only, not blocks
                 self._arrived.invalid |= invalid
 
-    def _note_end(self, loading: _Loading) -> set[int]:
+    def note_end(self, loading: _Loading) -> set[int]:
         """Count it, and return its blocks without valid KV."""
         result = None if loading.job is None else loading.job.result
         add = self.counters.add
@@ -269,14 +269,14 @@ class WorkerSide:
 
     def save(self, step: Step) -> None:
         """Read what the step has made from the engine's memory; it is stored in the background."""
-        self._hear_saves()
+        self.hear_saves()
         if not step.saves or not self._rank.stores:
             return
         count = sum(len(blocks.hashes) for blocks in step.saves)
         if self._unsound or step.epoch <= self._tainted_epoch:
             self.counters.add("save_tainted_blocks", count)
             return
-        if self._patience.over or len(self._saving) >= self._config.saves_in_flight:
+        if self._patience.over or len(self.saving) >= self._config.saves_in_flight:
             self.counters.add("save_dropped_blocks", count)
             return
         if self._share.rests:
@@ -297,8 +297,8 @@ class WorkerSide:
             self.counters.add("save_dropped_blocks", count)
             self._patience.waited_in_vain()
             return
-        self._saving.append(_Saving(job, [self._rank.groups[each.group].block_bytes for each in step.saves]))
-        self._hear_saves()
+        self.saving.append(_Saving(job, [self._rank.groups[each.group].block_bytes for each in step.saves]))
+        self.hear_saves()
 
     def _threads_that_copy(self, step: Step) -> int:
         """This thread, and those that are created for a large copy: they take as long."""
@@ -306,16 +306,16 @@ class WorkerSide:
         nbytes = sum(len(blocks.hashes) * block_bytes[blocks.group] for blocks in step.saves)
         return max(1, min(threads_to_copy(self._config.copy_threads), nbytes // BYTES_A_THREAD))
 
-    def _hear_saves(self) -> None:
+    def hear_saves(self) -> None:
         """Count the saves that the server has answered."""
         open_saves = []
-        for saving in self._saving:
+        for saving in self.saving:
             result = saving.job.result
             if result is None:
                 open_saves.append(saving)
             else:
                 self._count_saved(saving, result)
-        self._saving = open_saves
+        self.saving = open_saves
 
     def _count_saved(self, saving: _Saving, result: PagesResult) -> None:
         add = self.counters.add
@@ -341,7 +341,7 @@ class WorkerSide:
         return [
             PageEntry(
                 blocks.group,
-                hashing.keys(blocks.hashes, self._namespaces[blocks.group]),
+                hashing.keys(blocks.hashes, self.namespaces[blocks.group]),
                 blocks.block_ids,
                 traceparent=blocks.traceparent,
             )
@@ -350,11 +350,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop all access to the engine's memory. Waits a little for answers to the last saves."""
-        for loading in [*self._loading.values(), *([self._step_load] if self._step_load else [])]:
+        for loading in [*self.loading.values(), *([self.step_load] if self.step_load else [])]:
             if loading.job is not None:
                 loading.job.cancel()
         until = self._clock() + CLOSE_S
-        for saving in self._saving:
+        for saving in self.saving:
             saving.job.wait(max(0.0, until - self._clock()))
         self._client.close()
 

@@ -85,8 +85,8 @@ def main() -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         known["core"] = llm.llm_engine.engine_core.engine_core
-        known["scheduler"] = known["core"].scheduler.connector._scheduler
-        known["worker"] = get_kv_transfer_group()._worker
+        known["scheduler"] = known["core"].scheduler.connector.scheduler
+        known["worker"] = get_kv_transfer_group().worker
         known["figures"] = keep_figures(known["scheduler"].counters, known["worker"].counters)
     say("ready")
     for line in sys.stdin:

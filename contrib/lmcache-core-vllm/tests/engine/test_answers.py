@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, Server, is_written, prompt, until
+from vllm_engines import Engine, Server, is_written, prompt
+
+from lmcache_core.testing.waiting import until
 
 BLOCK = 128
 
@@ -117,10 +119,10 @@ ZEROED = """
 began = worker.start_loads
 def zeroed(step):
     began(step)
-    for loading in [*worker._loading.values(), *filter(None, [worker._step_load])]:
+    for loading in [*worker.loading.values(), *filter(None, [worker.step_load])]:
         loading.job.wait()
         for blocks in loading.load.blocks:
-            for layer in worker._memory[blocks.group]:
+            for layer in worker.memory[blocks.group]:
                 for block in blocks.block_ids:
                     layer.regions[0].buffer[block] = 0
 worker.start_loads = zeroed

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, Server, prompt, save_adapter, save_model, until
+from vllm_engines import Engine, Server, prompt, save_adapter, save_model
+
+from lmcache_core.testing.waiting import until
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # vLLM 0.32 computes latent attention on the CPU without prefixes of its own: behind one its answers are others, also
@@ -106,9 +108,9 @@ def server(serve: Callable[..., Server]) -> Server:
 COMPARED = """
 kept, compared, different = {}, [], []
 def pages(blocks, at):
-    layers = worker._memory[blocks.group]
+    layers = worker.memory[blocks.group]
     return [region.buffer[blocks.block_ids[at]].clone() for layer in layers for region in layer.regions]
-save, end = worker.save, worker._note_end
+save, end = worker.save, worker.note_end
 def saving(step):
     for blocks in step.saves:
         for at, each in enumerate(blocks.hashes):
@@ -123,7 +125,7 @@ def ending(loading):
             if not same:
                 different.append((blocks.group, at))
     return invalid
-worker.save, worker._note_end = saving, ending
+worker.save, worker.note_end = saving, ending
 """
 
 
@@ -146,7 +148,7 @@ def test_every_group_reads_what_it_stored(
     found = [cached.generate(each)[0] for each in prompts]
     assert all(each["cached"] >= tokens // 2 for each in found), found
     assert "load_failed_blocks" not in cached.figures()
-    groups = cached.run("said = len(scheduler._groups)")
+    groups = cached.run("said = len(scheduler.groups)")
     assert cached.run("said = [sorted(set(compared)), different]") == [list(range(groups)), []]
     if name not in UNEQUAL:
         assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]

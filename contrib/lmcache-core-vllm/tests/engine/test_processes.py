@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import Engine, Server, prompt, until
+from vllm_engines import Engine, Server, prompt
+
+from lmcache_core.testing.waiting import until
 
 BLOCK = 128
 KILLS_S = float(os.environ.get("LMCACHE_CORE_VLLM_KILLS_S", "20"))  # two minutes show more, and take them
@@ -57,7 +59,7 @@ def test_check_says_that_an_engine_is_connected_and_what_it_missed(
 
 
 def namespaces(engine: Engine) -> list[str]:
-    return [f"namespace {each}" for each in engine.run("said = ['%016x' % each.id for each in worker._namespaces]")]
+    return [f"namespace {each}" for each in engine.run("said = ['%016x' % each.id for each in worker.namespaces]")]
 
 
 @pytest.mark.slow

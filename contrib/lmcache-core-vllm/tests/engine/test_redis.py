@@ -11,7 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, Server, is_written, prompt, until
+from vllm_engines import Engine, Server, is_written, prompt
+
+from lmcache_core.testing.waiting import until
 
 pytestmark = [
     pytest.mark.slow,

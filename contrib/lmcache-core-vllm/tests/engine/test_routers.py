@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from vllm_engines import Engine, Server, prompt, save_adapter, save_model, until
+from vllm_engines import Engine, Server, prompt, save_adapter, save_model
+
+from lmcache_core.testing.waiting import until
 
 BLOCK = 128
 

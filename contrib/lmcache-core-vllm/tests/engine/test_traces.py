@@ -16,6 +16,7 @@ import pytest
 from lmcache_core import make_settings
 from lmcache_core.plugins.loader import load_plugins
 from lmcache_core.server.server import Server
+from lmcache_core.testing.waiting import WAIT_S
 from lmcache_core_vllm.config import ConnectorConfig
 from lmcache_core_vllm.groups import Group, Kind
 from lmcache_core_vllm.namespaces import GroupFacts, Hashing, RankFacts
@@ -30,7 +31,6 @@ proto = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_servic
 BLOCK, BYTES = 16, 4096
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HASHING = Hashing("sha256", "0")
-WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_what_is_saved_of_a_request_stands_in_the_trace_of_its_caller(
             scheduler.match(request, 0)
         step = scheduler.step(step_of({"plain": [1, 2], "traced": [3, 4]}))
         worker.save(step)
-        for saving in worker._saving:
+        for saving in worker.saving:
             saving.job.wait()
         worker.save(Step(HASHING))  # counts what has been answered
         end = time.monotonic() + WAIT_S

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from vllm_engines import Engine, Server, is_written, prompt, save_model, until
+from vllm_engines import Engine, Server, is_written, prompt, save_model
+
+from lmcache_core.testing.waiting import until
 
 BLOCK = 128
 
@@ -18,7 +20,7 @@ begin = scheduler.allocated
 def allocated(request, block_ids, external):
     begin(request, block_ids, external)
     if external:
-        scheduler._client.clear()
+        scheduler.client.clear()
         scheduler.allocated = begin
 scheduler.allocated = allocated
 """
@@ -126,12 +128,12 @@ def test_a_load_that_ends_in_a_step_that_fails_is_told_of_in_the_next(
     failing.run(
         "def ended(step):\n"
         "    begin(step)\n"
-        "    for each in worker._loading.values(): each.job.wait()\n"
+        "    for each in worker.loading.values(): each.job.wait()\n"
         "worker.start_loads = ended"
     )
     assert failing.run(FAILS.format(error="RuntimeError", prompts=[tokens, computed])) == "failed"
     assert failing.run(ABORTS) is False  # vLLM keeps the blocks of a request until it is told that its load has ended
-    assert failing.run("said = [len(worker._loading), len(core.scheduler.requests)]") == [0, 0]
+    assert failing.run("said = [len(worker.loading), len(core.scheduler.requests)]") == [0, 0]
     failing.end()
 
 
@@ -164,7 +166,7 @@ def test_a_load_that_is_interrupted_keeps_no_request(
     assert cached.run(ABORTS) is False
     cached.forget()
     asked(plain, cached, tokens)
-    assert cached.run("said = [len(worker._loading), len(core.scheduler.requests), scheduler.requests]") == [0, 0, 0]
+    assert cached.run("said = [len(worker.loading), len(core.scheduler.requests), scheduler.requests]") == [0, 0, 0]
     cached.end()
 
 
@@ -179,10 +181,10 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_the_engine_well(plain: 
         "engine.abort_request(['aborted'])\n"
         "while engine.has_unfinished_requests(): engine.step()\n"
         "for _ in range(3): engine.step()\n"
-        "said = [scheduler.requests, len(worker._loading)]"
+        "said = [scheduler.requests, len(worker.loading)]"
     )
     assert asked(plain, cached, tokens) in (0, 8 * BLOCK)
-    assert cached.run("said = [scheduler.requests, len(worker._loading)]") == [0, 0]
+    assert cached.run("said = [scheduler.requests, len(worker.loading)]") == [0, 0]
 
 
 def test_a_server_that_was_killed_costs_hits_and_its_successor_serves_them(

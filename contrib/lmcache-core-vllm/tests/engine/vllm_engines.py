@@ -8,14 +8,13 @@ import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from lmcache_core.client.client import Client
 from lmcache_core.pool.backing import segment_path
+from lmcache_core.testing.waiting import until
 
 DRIVER = Path(__file__).with_name("driver.py")
 VOCABULARY = 1024
@@ -94,7 +93,7 @@ class Engine:
 
     def saved(self) -> None:
         """Wait until the server has answered for all that was saved."""
-        self.run("for each in worker._saving: each.job.wait(20)\nworker._hear_saves()")
+        self.run("for each in worker.saving: each.job.wait(20)\nworker.hear_saves()")
 
     def end(self) -> None:
         """Kill it, and all its processes."""
@@ -206,11 +205,3 @@ class Server:
 def is_written(stores: dict[str, Any]) -> bool:
     """Whether the tiers have all, by the server's status."""
     return not stores["arrived"] and not any(stores["dirty"].values()) and not stores["in_flight_bytes"]
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for it; a safety net ends what would hang."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)

@@ -56,7 +56,7 @@ class ServedCache:
         self.max_value_size = max_value_size
         self.why_no_l0 = "no server has answered yet"
         self._client = client
-        self._prefix = prefix_of(self.namespace.id)
+        self.prefix = prefix_of(self.namespace.id)
         self._l0: SharedCache | None = None
         self._table_id = _NONE_SEEN  # of the table that was attached, or tried; 0: the server has none
         self._closed = False
@@ -76,7 +76,7 @@ class ServedCache:
         l0 = self._l0
         if l0 is not None:
             try:
-                value = l0.get(self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)))
+                value = l0.get(self.prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)))
             except TableBusyError:  # rewritten faster than it can be copied
                 value = None
             if value is not None:
@@ -91,7 +91,7 @@ class ServedCache:
         l0 = self._l0
         if l0 is not None:
             with contextlib.suppress(TableBusyError):  # as above
-                prefix = self._prefix
+                prefix = self.prefix
                 found = l0.get_many(
                     [prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)) for name in names]
                 )
@@ -165,7 +165,7 @@ class ServedCache:
         if l0 is not None:
             try:
                 array = l0.get_numpy(
-                    self._prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)),
+                    self.prefix + (name if len(name) <= SHORT_BYTES_MAX else l1_key(name)),
                     shape,
                     dtype,
                     snapshot=snapshot,

@@ -70,7 +70,7 @@ class TieredCache:
         self._demote_to_keys = int(demote_to * l0.hash_slots)
         self._classes = list(classes_bytes)
         # The first class lies in its records.
-        self._rooms = [
+        self.rooms = [
             Namespace(name, Layout("uint8", (size + (_LENGTH.size if i else _RECORD.size),)))
             for i, size in enumerate(classes_bytes)
         ]
@@ -144,7 +144,7 @@ class TieredCache:
         from lmcache_core.client.results import Status
 
         nonce = secrets.token_bytes(16)
-        with self._client.prepare_store([name], namespace=self._rooms[0]) as lease:
+        with self._client.prepare_store([name], namespace=self.rooms[0]) as lease:
             if lease.statuses[0] is Status.EXISTS:
                 return self._again(name, value)
             if lease.statuses[0] is not Status.GRANTED:
@@ -170,7 +170,7 @@ class TieredCache:
         if record is None or record[1] == 0:
             return Status.EXISTS
         _, room, nonce = record
-        if self._client.lookup([_object_name(name, nonce)], namespace=self._rooms[room]).hits:
+        if self._client.lookup([_object_name(name, nonce)], namespace=self.rooms[room]).hits:
             return Status.EXISTS
         if len(value) > self._classes[room]:
             return Status.FULL
@@ -178,18 +178,18 @@ class TieredCache:
 
     def _object_to_l1(self, name: bytes, nonce: bytes, value: bytes, room: int) -> Status:
         packed = _LENGTH.pack(len(value)) + value
-        packed += bytes(self._rooms[room].layout.nbytes - len(packed))
-        return self._client.store([_object_name(name, nonce)], [packed], namespace=self._rooms[room]).statuses[0]
+        packed += bytes(self.rooms[room].layout.nbytes - len(packed))
+        return self._client.store([_object_name(name, nonce)], [packed], namespace=self.rooms[room]).statuses[0]
 
     def _record(self, name: bytes) -> tuple[bytearray, int, bytes] | None:
         """The record's bytes, and the class and object that it names."""
-        record = bytearray(self._rooms[0].layout.nbytes)
-        if not self._client.retrieve([name], [record], namespace=self._rooms[0]).hits:
+        record = bytearray(self.rooms[0].layout.nbytes)
+        if not self._client.retrieve([name], [record], namespace=self.rooms[0]).hits:
             return None
         _, room, nonce = _RECORD.unpack_from(record)
-        if room >= len(self._rooms):
+        if room >= len(self.rooms):
             raise UsageError(
-                f"a value of class {room} and classes_bytes names {len(self._rooms)}: name the same in every process"
+                f"a value of class {room} and classes_bytes names {len(self.rooms)}: name the same in every process"
             )
         return record, room, nonce
 
@@ -201,8 +201,8 @@ class TieredCache:
         if room == 0:
             length = _RECORD.unpack_from(held)[0]
             return bytes(held[_RECORD.size : _RECORD.size + length])
-        packed = bytearray(self._rooms[room].layout.nbytes)
-        if not self._client.retrieve([_object_name(name, nonce)], [packed], namespace=self._rooms[room]).hits:
+        packed = bytearray(self.rooms[room].layout.nbytes)
+        if not self._client.retrieve([_object_name(name, nonce)], [packed], namespace=self.rooms[room]).hits:
             return None
         return bytes(packed[_LENGTH.size : _LENGTH.size + _LENGTH.unpack_from(packed)[0]])
 

@@ -125,7 +125,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
 
     try:
         check_room(settings.l1.size_bytes, room(Backing(settings.l1.backing)))
-        index = _index(settings)
+        index = index_of(settings)
     except CacheError as error:
         yield Finding.of_error("l1", error, "change l1.size_bytes")
     else:
@@ -136,7 +136,7 @@ def _surroundings(settings: Settings) -> Iterator[Finding]:
     yield from (_unbounded(name) for name, tier in settings.l2.items() if tier.capacity_bytes is None)
 
 
-def _index(settings: Settings) -> Finding:
+def index_of(settings: Settings) -> Finding:
     """The smallest objects for which the index can hold a whole pool, and what smaller objects would need."""
     from lmcache_core.limits import INDEX_LOAD_MAX, INDEX_OBJECT_BYTES, PAGE_BYTES
     from lmcache_core.pool.backing import Backing

@@ -52,10 +52,10 @@ def _print(arguments: argparse.Namespace, status: Mapping[str, Any]) -> None:
             print(f"{name}  {plain(value)}")
     else:
         for name, text in summary(status):
-            print(_wrapped(name, plain(text)))
+            print(wrapped(name, plain(text)))
 
 
-def _wrapped(name: str, text: str) -> str:
+def wrapped(name: str, text: str) -> str:
     """One line, or several if the text is long; a path or an address stays whole."""
     first, rest = f"{name:{_NAME_COLUMNS - 1}} ", " " * _NAME_COLUMNS
     return textwrap.fill(

@@ -103,7 +103,7 @@ def _promises(answer: object) -> Sequence[int]:
     return [answer.promise] if made and isinstance(answer, LookupReply) else ()
 
 
-async def _elsewhere(client: Client, call: Callable[[], T]) -> T:
+async def elsewhere(client: Client, call: Callable[[], T]) -> T:
     """Run the call in the loop's executor. A cancelled task ends when the call has returned, because the call may write
     to the caller's memory until then, and its result has been given back."""
     loop = asyncio.get_running_loop()
@@ -131,7 +131,7 @@ def _awaited(
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     @wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await _elsewhere(self.client, partial(method, self.client, *args, **kwargs))
+        return await elsewhere(self.client, partial(method, self.client, *args, **kwargs))
 
     return call
 
@@ -150,7 +150,7 @@ class AsyncPages:
         current streams of their own in torch: give `stream` for pages on a GPU."""
         pages = self.pages
         start = partial(pages.store_start, entries, deadline_s=deadline_s, traceparent=traceparent, stream=stream)
-        job = await _elsewhere(self._client, start)
+        job = await elsewhere(self._client, start)
         await _until(job.done, job.cancel, job.leave)
         return _whole(job.result)
 
@@ -215,7 +215,7 @@ class AsyncClient:
             return self.client.lookup(keys, namespace=namespace, ask=False, **options)
         if not ask or len(keys) > BATCH_KEYS_MAX:
             call = partial(self.client.lookup, keys, namespace=namespace, ask=ask, **options)
-            return await _elsewhere(self.client, call)
+            return await elsewhere(self.client, call)
         handle = self.client.lookup_nowait(keys, namespace=namespace, **{"wait_s": 0.0} | options)
         await _until(lambda: handle.done, handle.cancel)
         return _whole(handle.result)
@@ -258,15 +258,15 @@ class AsyncClient:
 
     async def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
         """Like `Client.operate`."""
-        return await _elsewhere(self.client, partial(self.client.operate, companion, operation, **arguments))
+        return await elsewhere(self.client, partial(self.client.operate, companion, operation, **arguments))
 
     async def call_operation(self, operation: str, request: msgspec.Struct, reply: type[R]) -> R:
         """Like `Client.call_operation`."""
-        return await _elsewhere(self.client, partial(self.client.call_operation, operation, request, reply))
+        return await elsewhere(self.client, partial(self.client.call_operation, operation, request, reply))
 
     async def record_start(self, directory: str | Path, **settings: Any) -> None:
         """Like `Client.record_start`."""
-        await _elsewhere(self.client, partial(self.client.record_start, directory, **settings))
+        await elsewhere(self.client, partial(self.client.record_start, directory, **settings))
 
     # One request and one answer, or a copy that releases the GIL: these run in the loop's executor.
     store = _awaited(Client.store)

@@ -164,6 +164,21 @@ class Channel:
         """Whether a call timed out and nothing has been heard since."""
         return self.state is _SILENT
 
+    @property
+    def under_way(self) -> int:
+        """Calls that were sent, and whose answer has not come."""
+        return len(self._asked)
+
+    @property
+    def waiting(self) -> int:
+        """Threads that wait for an answer, the one that reads for them all included."""
+        return len(self._waiting) + (self._leader is not None)
+
+    @property
+    def owes(self) -> bool:
+        """Frames that nobody waits for are still to be sent: the server has not read what came before them."""
+        return bool(self._owed)
+
     def move(self, event: LinkEvent) -> None:
         """Record what happened to the link. This is the only place where its state changes."""
         self.state = LINK_TRANSITIONS[self.state, event]

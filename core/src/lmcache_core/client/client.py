@@ -69,15 +69,15 @@ class Client:
     """
 
     def __init__(self, target: Target, copy_threads: CopyThreads = "auto", verify: str = "never") -> None:
-        self._links = Links(target)
+        self.links = Links(target)  # for those who send requests that no method here sends
         self._name = target.address or target.name
         self._made_at = _caller()
         self._copy_threads = copying_threads(copy_threads)
         self._verify = verify_level(verify)
-        self._hits = Hits(self._links, self._copy_threads)
-        self._lookups = ClientLookups(self._links, self._hits, trace=target.trace)
+        self._hits = Hits(self.links, self._copy_threads)
+        self._lookups = ClientLookups(self.links, self._hits, trace=target.trace)
         self._common = CommonLookups(self._lookups, self._hits)
-        self._retriever = Retriever(self._links, self._hits, self._copy_threads)
+        self._retriever = Retriever(self.links, self._hits, self._copy_threads)
 
     @classmethod
     def connect(
@@ -138,13 +138,13 @@ class Client:
     @property
     def why_unreachable(self) -> str:
         """Why the server is unreachable; empty while it is reachable, and before the first request."""
-        return self._links.why_unreachable
+        return self.links.why_unreachable
 
     @property
     def wants_blocks(self) -> bool:
         """Whether the server wants to know which of an engine's blocks objects hold (`report_block_allocation`); False
         without a server. Makes no call."""
-        link = self._links.look()
+        link = self.links.look()
         return link is not None and link.wants_blocks and not link.channel.lost
 
     # --- whole operations ---------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Client:
             return link
 
         try:
-            link = self._links.asked(register, patient=True)
+            link = self.links.asked(register, patient=True)
         except DisconnectedError:
             return False
         layout, pool_bytes = namespace.layout, link.pool.data_bytes
@@ -192,7 +192,7 @@ class Client:
         found = spans(sources, len(keys), layout, writable=False)
         if blocks is not None:
             self.report_block_allocation(keys, blocks, namespace=namespace)
-        with WriteLease(self._links, namespace, Presence()) as lease:
+        with WriteLease(self.links, namespace, Presence()) as lease:
             lease.traceparent = check_traceparent(traceparent)
             for first in range(0, len(keys), STORE_PAGE_KEYS):
                 lease.ask(keys[first : first + STORE_PAGE_KEYS])
@@ -237,7 +237,7 @@ class Client:
         Raises `UsageError` for regions that do not fit into their buffers, overlapping pages within a group, and a
         layout whose size differs from that of an object's pages. Groups may share memory.
         """
-        return Pages(self._links, self._hits, groups, self._copy_threads, self._verify)
+        return Pages(self.links, self._hits, groups, self._copy_threads, self._verify)
 
     def store_strided(
         self,
@@ -388,7 +388,7 @@ class Client:
         """Get slots to write these keys into, for those that are granted. Commit or abort the lease. `traceparent`: the
         trace that this belongs to; see `connect`."""
         keys = checked_keys(keys)
-        lease = WriteLease(self._links, namespace, threads=self._copy_threads)
+        lease = WriteLease(self.links, namespace, threads=self._copy_threads)
         try:
             lease.traceparent = check_traceparent(traceparent)
             for first in range(0, len(keys), STORE_PAGE_KEYS):
@@ -417,7 +417,7 @@ class Client:
         keys = checked_keys(keys)
         if optimistic and promise:
             raise UsageError("a promise is redeemed with the server: give it without optimistic=True")
-        lease = ReadLease(self._links, namespace)
+        lease = ReadLease(self.links, namespace)
         try:
             if optimistic and lease.find(self._hits, keys, prefix):
                 return lease
@@ -446,12 +446,12 @@ class Client:
         try:
             return expect(self._ask(lambda rid: m.FreeLookupLocks(rid, numbers)), m.Done).count
         except (DisconnectedError, LimitError):
-            self._links.free_later(numbers)
+            self.links.free_later(numbers)
             return 0
 
     def _free_later(self, promises: Sequence[int]) -> None:
         """Free them with the next call. Takes no lock: a finalizer may call this."""
-        self._links.free_later(promises)
+        self.links.free_later(promises)
 
     def renew(self, promise: Promise) -> Promise:
         """The same promise with a new term, which all its slices share. Raises `LeaseExpiredError` if part of it no
@@ -471,7 +471,7 @@ class Client:
         again. Raises `UsageError` without torch or a GPU, `PoolError` if CUDA refuses, `NotAttachedError` if this
         client does not map the pool, and `DisconnectedError`.
         """
-        return pin_for_cuda(self._links.current(patient=True).mapped().mapping)
+        return pin_for_cuda(self.links.current(patient=True).mapped().mapping)
 
     # --- everything else ----------------------------------------------------------------------------------
 
@@ -481,7 +481,7 @@ class Client:
         Waits up to `timeout_s` for copies by other threads; an unfinished copy keeps its lease until it ends. Raises
         `DisconnectedError`.
         """
-        self._links.end_session(timeout_s)
+        self.links.end_session(timeout_s)
 
     def clear(self, namespace: Namespace | None = None, *, tiers: bool = False) -> m.ClearedReply:
         """Clear a namespace (None: everything), as a fence; with `tiers`, on the tiers, too. Only the server's own user
@@ -491,7 +491,7 @@ class Client:
         # Registered first: only the server's own user may clear a namespace that it has not registered.
         chosen = namespace.id
         make = partial(_ask_in, namespace, lambda rid: m.Clear(rid, chosen, tiers))
-        return expect(self._links.asked(make, patient=True), m.ClearedReply)
+        return expect(self.links.asked(make, patient=True), m.ClearedReply)
 
     def clear_by_id(self, namespace_id: int | None, *, tiers: bool = False) -> m.ClearedReply:
         """The same for the server's own user, who may name a namespace by its id."""
@@ -535,7 +535,7 @@ class Client:
             def make(rid: int, blob: bytes = blob, numbers: bytes = numbers) -> m.Message:
                 return m.Drop(rid, namespace.id, blob, numbers, tiers, damaged)
 
-            reply = self._links.asked(partial(_ask_in, namespace, make), patient=True)
+            reply = self.links.asked(partial(_ask_in, namespace, make), patient=True)
             dropped += expect(reply, m.Done).count
         return dropped
 
@@ -549,7 +549,7 @@ class Client:
         """
         if (keys is None) == (tokens is None):
             raise UsageError("explain takes either keys or tokens, and exactly one of them")
-        return self._links.asked(lambda link: _explain(link, keys, namespace, tokens), patient=True)
+        return self.links.asked(lambda link: _explain(link, keys, namespace, tokens), patient=True)
 
     def wait_stored(self, keys: Sequence[bytes], *, namespace: Namespace, timeout_s: float = 30.0) -> list[StoredKey]:
         """Wait until the tiers have these keys or never will. Returns one `StoredKey` for each key, in order.
@@ -562,7 +562,7 @@ class Client:
         `call_timeout_s` of `connect` (10 s) after its answer was due, so that a shorter pause is not taken for its
         death. Raises `UsageError` for an invalid `timeout_s`.
         """
-        return wait_stored(self._links, checked_keys(keys), namespace, timeout_s)
+        return wait_stored(self.links, checked_keys(keys), namespace, timeout_s)
 
     def explain_by_id(self, namespace_id: int, layout: Layout, keys: Sequence[bytes]) -> list[KeyExplanation]:
         """The same for tools that know only an id and a layout, with which the namespace is registered."""
@@ -572,7 +572,7 @@ class Client:
             link.bind_id(namespace_id, layout)
             return explain_pages(link, keys, namespace_id)
 
-        return self._links.asked(explain, patient=True)
+        return self.links.asked(explain, patient=True)
 
     def pin(self, keys: Sequence[bytes], *, namespace: Namespace, ttl_s: float = PIN_TTL_S) -> list[Status]:
         """Keep objects from being evicted for `ttl_s`. Pins belong to the server and outlive this client."""
@@ -588,7 +588,7 @@ class Client:
             link.bind_id(namespace_id, layout)
             return link.channel.call(lambda rid: m.Pin(rid, namespace_id, blob, ttl_s))
 
-        return grant_statuses(expect(self._links.asked(pin, patient=True), m.PinnedReply).statuses)
+        return grant_statuses(expect(self.links.asked(pin, patient=True), m.PinnedReply).statuses)
 
     def config(self) -> dict[str, Any]:
         """The server's settings, secrets hidden. For the server's own user; raises `UsageError` for others."""
@@ -661,7 +661,7 @@ class Client:
         told = 0
         for first, part in blocks.pages(len(keys)):
             make = partial(part.message, namespace_id=namespace.id, keys=join_keys(keys[first : first + part.keys]))
-            asked = self._links.asked(partial(_ask_in, namespace, make), patient=True)
+            asked = self.links.asked(partial(_ask_in, namespace, make), patient=True)
             told += expect(asked, m.Done).count
         return told
 
@@ -707,7 +707,7 @@ class Client:
     def companions(self) -> Mapping[str, Mapping[str, Any]] | None:
         """What the server's companions offer to workers, by name, from the server's welcome. None if no server has
         answered this client yet. Makes no call."""
-        link = self._links.look()
+        link = self.links.look()
         return None if link is None else link.companions
 
     def operate(self, companion: str, operation: str, /, **arguments: Any) -> dict[str, Any]:
@@ -742,7 +742,7 @@ class Client:
             link.bind_id(namespace_id, layout)
             return link.channel.call(lambda rid: m.LookupRequest(rid, namespace_id, blob, options), wait_s)
 
-        return expect(self._links.asked(warm, patient=True), m.LookupReply).hits
+        return expect(self.links.asked(warm, patient=True), m.LookupReply).hits
 
     def ping(self, payload: bytes = b"") -> bytes:
         """A round trip with a payload."""
@@ -754,9 +754,9 @@ class Client:
 
     def _ask(self, make: Callable[[int], m.Message]) -> m.Reply:
         try:
-            return self._links.current(patient=True).channel.call(make)
+            return self.links.current(patient=True).channel.call(make)
         except ForgottenError:  # see `Links.asked`, which would cost each call 0.2 µs
-            return self._links.current(patient=True).channel.call(make)
+            return self.links.current(patient=True).channel.call(make)
 
     def _pages(
         self, keys: Sequence[bytes], namespace: Namespace, make: Callable[[bytes, int], m.Message]
@@ -765,7 +765,7 @@ class Client:
         statuses: list[Status] = []
         for first in range(0, len(keys), BATCH_KEYS_MAX):
             blob = join_keys(keys[first : first + BATCH_KEYS_MAX])
-            reply = self._links.asked(partial(_ask_in, namespace, partial(make, blob)), patient=True)
+            reply = self.links.asked(partial(_ask_in, namespace, partial(make, blob)), patient=True)
             statuses += grant_statuses(expect(reply, m.PinnedReply).statuses)
         return statuses
 
@@ -775,7 +775,7 @@ class Client:
         Waits up to `timeout_s` for copies by other threads. Copies that have not ended by then, and tensors and arrays
         that are still referenced, keep their slots reserved until they are dropped.
         """
-        self._links.close(timeout_s)
+        self.links.close(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -789,7 +789,7 @@ class Client:
         """If a client is dropped without `close`, its descriptors close with the last view or tensor. That tells the
         server: the connection has ended and the life lock is free. Nothing is sent and no lock is taken, because this
         may run inside any lock."""
-        if not sys.is_finalizing() and hasattr(self, "_made_at") and self._links.connected:
+        if not sys.is_finalizing() and hasattr(self, "_made_at") and self.links.connected:
             warnings.warn(
                 f"a client of {self._name!r} was dropped without close(); it was made at {self._made_at}",
                 ResourceWarning,

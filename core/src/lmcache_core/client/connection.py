@@ -126,6 +126,10 @@ class LifelineConnection(Connection):
         except OSError as error:
             raise DisconnectedError(f"no connection to {path}: {error.strerror}; see ulimit -n") from error
 
+    def fileno(self) -> int:
+        """The socket's descriptor, for `select`; -1 once it is closed."""
+        return self._sock.fileno()
+
     def connect(self) -> bool:
         if not self._connected:
             assert self._path is not None
@@ -152,7 +156,7 @@ class LifelineConnection(Connection):
     def poll(self, deadline: float) -> None:
         left = deadline - time.monotonic()
         if self._connected:
-            _ready(self._sock.fileno(), select.POLLIN | select.POLLRDHUP, left)
+            _ready(self.fileno(), select.POLLIN | select.POLLRDHUP, left)
         else:
             select.poll().poll(max(0.0, min(left, _BACKLOG_POLL_S)) * 1000)
 
@@ -162,7 +166,7 @@ class LifelineConnection(Connection):
                 self._sock.send(frame, _DONTWAIT)
                 return True
             except BlockingIOError:
-                if not _ready(self._sock.fileno(), select.POLLOUT, deadline - time.monotonic()):
+                if not _ready(self.fileno(), select.POLLOUT, deadline - time.monotonic()):
                     return False
             except OSError as error:
                 raise DisconnectedError(f"the server went away: {error.strerror}") from error
@@ -179,7 +183,7 @@ class LifelineConnection(Connection):
         lengths = self._lengths
         if not lengths:
             left = deadline - time.monotonic()
-            if 0 < left < _POLL_S and not _ready(self._sock.fileno(), select.POLLIN, left):
+            if 0 < left < _POLL_S and not _ready(self.fileno(), select.POLLIN, left):
                 return None
             flags = _WAIT if left >= _POLL_S else _DO_NOT_WAIT
             try:
@@ -207,7 +211,7 @@ class LifelineConnection(Connection):
         return passed
 
     def ended(self) -> bool:
-        fd = self._sock.fileno()
+        fd = self.fileno()
         if fd < 0:
             return True
         poller = select.poll()
@@ -224,7 +228,7 @@ class LifelineConnection(Connection):
 
     def close(self) -> None:
         self.take_fd().close()
-        if self._sock.fileno() >= 0:
+        if self.fileno() >= 0:
             with contextlib.suppress(OSError):  # the peer may have ended it already
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in receive
             self._sock.close()

@@ -64,7 +64,7 @@ class Handshake:
 
     def step(self) -> bool:
         """Do what the state requires. False: the server has not answered yet."""
-        event = _STEPS[self.channel.state](self)
+        event = STEPS[self.channel.state](self)
         if event is not None:
             self.channel.move(event)
         return event is not None
@@ -136,7 +136,7 @@ class Handshake:
             self._link.close_in_child()
 
 
-_STEPS: dict[LinkState, Callable[[Handshake], LinkEvent | None]] = {
+STEPS: dict[LinkState, Callable[[Handshake], LinkEvent | None]] = {
     LinkState.CONNECTING: Handshake._connect,
     LinkState.GREETING: Handshake._greet,
     LinkState.MAPPING: Handshake._map,

@@ -108,21 +108,21 @@ class Link:
         self.why_not_mapped = "it was connected with maps_pool=False"
         self._lock = threading.Lock()
         self.left = False  # the next link is open
-        self._bound: dict[int, int] = {}  # namespace → layout id, as this session has registered them
+        self.bound: dict[int, int] = {}  # namespace → layout id, as this session has registered them
         self._binding: dict[int, Pending] = {}  # registrations that nobody waits for, shared by all lookups under way
         # The same for all sessions on this pool, where ids never change their meaning.
-        self._known: dict[int, _Known] = {}
+        self.known: dict[int, _Known] = {}
         # Namespaces of this client instance, including those of earlier sessions.
         self.registered: dict[int, None] = {} if previous is None else dict(previous.registered)
 
     def bind(self, namespace: Namespace) -> int:
         """Register a namespace and its layout with this session, once. Returns the layout's id."""
-        layout_id = self._bound.get(namespace.id)
+        layout_id = self.bound.get(namespace.id)
         return self.bind_id(namespace.id, namespace.layout, namespace.model) if layout_id is None else layout_id
 
     def bind_id(self, namespace_id: int, layout: Layout, label: str = "") -> int:
         """The same for a namespace known only by its id, for tools that find it on a tier."""
-        layout_id = self._bound.get(namespace_id)
+        layout_id = self.bound.get(namespace_id)
         if layout_id is None:
             reply = self.channel.call(_registering(namespace_id, layout, label))
             layout_id = self.note_bound(namespace_id, layout, reply)
@@ -130,7 +130,7 @@ class Link:
 
     def start_binding(self, namespace: Namespace) -> Pending | None:
         """Like `bind`, for callers that must not wait: the pending call, for `note_bound`; None if none is needed."""
-        if namespace.id in self._bound:
+        if namespace.id in self.bound:
             return None
         under_way = self._binding.get(namespace.id)
         if under_way is None or not (not under_way.settled or isinstance(under_way.reply, m.LayoutRegistered)):
@@ -145,8 +145,8 @@ class Link:
         layout_id = expect(reply, m.LayoutRegistered).layout
         with self._lock:
             self._binding.pop(namespace_id, None)
-            _remember(self._bound, namespace_id, layout_id, NAMESPACES_PER_SESSION_MAX)
-            _remember(self._known, namespace_id, _Known(layout_id, layout.fingerprint), NAMESPACES_KNOWN_MAX)
+            _remember(self.bound, namespace_id, layout_id, NAMESPACES_PER_SESSION_MAX)
+            _remember(self.known, namespace_id, _Known(layout_id, layout.fingerprint), NAMESPACES_KNOWN_MAX)
             _remember(self.registered, namespace_id, None, NAMESPACES_KNOWN_MAX)
         return layout_id
 
@@ -168,7 +168,7 @@ class Link:
     def remove_binding(self, namespace: Namespace) -> None:
         """The server has forgotten it: register it again before the next use."""
         with self._lock:
-            self._bound.pop(namespace.id, None)
+            self.bound.pop(namespace.id, None)
 
     def traced(self, request: m.Message, traceparent: str) -> m.Message:
         """The request with its trace (empty: the current one, if this client propagates it), if the server accepts
@@ -179,7 +179,7 @@ class Link:
 
     def layout_of(self, namespace: Namespace) -> int | None:
         """The layout's id in this pool, if this client knows it. Makes no call."""
-        known = self._known.get(namespace.id)
+        known = self.known.get(namespace.id)
         return None if known is None else known.layout_id
 
     def follows(self) -> bool:
@@ -195,9 +195,9 @@ class Link:
             if not segment.still(self.pool):
                 return False  # it was made anew, perhaps with other places for everything
             rows = segment.layouts
-            self._known = {
+            self.known = {
                 namespace: known
-                for namespace, known in self._known.items()
+                for namespace, known in self.known.items()
                 if (row := rows.get(known.layout_id)) is not None and row.fingerprint == known.fingerprint
             }
             self.index_epoch = serving
@@ -215,7 +215,7 @@ class Link:
         if previous is not None and previous.segment is not None and previous.pool == self.pool:
             segment = previous.segment
             self.index = previous.index or self._open_index(segment, target)
-            self._known = dict(previous._known)
+            self.known = dict(previous.known)
             passed.close()
         else:
             segment = _map(self.pool, passed, self.uid, target.trust)
@@ -250,7 +250,7 @@ class Link:
         self._lock = threading.Lock()  # a thread that does not exist here may have held it
         self.channel.connection.close_in_child()
         self.index = None
-        self._known = {}
+        self.known = {}
         self.life_lock = None  # it has closed itself
 
     def close(self) -> None:

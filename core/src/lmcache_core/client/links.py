@@ -49,7 +49,7 @@ class Links:
     """
 
     def __init__(self, target: Target) -> None:
-        self._target = target
+        self.target = target
         self._clock = target.clock
         self._start_over()
         _all_links.add(self)
@@ -76,6 +76,16 @@ class Links:
         self.occupancy = Occupancy()
 
     @property
+    def link(self) -> Link | None:
+        """The link that was opened last, also one that has ended; None before the first. Takes no step."""
+        return self._link
+
+    @property
+    def making(self) -> Handshake | None:
+        """The next link, while it is being made."""
+        return self._making
+
+    @property
     def why_unreachable(self) -> str:
         """Why the server is unreachable; empty while it is reachable, and before the first attempt."""
         return self._away
@@ -86,7 +96,7 @@ class Links:
         status, reason = refused(error)
         if not (isinstance(error, DisconnectedError) or self._away) and error.code not in self._told:
             self._told.add(error.code)
-            log.warning("the lmcache-core server %s refused a call, whose keys are %s: %s", self._target, status, error)
+            log.warning("the lmcache-core server %s refused a call, whose keys are %s: %s", self.target, status, error)
         return status, reason
 
     def current(self, *, patient: bool = False) -> Link:
@@ -126,7 +136,7 @@ class Links:
             now = self._clock()
             link = self._get_on(now)
             making = self._making
-            if link is None and (making is None or now >= making.began_s + self._target.connect_timeout_s):
+            if link is None and (making is None or now >= making.began_s + self.target.connect_timeout_s):
                 raise self._refusal(patient=False)
             return link
         finally:
@@ -202,10 +212,10 @@ class Links:
 
     def _may_wait_until(self, making: Handshake, now: float, patient: bool) -> float:
         if patient or not self._met:
-            return making.began_s + self._target.connect_timeout_s
+            return making.began_s + self.target.connect_timeout_s
         if now < self._wait_at_s:
             return now
-        self._wait_at_s = now + self._target.wait_s
+        self._wait_at_s = now + self.target.wait_s
         return now + LINK_WAIT_S
 
     def _get_on(self, now: float) -> Link | None:
@@ -228,7 +238,7 @@ class Links:
                 if now < self._retry_at_s and not self._new_server(previous):
                     return False
             elif now >= making.began_s + HANDSHAKE_S_MAX:
-                self._gave_up(DisconnectedError(f"the server at {self._target} does not answer"), now)
+                self._gave_up(DisconnectedError(f"the server at {self.target} does not answer"), now)
                 return False
             try:
                 if making is None:
@@ -241,7 +251,7 @@ class Links:
                 self._gave_up(error, now)
                 return False
             except OSError as error:
-                self._gave_up(DisconnectedError(f"no link to {self._target}: {error}"), now)
+                self._gave_up(DisconnectedError(f"no link to {self.target}: {error}"), now)
                 return False
             except BaseException:  # interrupted: nobody knows how far it got
                 self._drop_making()
@@ -257,7 +267,7 @@ class Links:
             previous.channel.forgotten = False  # once: if it hangs from now on, no call waits for it again
             self._met = False  # it answers, so calls wait for it as for a new server
         return Handshake(
-            self._target,
+            self.target,
             self._client_id,
             lambda life_lock: [] if previous is None else occupancy.declare(previous, life_lock),
             previous,
@@ -278,9 +288,10 @@ class Links:
 
     def _gave_up(self, error: CacheError, now: float) -> None:
         self._drop_making()
-        self._error = error
+        # Never raised: what was raised keeps the frames it went through, and with them this client.
+        self._error = type(error)(str(error))
         self._retry_at_s = now + self._retry_s
-        if self._target.address is not None or not isinstance(error, DisconnectedError):
+        if self.target.address is not None or not isinstance(error, DisconnectedError):
             self._retry_s = min(2 * self._retry_s, LINK_RETRY_S_MAX)
         self._note_unreachable(str(error))
 
@@ -305,7 +316,7 @@ class Links:
         if making is not None:
             now = self._clock()
             error: CacheError = DisconnectedError(
-                f"the server at {self._target} has not answered for {now - making.began_s:.3f} s: "
+                f"the server at {self.target} has not answered for {now - making.began_s:.3f} s: "
                 "it is starting, busy, or stopped"
             )
             if now >= making.began_s + LINK_WAIT_S:
@@ -338,7 +349,7 @@ class Links:
             self._news.append(
                 (
                     logging.WARNING,
-                    f"cannot reach the lmcache-core server {self._target}: {why}. Until it is back, nothing is stored, "
+                    f"cannot reach the lmcache-core server {self.target}: {why}. Until it is back, nothing is stored, "
                     "and lookups find only what the mapped pool's index has",
                 )
             )
@@ -347,7 +358,7 @@ class Links:
     def _note_reachable(self) -> None:
         if self._away:
             self._away = ""
-            self._news.append((logging.INFO, f"the lmcache-core server {self._target} is reachable again"))
+            self._news.append((logging.INFO, f"the lmcache-core server {self.target} is reachable again"))
 
     def _afterwards(self) -> None:
         """What to do after a call has taken its steps and holds no lock."""

@@ -243,6 +243,16 @@ class Occupancy:
         # it locked forever. Putting into one of these is a single call into C that never waits.
         self._enders: list[SimpleQueue[None]] = []
 
+    @property
+    def holdings(self) -> list[Holding]:
+        """What the leases hold that have not ended."""
+        return list(self._holdings.values())
+
+    @property
+    def working(self) -> list[Work]:
+        """Copies by threads of the extension that may be inside slots, or the caller's memory."""
+        return [work for work, _ in list(self._works.values()) if work.running]
+
     # --- in -------------------------------------------------------------------------------------------------
 
     def open(self, lease: object, holding: Holding) -> None:
@@ -396,7 +406,7 @@ class Occupancy:
         doing. Returns the leases that may be settled now, and the holdings that are still occupied."""
         if closing:
             self._closed = why
-        holdings = list(self._holdings.values())
+        holdings = self.holdings
         for holding in holdings:
             holding.bar(why)
         for work, _ in list(self._works.values()):
@@ -439,7 +449,7 @@ class Occupancy:
 
     def remove_idle(self, busy: Sequence[Holding]) -> None:
         """The server knows about all but these, or does not need to."""
-        for holding in list(self._holdings.values()):
+        for holding in self.holdings:
             if holding.barred and holding not in busy:
                 self.ended(holding)
 
@@ -479,18 +489,18 @@ class Occupancy:
     def _held_of(self, epoch: int) -> list[Holding]:
         """The holdings that the server of this epoch knows, or knew, over whichever link: a link that was opened but
         not put to use, because its thread was interrupted, may have some of them."""
-        return [each for each in list(self._holdings.values()) if each.link is not None and each.link.epoch == epoch]
+        return [each for each in self.holdings if each.link is not None and each.link.epoch == epoch]
 
     def expire(self, lease_id: int) -> None:
         """The server says that this lease has expired."""
-        for holding in list(self._holdings.values()):
+        for holding in self.holdings:
             if holding.id == lease_id:
                 holding.expired = True
 
     def leave_to_parent(self) -> None:
         """In a forked child everything is the parent's. Writable views become invalid; memory lent for reading stays
         readable."""
-        for holding in list(self._holdings.values()):
+        for holding in self.holdings:
             if holding.settles_by is m.AbortStore:
                 holding.bar(PARENTS)
             holding.barred = PARENTS

@@ -126,7 +126,7 @@ class Allocator:
         self.slot_bytes_least = unit_bytes  # of the classes that have slabs: no object in the pool is smaller
         units = -(-self.pool_bytes // unit_bytes)  # the last one may be shorter
         self._units = bytearray(units)  # searched with `find`, at the speed of memchr
-        self._owners: list[Slab | None] = [None] * units
+        self.owners: list[Slab | None] = [None] * units
         self._populated_units = 0
         self._empty: dict[Slab, None] = {}
         self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since the last look
@@ -139,7 +139,7 @@ class Allocator:
         whole = self.populated_bytes == self.pool_bytes
         units = len(self._units) if whole else self.populated_bytes // self.unit_bytes
         for unit in range(self._populated_units, units):
-            if self._owners[unit] is None:  # else it was adopted
+            if self.owners[unit] is None:  # else it was adopted
                 self._units[unit] = FREE
         self._populated_units = max(units, self._populated_units)
 
@@ -236,12 +236,12 @@ class Allocator:
         first_unit, units = (start - self.data_offset) // self.unit_bytes, -(-nbytes // self.unit_bytes)
         slab = Slab(size_class, first_unit, units, start, nbytes)
         slab.used, slab.unmade, slab.fresh, slab.free = used, unmade, fresh, free
-        taken = [unit for unit in range(first_unit, first_unit + units) if self._owners[unit] is not None]
+        taken = [unit for unit in range(first_unit, first_unit + units) if self.owners[unit] is not None]
         if taken:
             raise InvariantError(f"unit {taken[0]} would be in two slabs")
         for unit in range(first_unit, first_unit + units):
             self._units[unit] = TAKEN
-            self._owners[unit] = slab
+            self.owners[unit] = slab
         if used < slab.slots:
             size_class.open[slab] = None
         self._gained(size_class, slab)
@@ -252,8 +252,8 @@ class Allocator:
         """A look at each slot, in their order: what stands or stood there. Slots may come and go meanwhile; what
         stands in one from the beginning to the end is met."""
         unit = 0
-        while unit < len(self._owners):
-            slab = self._owners[unit]
+        while unit < len(self.owners):
+            slab = self.owners[unit]
             unit += 1
             if slab is None:
                 yield None
@@ -265,12 +265,12 @@ class Allocator:
 
     def slabs_from(self, unit: int) -> Iterator[Slab | None]:
         """What slab each unit is in, once around the pool from this one on; None where it is in none."""
-        for at in range(unit, unit + len(self._owners)):
-            yield self._owners[at % len(self._owners)]
+        for at in range(unit, unit + len(self.owners)):
+            yield self.owners[at % len(self.owners)]
 
     def slab_at(self, offset: int) -> Slab:
         """The slab that a slot stands in."""
-        slab = self._owners[(offset - self.data_offset) // self.unit_bytes]
+        slab = self.owners[(offset - self.data_offset) // self.unit_bytes]
         if slab is None:
             raise InvariantError(f"no slab at {offset:#x}")
         return slab
@@ -292,7 +292,7 @@ class Allocator:
         return None
 
     def _may_be_emptied(self, unit: int, avoid: Container[Slab]) -> bool:
-        owner = self._owners[unit]
+        owner = self.owners[unit]
         if owner is None:
             return self._units[unit] == FREE
         return owner.size_class is not self.emptying and owner not in avoid
@@ -300,7 +300,7 @@ class Allocator:
     def begin_emptying(self, size_class: SizeClass, run: range) -> Emptying:
         """From here on nothing new comes to stand in these units, and nobody gets them, until `give_emptied` or `keep`
         ends that. `run` is what `run_around` named for the class, and nothing has happened since."""
-        slabs = list(dict.fromkeys(owner for unit in run if (owner := self._owners[unit]) is not None))
+        slabs = list(dict.fromkeys(owner for unit in run if (owner := self.owners[unit]) is not None))
         for slab in slabs:
             home = slab.home = slab.size_class  # which goes on counting the slab, but none of its slots
             home.slots -= slab.slots
@@ -309,7 +309,7 @@ class Allocator:
             self._empty.pop(slab, None)
             slab.size_class = self.emptying
             self.emptying.slots_used += slab.used
-        loose = [unit for unit in run if self._owners[unit] is None]
+        loose = [unit for unit in run if self.owners[unit] is None]
         for unit in loose:
             self._units[unit] = TAKEN
         # A slab goes whole, also where it reaches beyond the run: all of its units make slots.
@@ -355,7 +355,7 @@ class Allocator:
             size_class.slots -= slab.slots
             for unit in range(slab.first_unit, slab.first_unit + slab.units):
                 self._units[unit] = FREE
-                self._owners[unit] = None
+                self.owners[unit] = None
             slab.residents = []
             self.assigned.append((slab.start, slab.nbytes, 0))
         if slabs:
@@ -375,7 +375,7 @@ class Allocator:
         slab = Slab(size_class, first, units, start, self._run_bytes(first, units))
         for unit in range(first, first + units):
             self._units[unit] = TAKEN
-            self._owners[unit] = slab
+            self.owners[unit] = slab
         self._empty[slab] = None
         size_class.open[slab] = None
         self._gained(size_class, slab)

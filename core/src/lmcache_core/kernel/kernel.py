@@ -87,6 +87,21 @@ class Kernel:
         self._trimmer = Trimmer(self._residents, config.watermark, config.evict_ratio)
         self.adoption = Adoption(self._residents, self._releases, epoch)  # of a dead server's pool
 
+    @property
+    def residents(self) -> Residents:
+        """What is in the pool, and in what order it goes. To look at: it changes by the methods here alone."""
+        return self._residents
+
+    @property
+    def allocator(self) -> Allocator:
+        """Which slab is whose. To look at, as `residents`."""
+        return self._allocator
+
+    @property
+    def leases(self) -> LeaseBook:
+        """Those that are open, and those that were settled lately. To look at, as `residents`."""
+        return self._leases
+
     def take_effects(self) -> list[Effect]:
         """The effects so far; the kernel forgets them."""
         if self.call_objects_max is not None:

@@ -144,10 +144,10 @@ class LeaseBook:
 
     def __init__(self, epoch: int, remembered_max: int) -> None:
         self.first_id = self._next_id = (epoch << COUNTER_BITS) + 1
-        self._open: dict[int, KernelLease] = {}
-        self._settled: dict[int, KernelLease] = {}
+        self.by_id: dict[int, KernelLease] = {}
+        self.settled: dict[int, KernelLease] = {}
         self._settled_order: deque[KernelLease] = deque()
-        self._settled_bytes = 0
+        self.settled_bytes = 0
         self._settled_max = remembered_max
         self._deadlines: list[tuple[float, int, KernelLease]] = []
         self._stale_deadlines = 0
@@ -160,7 +160,7 @@ class LeaseBook:
         return lease_id
 
     def open(self, lease: KernelLease) -> None:
-        self._open[lease.id] = lease
+        self.by_id[lease.id] = lease
         lease.session.leases[lease.id] = lease
         self.by_kind[lease.kind] += 1
         self._push(lease)
@@ -170,19 +170,19 @@ class LeaseBook:
         if lease.pending:
             lease.add_page(entries, granted)
         elif granted:
-            if self._settled.pop(lease.id, None) is not None:
-                self._settled_bytes -= len(lease.answers)
+            if self.settled.pop(lease.id, None) is not None:
+                self.settled_bytes -= len(lease.answers)
             lease.entries = [None] * len(lease.answers)
             lease.add_page(entries, granted)
             self.open(lease)
         else:
             lease.answers += bytes((_NOT_HELD,)) * len(entries)
-            self._settled_bytes += len(entries) if lease.id in self._settled else 0
+            self.settled_bytes += len(entries) if lease.id in self.settled else 0
 
     def take_over(self, lease: KernelLease, lease_id: int, positions: Sequence[int]) -> None:
         """What the lease of that id, which nobody was told of, holds, this one holds at `positions`, where it held
         nothing so far. One that is settled opens again."""
-        other = self._open.get(lease_id)
+        other = self.by_id.get(lease_id)
         if other is None:
             return  # nothing was granted
         held = [(at, item) for at, item in zip(positions, other.entries, strict=True) if item is not None]
@@ -190,8 +190,8 @@ class LeaseBook:
         other.pending = 0
         self.close(other)
         if not lease.pending:
-            if self._settled.pop(lease.id, None) is not None:
-                self._settled_bytes -= len(lease.answers)
+            if self.settled.pop(lease.id, None) is not None:
+                self.settled_bytes -= len(lease.answers)
             lease.entries = [None] * len(lease.answers)
             self.open(lease)
         for at, item in held:
@@ -199,7 +199,7 @@ class LeaseBook:
 
     def close(self, lease: KernelLease) -> None:
         """All is settled: remember the answers for a while."""
-        del self._open[lease.id]
+        del self.by_id[lease.id]
         del lease.session.leases[lease.id]
         self.by_kind[lease.kind] -= 1
         if lease.queued:
@@ -209,13 +209,13 @@ class LeaseBook:
 
     def remember(self, lease: KernelLease) -> None:
         lease.entries = []
-        self._settled[lease.id] = lease
+        self.settled[lease.id] = lease
         self._settled_order.append(lease)
-        self._settled_bytes += len(lease.answers)
-        while len(self._settled_order) > self._settled_max or self._settled_bytes > REMEMBERED_BYTES_MAX:
+        self.settled_bytes += len(lease.answers)
+        while len(self._settled_order) > self._settled_max or self.settled_bytes > REMEMBERED_BYTES_MAX:
             oldest = self._settled_order.popleft()
-            if self._settled.pop(oldest.id, None) is not None:  # None: it was reopened since
-                self._settled_bytes -= len(oldest.answers)
+            if self.settled.pop(oldest.id, None) is not None:  # None: it was reopened since
+                self.settled_bytes -= len(oldest.answers)
 
     def find(self, session: KernelSession, lease_id: int, kind: LeaseKind | None) -> KernelLease:
         """The session's lease of that id, open or remembered. Raises `LeaseExpiredError` and counts otherwise."""
@@ -232,19 +232,19 @@ class LeaseBook:
 
     def of_session(self, session: KernelSession, lease_id: int) -> KernelLease | None:
         """The session's lease of that id, open or remembered, if there is one."""
-        lease = self._open.get(lease_id) or self._settled.get(lease_id)
+        lease = self.by_id.get(lease_id) or self.settled.get(lease_id)
         return lease if lease is not None and lease.session is session else None
 
     def find_open(self, lease_id: int) -> KernelLease | None:
         """The lease of that id, whoever has it, while it is open."""
-        return self._open.get(lease_id)
+        return self.by_id.get(lease_id)
 
     def find_promise(self, promise_id: int, namespace: int) -> KernelLease | None:
         """A promise that any session of its namespace may redeem; None, and counted, when it is no more."""
-        promise = self._open.get(promise_id)
+        promise = self.by_id.get(promise_id)
         if promise is not None and promise.kind is LeaseKind.PROMISE and promise.namespace == namespace:
             return promise
-        if promise_id not in self._settled:  # redeemed by another rank of the same request: no mystery
+        if promise_id not in self.settled:  # redeemed by another rank of the same request: no mystery
             self.stale += 1
         return None
 
@@ -269,7 +269,7 @@ class LeaseBook:
             leases_max -= 1
             lease = heapq.heappop(heap)[2]
             lease.queued = False
-            if lease.id not in self._open:
+            if lease.id not in self.by_id:
                 self._stale_deadlines -= 1
             elif lease.deadline > now:
                 self._push(lease)
@@ -290,7 +290,7 @@ class LeaseBook:
             kept = []
             for entry in self._deadlines:
                 lease = entry[2]
-                lease.queued = lease.id in self._open
+                lease.queued = lease.id in self.by_id
                 if lease.queued:
                     kept.append(entry)
             heapq.heapify(kept)

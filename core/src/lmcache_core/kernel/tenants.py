@@ -127,7 +127,7 @@ class TenantedPolicy(EvictionPolicy):
         self._others = Tenant(OTHERS, make() if others is None else others, others_quota)
         self.evicts = self._others.policy.evicts
         self._tenants: dict[str, Tenant] = {}
-        self._owner: dict[int, Tenant] = {}
+        self.owners: dict[int, Tenant] = {}
         self._move: _Move | None = None
         self._waiting: deque[tuple[frozenset[int], Tenant]] = deque()  # moves to come: to whom
         self.position: Callable[[Entry], int] = lambda entry: 0  # the store's, once objects may change hands
@@ -148,7 +148,7 @@ class TenantedPolicy(EvictionPolicy):
     def found(self, name: str, namespaces: Iterable[int], quota: Quota) -> None:
         """A tenant of a store that has nothing of these namespaces yet."""
         tenant = self._tenants[name] = Tenant(name, self.make(), quota)
-        self._owner.update(dict.fromkeys(namespaces, tenant))
+        self.owners.update(dict.fromkeys(namespaces, tenant))
         self._divide()
 
     def change(self, name: str, namespaces: frozenset[int], quota: Quota) -> None:
@@ -175,14 +175,14 @@ class TenantedPolicy(EvictionPolicy):
 
     def _namespaces_of(self, tenant: Tenant) -> set[int]:
         """That it has, or will have."""
-        owners = dict(self._owner)
+        owners = dict(self.owners)
         for namespaces, target in self._waiting:
             owners.update(dict.fromkeys(namespaces, target))
         return {namespace for namespace, owner in owners.items() if owner is tenant}
 
     def tenant_of(self, namespace: int) -> str:
         """Whose the namespace is, or is to be once what waits has moved."""
-        owner = self._owner.get(namespace, self._others)
+        owner = self.owners.get(namespace, self._others)
         for namespaces, target in self._waiting:
             if namespace in namespaces:
                 owner = target
@@ -245,7 +245,7 @@ class TenantedPolicy(EvictionPolicy):
             namespaces, target = self._waiting.popleft()
             by_source: dict[Tenant, list[int]] = {}
             for namespace in namespaces:
-                by_source.setdefault(self._owner.get(namespace, self._others), []).append(namespace)
+                by_source.setdefault(self.owners.get(namespace, self._others), []).append(namespace)
             by_source.pop(target, None)
             if not by_source:
                 continue
@@ -255,9 +255,9 @@ class TenantedPolicy(EvictionPolicy):
                 self._waiting.appendleft((rest, target))
             for namespace in some:
                 if target is self._others:
-                    self._owner.pop(namespace, None)
+                    self.owners.pop(namespace, None)
                 else:
-                    self._owner[namespace] = target
+                    self.owners[namespace] = target
                 charged = self.charged.get(namespace, 0)
                 source.used_bytes -= charged
                 target.used_bytes += charged
@@ -282,11 +282,11 @@ class TenantedPolicy(EvictionPolicy):
 
     def over_limit(self, namespace: int) -> int:
         """Bytes by which whoever owns the namespace is over its limit."""
-        return self._owner.get(namespace, self._others).over_bytes
+        return self.owners.get(namespace, self._others).over_bytes
 
     def victims_of(self, namespace: int, nbytes: int) -> list[Entry]:
         """As `victims`, of the namespace's owner alone."""
-        return self._owner.get(namespace, self._others).policy.victims(nbytes)
+        return self.owners.get(namespace, self._others).policy.victims(nbytes)
 
     def excess(self, nbytes: int) -> list[Entry]:
         """Victims of those that are over their limits, of `nbytes` or a little more."""
@@ -318,7 +318,7 @@ class TenantedPolicy(EvictionPolicy):
             tenant.policy.remove(own)
 
     def charge(self, namespace: int, nbytes: int) -> None:
-        self._owner.get(namespace, self._others).used_bytes += nbytes
+        self.owners.get(namespace, self._others).used_bytes += nbytes
 
     def surplus(self, nbytes: int) -> list[Entry]:
         """Only from those that are over their shares: headroom is worth nothing that a share covers."""
@@ -339,7 +339,7 @@ class TenantedPolicy(EvictionPolicy):
         """What somebody else's share covers stays, for as long as anyone is over."""
         if not self._over():
             return False
-        asking = self._owner.get(namespace, self._others)
+        asking = self.owners.get(namespace, self._others)
         return any(
             tenant is not asking and tenant.used_bytes <= tenant.share_bytes for tenant, _ in self._by_tenant(entries)
         )
@@ -384,7 +384,7 @@ class TenantedPolicy(EvictionPolicy):
         return [entry for own in named for entry in own]
 
     def _by_tenant(self, entries: Sequence[Entry]) -> Iterable[tuple[Tenant, list[Entry]]]:
-        owners, others, move = self._owner, self._others, self._move
+        owners, others, move = self.owners, self._others, self._move
         groups: dict[Tenant, list[Entry]] = {}
         for entry in entries:
             owner = owners.get(entry.namespace, others)

@@ -35,6 +35,11 @@ class DefaultPrefetch(PrefetchPolicy):
     def retains(self, keys: Sequence[bytes], room: int) -> Sequence[bool]:
         return [self._seen(key) or at < room for at, key in enumerate(keys)]
 
+    @property
+    def remembered(self) -> int:
+        """How many of the keys that were loaded lately it knows."""
+        return len(self._young) + len(self._old)
+
     def _seen(self, key: bytes) -> bool:
         """Whether this key was loaded before; remembers it."""
         known = key in self._young or key in self._old

@@ -27,7 +27,7 @@ def huge_page_fraction(segment: Segment, smaps: Path = Path("/proc/self/smaps"))
     try:
         huge_bytes = _scanned(segment)
     except OSError:
-        huge_bytes = _from_smaps(segment, smaps)
+        huge_bytes = from_smaps(segment, smaps)
     return min(huge_bytes / segment.info.data_bytes, 1.0)
 
 
@@ -50,7 +50,7 @@ def _scanned(segment: Segment) -> int:
     return huge_bytes
 
 
-def _from_smaps(segment: Segment, smaps: Path) -> int:
+def from_smaps(segment: Segment, smaps: Path) -> int:
     mapping = segment.mapping
     start, end = mapping.address, mapping.address + mapping.nbytes
     huge_kib, inside = 0, False

@@ -20,6 +20,11 @@ class Scratch:
         self._region = memoryview(b"")
         self._used_bytes = 0
 
+    @property
+    def nbytes(self) -> int:
+        """What it keeps for the next time."""
+        return self._region.nbytes
+
     def take(self, nbytes: int) -> memoryview:
         """A writable view of `nbytes`, page-aligned, with undefined content."""
         rounded = -(-nbytes // PAGE_BYTES) * PAGE_BYTES

@@ -63,7 +63,7 @@ class Dispatch:
         self._settings = parts.settings
         self._status = status
         self.counters: Counter[str] = Counter()
-        self._handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
+        self.handlers: dict[type, Callable[[Session, Any], m.Message | None]] = {
             m.Attach: self._attach,
             m.RegisterLayout: self._register_layout,
             m.LookupRequest: self._lookup,
@@ -126,7 +126,7 @@ class Dispatch:
             if session is None:
                 return self._hello(peer, request)
             session.heard_at_s = self._l1.clock.now
-            handler = self._handlers.get(type(request))
+            handler = self.handlers.get(type(request))
             if handler is None:
                 raise ProtocolError("this session has already said hello")
             return handler(session, request)

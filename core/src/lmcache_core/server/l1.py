@@ -111,7 +111,7 @@ class L1:
         self.wants_reuse = False
         self.clock = clock
         self.counters: Counter[str] = Counter()
-        self._notify = notify
+        self.notify = notify
         self._untold: deque[Effect] = deque()
         self.preparing: deque[tuple[Preparation, Callable[[], None]]] = deque()  # callers that wait for room
         self._policy_quiet_until_s = 0.0
@@ -292,7 +292,7 @@ class L1:
             case Removed():
                 self.counters[f"removed_{effect.reason.name.lower()}"] += len(effect.objects)
             case LeaseExpired():
-                self._notify(effect)
+                self.notify(effect)
             case PolicyFailed():
                 self._policy_failed(effect)
             case RowLeft():

@@ -49,7 +49,7 @@ class LifelinePeer(Peer):
         self._loop = loop
         self._on_frame = on_frame
         self._on_end = on_end
-        self._waiting: deque[tuple[bytes, int]] = deque()
+        self.waiting: deque[tuple[bytes, int]] = deque()
         self._buffer = loop.buffer  # one byte more than a frame may have: a larger packet fills it
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self.pid, self.uid, self._gid = struct.unpack("iII", credentials)
@@ -101,11 +101,11 @@ class LifelinePeer(Peer):
         self._on_frame(self, self._buffer[:nbytes])
 
     def send(self, frame: bytes, fd: int = -1) -> None:
-        if self._waiting or not self._send_now(frame, fd):
-            if len(self._waiting) >= SEND_QUEUE_FRAMES_MAX:
+        if self.waiting or not self._send_now(frame, fd):
+            if len(self.waiting) >= SEND_QUEUE_FRAMES_MAX:
                 self._end()
                 return
-            self._waiting.append((frame, os.dup(fd) if fd >= 0 else -1))
+            self.waiting.append((frame, os.dup(fd) if fd >= 0 else -1))
             self._watch(_READ | select.EPOLLOUT)
 
     def _send_now(self, frame: bytes, fd: int) -> bool:
@@ -123,11 +123,11 @@ class LifelinePeer(Peer):
         return True
 
     def _flush(self) -> None:
-        while self._waiting:
-            frame, fd = self._waiting[0]
+        while self.waiting:
+            frame, fd = self.waiting[0]
             if not self._send_now(frame, fd):
                 return
-            self._waiting.popleft()
+            self.waiting.popleft()
             if fd >= 0:
                 os.close(fd)
         self._watch(_READ)
@@ -145,8 +145,8 @@ class LifelinePeer(Peer):
         if self._sock.fileno() >= 0:
             self._loop.remove(self._sock.fileno())
             self._sock.close()
-            while self._waiting:
-                _, fd = self._waiting.popleft()
+            while self.waiting:
+                _, fd = self.waiting.popleft()
                 if fd >= 0:
                     os.close(fd)
 

@@ -62,9 +62,9 @@ class Lookups:
         self._l1 = l1
         self._policy_named = policy_named
         self._share = share
-        self._timed: dict[Wait, None] = {}  # replies that are sent before their loads may have ended
+        self.timed: dict[Wait, None] = {}  # replies that are sent before their loads may have ended
         self._open: dict[Wait, None] = {}  # under way
-        self._waits: dict[int, Wait] = {}  # by job id: the open ones, and the last that ended …
+        self.waits: dict[int, Wait] = {}  # by job id: the open ones, and the last that ended …
         self._remembered: deque[Wait] = deque()  # … in this order
         self._keys_remembered = 0  # of the latter
         self._made_late: dict[int, Wait] = {}  # by the promise that a query after its loads made
@@ -140,10 +140,10 @@ class Lookups:
         self._open[wait] = None
         self._by_session[session.id] += 1
         self._share.take(session.origin)
-        self._waits[job.id] = wait
+        self.waits[job.id] = wait
         if wait.holds_reply:
             if options.wait_s < allowed_s:
-                self._timed[wait] = None
+                self.timed[wait] = None
             return None
         return self._found(options, request.rid, wait.first, job=job, done=False)
 
@@ -192,7 +192,7 @@ class Lookups:
     def after_step(self) -> None:
         """Answer queries about hits that are known now, and lookups whose wait is over."""
         now = self._l1.clock.now
-        for wait in [wait for wait in self._timed if wait.reply_at_s <= now]:
+        for wait in [wait for wait in self.timed if wait.reply_at_s <= now]:
             self._reply(wait)
         if self._asking:
             for wait in [wait for wait in self._asking if wait.job is not None and wait.job.hits is not None]:
@@ -201,7 +201,7 @@ class Lookups:
     @property
     def next_reply_s(self) -> float | None:
         """When `after_step` has a reply to send even if nothing else happens."""
-        return min([wait.reply_at_s for wait in self._timed]) if self._timed else None
+        return min([wait.reply_at_s for wait in self.timed]) if self.timed else None
 
     @property
     def under_way(self) -> int:
@@ -266,7 +266,7 @@ class Lookups:
 
     def _reply(self, wait: Wait) -> None:
         """Send the delayed reply: the loads have ended, or it has waited long enough."""
-        self._timed.pop(wait, None)
+        self.timed.pop(wait, None)
         wait.holds_reply = False
         if wait.promise:  # the reply has one for everything, and nobody was told about this one
             self._kernel.take_promise_back(wait.promise, self._l1.clock.now)
@@ -345,7 +345,7 @@ class Lookups:
         )
 
     def _wait_of(self, session: Session, job_id: int) -> Wait:
-        wait = self._waits.get(job_id)
+        wait = self.waits.get(job_id)
         if wait is None or wait.session.client_id != session.client_id:
             raise UsageError(f"job {job_id} is not a lookup of this client, or ended long ago")
         return wait
@@ -359,7 +359,7 @@ class Lookups:
             self._keys_remembered -= len(oldest.keys)
             self._made_late.pop(oldest.promise, None)
             if oldest.job is not None:
-                del self._waits[oldest.job.id]
+                del self.waits[oldest.job.id]
 
 
 def _check(options: LookupOptions) -> None:

@@ -48,7 +48,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.RLock()  # guards the descriptor's life; a signal handler may enter it again
-        self._stopping = False
+        self.stopping = False
         self.faults = 0
         self.longest_turn_s = 0.0  # how long everybody else's messages waited, for whatever reason
         self.buffer = memoryview(bytearray(FRAME_BYTES_MAX + 1))  # for receivers, which use it one at a time
@@ -89,7 +89,7 @@ class Loop:
 
     def stop(self) -> None:
         """End `run` after the current turn. Safe from any thread and from signal handlers."""
-        self._stopping = True
+        self.stopping = True
         self.wake()
 
     def run(self, tick: Callable[[], float | None]) -> None:
@@ -99,7 +99,7 @@ class Loop:
         clock.turn()
         self._run_calls()  # earlier calls run before the first message
         timeout = 0.0
-        while not self._stopping:
+        while not self.stopping:
             ready = poll(timeout)
             clock.turn()
             if removed:

@@ -31,14 +31,14 @@ class Namespaces:
         self._kernel = kernel
         self._l1 = l1
         self._share = share  # of registrations: one for each session's use
-        self._in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
+        self.in_use: dict[int, tuple[int, int]] = {}  # namespace → layout id, sessions that use it
         self._by_layout: Counter[int] = Counter()  # namespaces in use
 
     def register(self, session: Session, namespace: int, layout: Layout) -> int:
         """Bind the session to a namespace; returns the layout's id. Raises `UsageError` if the namespace has another
         layout."""
         layout_id = self._layout_id(session, layout)
-        known, sessions = self._in_use.get(namespace, (self._kernel.layout_of(namespace), 0))
+        known, sessions = self.in_use.get(namespace, (self._kernel.layout_of(namespace), 0))
         if known is not None and known != layout_id:
             raise UsageError(
                 f"namespace {namespace:016x} has the layout {self._described(known)}, not {layout}: use a separate "
@@ -49,7 +49,7 @@ class Namespaces:
         if namespace not in session.namespaces:
             full = self._share.full_for(session.origin)
             self._share.take(session.origin)
-            self._in_use[namespace] = layout_id, sessions + 1
+            self.in_use[namespace] = layout_id, sessions + 1
             session.namespaces[namespace] = layout_id
             if not sessions:
                 self._by_layout[layout_id] += 1
@@ -73,9 +73,9 @@ class Namespaces:
         """The session no longer uses it, or has met so many others that it must register it again. Its existing
         objects, and those being written or stored, keep their layout in the pool."""
         self._share.free(session.origin)
-        layout_id, sessions = session.namespaces.pop(namespace), self._in_use.pop(namespace)[1] - 1
+        layout_id, sessions = session.namespaces.pop(namespace), self.in_use.pop(namespace)[1] - 1
         if sessions:
-            self._in_use[namespace] = layout_id, sessions
+            self.in_use[namespace] = layout_id, sessions
             return
         self._by_layout[layout_id] -= 1
         if not self._by_layout[layout_id]:

@@ -110,7 +110,7 @@ class Server:
         self._keeps_pool = False
         self._thread: threading.Thread | None = None
         self._arrivals: deque[socket.socket] = deque()  # clients in this process, until the loop accepts them
-        self._drain_until_s: float | None = None
+        self.drain_until_s: float | None = None
         self._chores_at_s = 0.0
 
     @property
@@ -136,7 +136,7 @@ class Server:
         gc.freeze()
         gc.set_threshold(1_000, 1_000_000, 1_000_000)
         with contextlib.ExitStack() as stack:
-            (signals or stack.enter_context(EndSignals())).tell(lambda: self.loop.call(self._begin_drain))
+            (signals or stack.enter_context(EndSignals())).tell(lambda: self.loop.call(self.begin_drain))
             try:
                 self._started()
                 if on_ready is not None:
@@ -168,7 +168,7 @@ class Server:
 
     def stop(self) -> None:
         """Drain and end; in embedded mode, waits for that. Safe from any thread and from signal handlers."""
-        self.loop.call(self._begin_drain)
+        self.loop.call(self.begin_drain)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -245,7 +245,7 @@ class Server:
         if self.l1.companions is not None:
             self.companions.step(now)
         self.l1.apply()
-        if self._drain_until_s is not None and self._drained(now):
+        if self.drain_until_s is not None and self._drained(now):
             self.loop.stop()
         touched = kernel.take_touched()
         if touched > self.longest_turn_objects:
@@ -308,14 +308,14 @@ class Server:
 
     def _drained(self, now: float) -> bool:
         idle = not self.kernel.clearing and not self.kernel.working and (self.tiering is None or self.tiering.drained)
-        return idle or self._drain_until_s is None or now >= self._drain_until_s
+        return idle or self.drain_until_s is None or now >= self.drain_until_s
 
-    def _begin_drain(self) -> None:
+    def begin_drain(self) -> None:
         """Accept nothing new, and write everything that is waiting for tiers. Whatever these steps do, the server ends
         within `drain_s`."""
-        if self._drain_until_s is None:
+        if self.drain_until_s is None:
             self.draining = True
-            self._drain_until_s = self.clock.now + self.settings.drain_s
+            self.drain_until_s = self.clock.now + self.settings.drain_s
             name, drain_s = self.settings.name, self.settings.drain_s
             told = named("draining", drain_s=drain_s)
             log.info("%r drains, for %g s at most: new stores are refused", name, drain_s, extra=told)

@@ -44,7 +44,7 @@ class StoreWaits:
         self._l1 = l1
         self._share = share
         self._wait_s = wait_s
-        self._waits: dict[_Wait, None] = {}
+        self.waits: dict[_Wait, None] = {}
         self._by_session: Counter[Session] = Counter()
         self._unshielded = 0  # the kernel's count at the last attempt …
         self._retry_at_s = 0.0  # … and when to try again even if it has not changed, because readers end, too
@@ -53,7 +53,7 @@ class StoreWaits:
 
     def __len__(self) -> int:
         """Stores that wait."""
-        return len(self._waits)
+        return len(self.waits)
 
     def holds(
         self, session: Session, rid: int, namespace: int, layout_id: int, keys: list[bytes], grants: Grants
@@ -64,9 +64,9 @@ class StoreWaits:
         if self._by_session[session] >= STORES_PER_SESSION_MAX or self._share.full_for(session.origin):
             return False
         now = self._l1.clock.now
-        if not self._waits:
+        if not self.waits:
             self._unshielded, self._retry_at_s = self._kernel.unshielded, now + HOUSEKEEPING_S
-        self._waits[_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s)] = None
+        self.waits[_Wait(session, rid, namespace, layout_id, keys, grants, now + self._wait_s)] = None
         self._by_session[session] += 1
         session.storing[namespace] += 1
         self._share.take(session.origin)
@@ -77,11 +77,11 @@ class StoreWaits:
         """Give the oldest what room there is, and answer those that have waited long enough. A bounded piece of work,
         for one page; returns whether there is more."""
         now, kernel = self._l1.clock.now, self._kernel
-        while self._waits and (oldest := next(iter(self._waits))).reply_at_s <= now:
+        while self.waits and (oldest := next(iter(self.waits))).reply_at_s <= now:
             self._answer(oldest)
-        if not self._waits or (kernel.unshielded == self._unshielded and now < self._retry_at_s):
+        if not self.waits or (kernel.unshielded == self._unshielded and now < self._retry_at_s):
             return False
-        oldest = next(iter(self._waits))
+        oldest = next(iter(self.waits))
         if oldest.preparation is not None:
             return False
         self._unshielded, self._retry_at_s = kernel.unshielded, now + HOUSEKEEPING_S
@@ -97,7 +97,7 @@ class StoreWaits:
             )
         except CacheError:  # its lease has expired: it keeps what it had
             self._answer(oldest)
-            return bool(self._waits)
+            return bool(self.waits)
         if oldest.preparation is not None:
             self._l1.answer_later(oldest.preparation, partial(self._prepared, oldest, oldest.preparation))
             return False
@@ -108,13 +108,13 @@ class StoreWaits:
         wait.preparation = None
         if done.grants is not None:
             self._take(wait, done.grants)
-        if wait in self._waits:
+        if wait in self.waits:
             self._tried(wait)
 
     def _take(self, wait: _Wait, more: Grants) -> None:
         kernel, session, now = self._kernel, wait.session, self._l1.clock.now
         with contextlib.suppress(CacheError):  # its lease has expired, or its session has ended
-            if wait in self._waits:
+            if wait in self.waits:
                 kernel.take_more(session.id, wait.namespace, wait.grants, more, now)
                 return
         with contextlib.suppress(CacheError):  # it was answered or withdrawn in the step that made room
@@ -127,20 +127,20 @@ class StoreWaits:
             return False
         self._answer(oldest)
         self._retry_at_s = self._l1.clock.now  # for the next one: there may be room left
-        return bool(self._waits)
+        return bool(self.waits)
 
     @property
     def next_at_s(self) -> float | None:
         """When `step` has something to do even if nothing else happens."""
-        if not self._waits:
+        if not self.waits:
             return None
-        return min(self._retry_at_s, next(iter(self._waits)).reply_at_s)  # they all have the same time limit
+        return min(self._retry_at_s, next(iter(self.waits)).reply_at_s)  # they all have the same time limit
 
     def session_gone(self, session: Session) -> None:
         """Withdraw its stores: nobody was told what they were granted, so nobody writes there. Called before anything
         happens to its leases."""
         if self._by_session[session]:
-            for wait in [wait for wait in self._waits if wait.session is session]:
+            for wait in [wait for wait in self.waits if wait.session is session]:
                 self._remove(wait)
                 granted = [at for at, status in enumerate(wait.grants.statuses, wait.grants.first) if not status]
                 with contextlib.suppress(CacheError):  # its leases have ended with it
@@ -149,12 +149,12 @@ class StoreWaits:
 
     def clear(self, namespace: int | None) -> None:
         """What was offered before a clear gets no room after it."""
-        self._answer_all([wait for wait in self._waits if namespace in (None, wait.namespace)])
+        self._answer_all([wait for wait in self.waits if namespace in (None, wait.namespace)])
 
     def session_ends(self, session: Session) -> None:
         """Its leases are about to be settled: report grants before that, and grant nothing afterwards."""
         if self._by_session[session]:
-            self._answer_all([wait for wait in self._waits if wait.session is session])
+            self._answer_all([wait for wait in self.waits if wait.session is session])
 
     def end(self) -> None:
         """Grant nothing new any more."""
@@ -162,7 +162,7 @@ class StoreWaits:
 
     def _answer_all(self, waits: Sequence[_Wait]) -> None:
         for wait in waits:
-            if wait in self._waits:  # otherwise its session has gone, which was noticed since
+            if wait in self.waits:  # otherwise its session has gone, which was noticed since
                 self._answer(wait)
 
     def _answer(self, wait: _Wait) -> None:
@@ -171,7 +171,7 @@ class StoreWaits:
         self._l1.answer(wait.session, granted(wait.rid, wait.grants, self._l1.clock.now))
 
     def _remove(self, wait: _Wait) -> None:
-        del self._waits[wait]
+        del self.waits[wait]
         if wait.preparation is not None:
             self._kernel.cancel_store(wait.preparation)
         self._by_session[wait.session] -= 1

@@ -120,8 +120,9 @@ class OperationContract(Contract):
         with operation_server.connect() as client:
             for body in (b"", b"\xc1", msgspec.msgpack.encode({"no_such_field_of_any": 1}), bytes(1000)):
                 sent = f"sent {len(body)} bytes that are no request"
+                channel = client.links.current(patient=True).channel
                 try:
-                    client._ask(lambda rid, body=body: m.CallOperation(rid, self.component, body))
+                    channel.call(lambda rid, body=body: m.CallOperation(rid, self.component, body))
                 except UsageError as error:
                     words = str(error)
                     assert self.component in words, f"{sent}, the refusal does not name it: {words}"

@@ -59,7 +59,7 @@ class FsAdapter(L2Adapter):
         self._recount = context.recount
         self._paths = Paths(settings.path)
         self._errors = Errors(context.tier, self._paths.root, settings)
-        self._temporary = TemporaryFolder(self._paths.temporary)
+        self.temporary = TemporaryFolder(self._paths.temporary)
         self._mode = WriteMode()
         self._lead = Lead(str(self._paths.root))
         self._making = threading.Lock()
@@ -126,7 +126,7 @@ class FsAdapter(L2Adapter):
         if not self._closed:
             self._closed = True
             self._lead.close()
-            self._temporary.close()
+            self.temporary.close()
 
     # --- one object ---------------------------------------------------------------------------------------
     def _store_one(self, item: StoreItem) -> Outcome:
@@ -137,13 +137,13 @@ class FsAdapter(L2Adapter):
             # Someone has deleted the directory, or a part of it: its objects are gone.
             self._recount.ask()
             with self._making:
-                self._made = os.path.isdir(self._temporary.path)
+                self._made = os.path.isdir(self.temporary.path)
             self._make_folders()
             self._make_shard(item.key)
             return self._publish(item)
 
     def _publish(self, item: StoreItem) -> Outcome:
-        temporary, final = self._temporary.name(), self._paths.object(item.key)
+        temporary, final = self.temporary.name(), self._paths.object(item.key)
         try:
             self._write(temporary, item)
             try:
@@ -152,7 +152,7 @@ class FsAdapter(L2Adapter):
                 self._make_shard(item.key)
                 os.rename(temporary, final)
         except OSError:
-            self._temporary.discard(temporary)
+            self.temporary.discard(temporary)
             raise
         if self._settings.fsync:
             try:
@@ -250,7 +250,7 @@ class FsAdapter(L2Adapter):
                 for folder in (str(self._paths.root), self._paths.objects, str(self._paths.temporary)):
                     make_folder(folder, sync=self._settings.fsync)
                 sweep(self._paths.temporary)
-                self._temporary.open()
+                self.temporary.open()
                 self._made = True
 
     def _make_shard(self, key: bytes) -> None:

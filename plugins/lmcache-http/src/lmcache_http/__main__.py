@@ -29,12 +29,12 @@ def main() -> None:
     name = os.environ.get("LMCACHE_CORE_NAME", "default")
     node = Node(name, Path(directory) if directory else None, int(uid) if uid else None)
     try:
-        uvicorn.run(make_app(node, settings, guard), **_where(settings))
+        uvicorn.run(make_app(node, settings, guard), **where_from(settings))
     finally:
         node.close()
 
 
-def _where(settings: HttpSettings) -> dict[str, Any]:
+def where_from(settings: HttpSettings) -> dict[str, Any]:
     where: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False, "lifespan": "off"}
     where |= {"timeout_graceful_shutdown": 2, "limit_concurrency": 256, "http": PatientProtocol}
     if settings.unix_socket is not None:

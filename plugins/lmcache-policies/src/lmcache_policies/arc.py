@@ -34,12 +34,12 @@ class ArcPolicy(SizedPolicy):
     def __init__(self, settings: ArcSettings | None = None) -> None:
         settings = settings or ArcSettings()
         super().__init__(settings.capacity_bytes)
-        self._once = _Segment(settings.ghost_keys_max)
-        self._again = _Segment(settings.ghost_keys_max)
+        self.once = _Segment(settings.ghost_keys_max)
+        self.again = _Segment(settings.ghost_keys_max)
         self._once_target_bytes = 0
 
     def insert(self, entries: Sequence[Entry]) -> None:
-        once, again = self._once, self._again
+        once, again = self.once, self.again
         for entry in entries:
             nbytes = entry.nbytes
             self._admit(nbytes)
@@ -50,7 +50,7 @@ class ArcPolicy(SizedPolicy):
         self._resized()
 
     def access(self, entries: Sequence[Entry]) -> None:
-        again = self._again
+        again = self.again
         for entry in entries:
             segment = entry.policy_data
             if entry.newer is not None:
@@ -74,7 +74,7 @@ class ArcPolicy(SizedPolicy):
 
     def victims(self, nbytes: int) -> list[Entry]:
         found: list[Entry] = []
-        once, again = self._once, self._again
+        once, again = self.once, self.again
         once_bytes = once.nbytes
         next_once, next_again = once.newer, again.newer
         while nbytes > 0 and not (next_once is once and next_again is again):
@@ -99,7 +99,7 @@ class ArcPolicy(SizedPolicy):
 
     def _returns(self, entry: Entry) -> bool:
         """Whether the new entry is a ghost of either kind; if so, move the target towards that kind."""
-        gone_once, gone_again = self._once.ghosts, self._again.ghosts
+        gone_once, gone_again = self.once.ghosts, self.again.ghosts
         once_bytes, again_bytes = gone_once.nbytes, gone_again.nbytes
         if gone_once.take(entry) is not None:
             step = entry.nbytes * max(1, again_bytes // max(1, once_bytes))
@@ -113,7 +113,7 @@ class ArcPolicy(SizedPolicy):
 
     def _resized(self) -> None:
         capacity_bytes = self.capacity_bytes
-        once, again = self._once, self._again
+        once, again = self.once, self.again
         self._once_target_bytes = min(self._once_target_bytes, capacity_bytes)
         # Both kinds of "once" together fit one capacity, and everything, ghosts included, fits two.
         once.ghosts.trim(max(0, capacity_bytes - once.nbytes))

@@ -18,10 +18,10 @@ class LfuPolicy(EvictionPolicy):
     """
 
     def __init__(self, settings: None = None) -> None:
-        self._levels: dict[int, Chain] = {}
+        self.levels: dict[int, Chain] = {}
         # The counts that occur, in order. There are few (n different counts need n²/2 uses), and the list
         # moves only when a count appears or disappears.
-        self._counts: list[int] = []
+        self.counts: list[int] = []
 
     def insert(self, entries: Sequence[Entry]) -> None:
         if not entries:
@@ -32,7 +32,7 @@ class LfuPolicy(EvictionPolicy):
             level.append(entry)
 
     def access(self, entries: Sequence[Entry]) -> None:
-        levels = self._levels
+        levels = self.levels
         for entry in entries:
             count = entry.policy_data
             if entry.newer is not None:
@@ -44,7 +44,7 @@ class LfuPolicy(EvictionPolicy):
             (level if level is not None else self._level(count)).append(entry)
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        levels = self._levels
+        levels = self.levels
         for entry in entries:
             count = entry.policy_data
             entry.policy_data = None
@@ -56,10 +56,10 @@ class LfuPolicy(EvictionPolicy):
     def victims(self, nbytes: int) -> list[Entry]:
         found: list[Entry] = []
         emptied = []
-        for count in self._counts:
+        for count in self.counts:
             if nbytes <= 0:
                 break
-            level = self._levels[count]
+            level = self.levels[count]
             nbytes = name_oldest(level, nbytes, found)
             if level.empty:
                 emptied.append(count)
@@ -73,12 +73,12 @@ class LfuPolicy(EvictionPolicy):
                 self._level(entry.policy_data).prepend(entry)
 
     def _level(self, count: int) -> Chain:
-        level = self._levels.get(count)
+        level = self.levels.get(count)
         if level is None:
-            level = self._levels[count] = Chain()
-            self._counts.insert(bisect_left(self._counts, count), count)
+            level = self.levels[count] = Chain()
+            self.counts.insert(bisect_left(self.counts, count), count)
         return level
 
     def _drop(self, count: int) -> None:
-        del self._levels[count]
-        del self._counts[bisect_left(self._counts, count)]
+        del self.levels[count]
+        del self.counts[bisect_left(self.counts, count)]

@@ -51,21 +51,21 @@ class LrukPolicy(SizedPolicy):
         settings = settings or LrukSettings()
         super().__init__(settings.capacity_bytes)
         self._ghost_capacities = settings.ghost_capacities
-        self._ghosts = Ghosts(settings.ghost_keys_max)
+        self.ghosts = Ghosts(settings.ghost_keys_max)
         self._once = Chain()
-        self._timeline = Chain()
+        self.timeline = Chain()
 
     def insert(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._admit(entry.nbytes)
-            before = self._ghosts.take(entry)
+            before = self.ghosts.take(entry)
             entry.policy_data = _Uses(before, _Use(entry))
             if before is None:
                 self._once.append(entry)
             else:
                 before.entry = entry
                 self._place(before)
-            self._timeline.append(entry.policy_data.last)
+            self.timeline.append(entry.policy_data.last)
 
     def access(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -80,7 +80,7 @@ class LrukPolicy(SizedPolicy):
             self._place(uses.last)
             uses.before = uses.last
             uses.last = use
-            self._timeline.append(use)
+            self.timeline.append(use)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -92,15 +92,15 @@ class LrukPolicy(SizedPolicy):
                 unlink(uses.before)
             self.resident_bytes -= entry.nbytes
             uses.last.entry = None
-            self._forget(self._ghosts.put(entry, uses.last))
+            self._forget(self.ghosts.put(entry, uses.last))
         self._resized()
 
     def victims(self, nbytes: int) -> list[Entry]:
         found: list[Entry] = []
         nbytes = name_oldest(self._once, nbytes, found)
-        use = self._timeline.newer
+        use = self.timeline.newer
         # Every use that the walk passes without effect belongs to an entry named here: at most two for each.
-        while nbytes > 0 and use is not self._timeline:
+        while nbytes > 0 and use is not self.timeline:
             newer = use.newer
             entry = use.entry
             if entry is None:
@@ -129,12 +129,12 @@ class LrukPolicy(SizedPolicy):
     def _place(self, use: _Use) -> None:
         """Put back a use that a walk has removed: it is older than those that the walk left."""
         if use.newer is None:
-            self._timeline.prepend(use)
+            self.timeline.prepend(use)
 
     def _forget(self, use: _Use | None) -> None:
         if use is not None and use.newer is not None:
             unlink(use)
 
     def _resized(self) -> None:
-        for use in self._ghosts.trim(int(self.capacity_bytes * self._ghost_capacities)):
+        for use in self.ghosts.trim(int(self.capacity_bytes * self._ghost_capacities)):
             self._forget(use)

@@ -49,13 +49,13 @@ class S3FifoPolicy(SizedPolicy):
         self._small_bytes = 0
         self._small_target_bytes = 0
         self._chances = 0
-        self._ghosts = Ghosts(settings.ghost_keys_max)
+        self.ghosts = Ghosts(settings.ghost_keys_max)
         self._resized()
 
     def insert(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._admit(entry.nbytes)
-            newcomer = self._ghosts.take(entry) is None
+            newcomer = self.ghosts.take(entry) is None
             queue = self._small if newcomer else self._main
             if newcomer:
                 self._small_bytes += entry.nbytes
@@ -84,7 +84,7 @@ class S3FifoPolicy(SizedPolicy):
             if place.queue is self._small:
                 self._small_bytes -= entry.nbytes
             if place.newcomer:
-                self._ghosts.put(entry)
+                self.ghosts.put(entry)
         self._trim()
 
     def victims(self, nbytes: int) -> list[Entry]:
@@ -139,4 +139,4 @@ class S3FifoPolicy(SizedPolicy):
 
     def _trim(self) -> None:
         # The history is as long as the main queue: what would have been kept there.
-        self._ghosts.trim(self.capacity_bytes - self._small_target_bytes)
+        self.ghosts.trim(self.capacity_bytes - self._small_target_bytes)

@@ -51,7 +51,7 @@ class RedisAdapter(L2Adapter):
     def __init__(self, settings: RedisSettings, context: AdapterContext) -> None:
         self._settings = settings
         self._tier = context.tier
-        self._client = Client(settings, context)
+        self.client = Client(settings, context)
         self._prefix = settings.key_prefix.encode()
         self._expiry = () if settings.ttl_s is None else (b"PX", b"%d" % max(1, round(settings.ttl_s * 1000)))
         self._said = False
@@ -64,7 +64,7 @@ class RedisAdapter(L2Adapter):
         for item in items:
             name = self._name(item.key)
             commands.append(Command(name, (b"SET", name), item.buffers or (memoryview(b""),), self._expiry))
-        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
         self._say_once()
         stored = [Outcome(Result.DONE, item.nbytes) for item in items]
         return [
@@ -77,7 +77,7 @@ class RedisAdapter(L2Adapter):
         prefix with a hole is worth nothing, and "not there" would be wrong."""
         self._check_open()
         names = [self._name(key) for key in keys]
-        replies = self._client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
+        replies = self.client.ask([simple(b"TOUCH", name, key=name) for name in names], deadline)
         for reply in replies:
             if not isinstance(reply, int):
                 raise self._error("look up", reply, deadline)
@@ -89,7 +89,7 @@ class RedisAdapter(L2Adapter):
         for item in items:
             name = self._name(item.key)
             commands.append(Command(name, (b"GET", name), into=item.buffers))
-        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
         self._say_once()
         return [self._loaded(command, reply) for command, reply in zip(commands, replies, strict=True)]
 
@@ -97,7 +97,7 @@ class RedisAdapter(L2Adapter):
         self._check_open()
         names = [self._name(key) for key in keys]
         commands = [simple(b"UNLINK", name, key=name) for name in names]
-        replies = self._client.ask(commands, deadline, self._settings.failover_wait_s)
+        replies = self.client.ask(commands, deadline, self._settings.failover_wait_s)
         return [_DONE if isinstance(reply, int) else self._failed("delete", reply) for reply in replies]
 
     def usage(self) -> Usage:
@@ -168,7 +168,7 @@ class RedisAdapter(L2Adapter):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._client.close()
+            self.client.close()
 
     # --- parts ----------------------------------------------------------------------------------------------
     def _name(self, key: bytes) -> bytes:
@@ -191,7 +191,7 @@ class RedisAdapter(L2Adapter):
         if not names:
             return []
         idle = [simple(b"OBJECT", b"IDLETIME", name) for name in names]
-        replies = self._client.ask_one(address, [*idle, *(simple(b"STRLEN", name) for name in names)], deadline)
+        replies = self.client.ask_one(address, [*idle, *(simple(b"STRLEN", name) for name in names)], deadline)
         now = time.time()
         entries = []
         for name, idle_s, nbytes in zip(names, replies, replies[len(names) :], strict=False):
@@ -211,14 +211,14 @@ class RedisAdapter(L2Adapter):
         return entries
 
     def _primaries(self, deadline: float) -> list[Address]:
-        if not self._client.topology.version:
-            broken = self._client.topology.refresh(deadline, 0)
+        if not self.client.topology.version:
+            broken = self.client.topology.refresh(deadline, 0)
             if broken is not None:
                 raise self._error("find its servers", broken, deadline)
-        return self._client.topology.primaries()
+        return self.client.topology.primaries()
 
     def _one(self, address: Address, command: Command, deadline: float) -> Reply:
-        return self._client.ask_one(address, [command], deadline)[0]
+        return self.client.ask_one(address, [command], deadline)[0]
 
     def _failed(self, what: str, reply: Reply) -> Outcome:
         result, text, retryable = explain(self._tier, what, reply)
@@ -227,14 +227,14 @@ class RedisAdapter(L2Adapter):
     def _error(self, what: str, reply: Reply, deadline: float) -> TierError:
         if isinstance(reply, Broken):
             # This also notices a change of primaries: the next call finds the new one.
-            self._client.topology.refresh(
-                min(deadline, time.monotonic() + self._settings.connect_timeout_s), self._client.topology.version
+            self.client.topology.refresh(
+                min(deadline, time.monotonic() + self._settings.connect_timeout_s), self.client.topology.version
             )
         _, text, retryable = explain(self._tier, what, reply)
         return TierError(text, retryable=retryable)
 
     def _say_once(self) -> None:
-        if self._client.fell_back and not self._said:
+        if self.client.fell_back and not self._said:
             self._said = True
             log.warning(
                 "tier %r: the installed redis-py hides its sockets: payloads are copied, at half the speed or less",

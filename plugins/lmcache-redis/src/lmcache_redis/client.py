@@ -33,7 +33,7 @@ class Client:
         self._settings = settings
         self._context = context
         self._exchanger = Exchanger(context.tier, settings.transport)
-        self._pools: dict[Address, ConnectionPool] = {}
+        self.pools: dict[Address, ConnectionPool] = {}
         self._lock = threading.Lock()
         self._closed = False
         self.topology: Topology
@@ -89,8 +89,8 @@ class Client:
         self._exchanger.close()
         with self._lock:
             self._closed = True
-            pools = list(self._pools.values())
-            self._pools.clear()
+            pools = list(self.pools.values())
+            self.pools.clear()
         for pool in pools:
             pool.disconnect(inuse_connections=False)
 
@@ -144,11 +144,11 @@ class Client:
 
     def _pool(self, address: Address) -> ConnectionPool:
         with self._lock:
-            pool = self._pools.get(address)
+            pool = self.pools.get(address)
             if pool is None:
                 pool = make_pool(self._settings, address)
                 if not self._closed:
-                    self._pools[address] = pool
+                    self.pools[address] = pool
             return pool
 
 

@@ -54,7 +54,7 @@ class S3Adapter(L2Adapter):
         self._context = context
         self._names = Names(settings.prefix)
         self._errors = Errors(context.tier, settings.bucket)
-        self._client = S3Client(settings, context.connections, context.tier)
+        self.client = S3Client(settings, context.connections, context.tier)
         self._conditions = True  # whether the service knows If-None-Match
         self._ranges = True  # whether the service knows Range
         # Names of damaged objects that could not be deleted: to be replaced.
@@ -87,7 +87,7 @@ class S3Adapter(L2Adapter):
         for start in range(0, len(keys), _LIST_PAGE):
             names = [self._names.of(key) for key in keys[start : start + _LIST_PAGE]]
             try:
-                failed = self._client.delete(names, deadline)
+                failed = self.client.delete(names, deadline)
             except LinkError as error:
                 outcomes += [self._errors.failure("delete", error)] * len(names)
                 continue
@@ -117,7 +117,7 @@ class S3Adapter(L2Adapter):
         self._check_open()
         try:
             page = next_page(
-                lambda place: self._client.list(self._names.prefix, place, _LIST_PAGE, deadline),
+                lambda place: self.client.list(self._names.prefix, place, _LIST_PAGE, deadline),
                 cursor,
                 self._context.tier,
                 ordered=not self._settings.is_directory_bucket,
@@ -138,7 +138,7 @@ class S3Adapter(L2Adapter):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._client.close()
+            self.client.close()
 
     # --- one object ---------------------------------------------------------------------------------------
     def _store_one(self, item: StoreItem, deadline: float) -> Outcome:
@@ -150,19 +150,19 @@ class S3Adapter(L2Adapter):
         ask = self._settings.skip_existing and bool(kind) and name not in self._unsound
         occupied = False
         if ask and nbytes >= self._settings.ask_first_bytes:
-            there = self._client.head(name, deadline)
+            there = self.client.head(name, deadline)
             if _holds(there, kind):
                 return Outcome(Result.DONE, nbytes)
             occupied = there.ok
         condition = Condition(kind, if_absent=ask and not occupied and self._conditions)
-        answer = self._client.put(name, item.buffers, condition, deadline)
+        answer = self.client.put(name, item.buffers, condition, deadline)
         if condition.if_absent and not answer.ok:
             if answer.status in (409, 412):  # another writer was first, just now or long ago
-                if _holds(self._client.head(name, deadline), kind):
+                if _holds(self.client.head(name, deadline), kind):
                     return Outcome(Result.DONE, nbytes)
-                answer = self._client.put(name, item.buffers, Condition(kind), deadline)
+                answer = self.client.put(name, item.buffers, Condition(kind), deadline)
             elif answer.status == 501 or (answer.status == 400 and answer.code in _REFUSES_CONDITIONS):
-                answer = self._client.put(name, item.buffers, Condition(kind), deadline)
+                answer = self.client.put(name, item.buffers, Condition(kind), deadline)
                 # Only now do we know that the service refused the condition.
                 self._conditions = self._conditions and not answer.ok
         if not answer.ok:
@@ -178,12 +178,12 @@ class S3Adapter(L2Adapter):
             joined = self._load_ranges(name, item.buffers, spans, deadline)
             if joined is not None:
                 return self._loaded(name, joined, room)
-        return self._loaded(name, self._client.get(name, item.buffers, None, deadline), room)
+        return self._loaded(name, self.client.get(name, item.buffers, None, deadline), room)
 
     def _load_ranges(
         self, name: str, buffers: Sequence[memoryview], spans: Sequence[Span], deadline: float
     ) -> Answer | None:
-        calls = [partial(self._client.get, name, views_of(buffers, span), span, deadline) for span in spans]
+        calls = [partial(self.client.get, name, views_of(buffers, span), span, deadline) for span in spans]
         answers = self._context.parallel(calls)
         if answers[0].status == 200:
             self._ranges = False  # the service sends whole objects, whatever is requested
@@ -199,7 +199,7 @@ class S3Adapter(L2Adapter):
         return Outcome(Result.MISS) if answer.absent else self._errors.outcome("load", answer)
 
     def _head(self, key: bytes, deadline: float) -> Answer:
-        return self._client.head(self._names.of(key), deadline)
+        return self.client.head(self._names.of(key), deadline)
 
     # --- all of them --------------------------------------------------------------------------------------
     def _each(self, what: str, calls: Sequence[Callable[[], Outcome]]) -> list[Outcome]:

@@ -49,8 +49,8 @@ class S3Client:
     def __init__(self, settings: S3Settings, connections: int, tier: str) -> None:
         self._settings = settings
         self._tier = tier
-        self._account = Account(settings, connections)
-        self._plain = PlainTransport(settings, self._account)
+        self.account = Account(settings, connections)
+        self._plain = PlainTransport(settings, self.account)
         self._chosen: Transport | None = None
         self._choosing = threading.Lock()
         self._confirmed_at = float("-inf")
@@ -122,7 +122,7 @@ class S3Client:
         with self._choosing:
             if self._chosen is not None:
                 self._chosen.close()
-        self._account.close()
+        self.account.close()
 
     @property
     def transport(self) -> str:
@@ -136,7 +136,7 @@ class S3Client:
         kept: list[Any] = []
 
         def ask() -> Answer:
-            client = self._account.client(deadline)
+            client = self.account.client(deadline)
             result, answer = called(lambda: getattr(client, method)(Bucket=self._settings.bucket, **arguments))
             kept[:] = [result]
             return answer
@@ -155,7 +155,7 @@ class S3Client:
         elif answer.ok or answer.status < 500:
             self.gate.succeeded()
         if answer.refused_credentials:
-            self._account.forget()
+            self.account.forget()
         if answer.ok or answer.code == "NoSuchKey":
             self._confirmed_at = time.monotonic()
         elif answer.code == "NoSuchBucket":
@@ -177,7 +177,7 @@ class S3Client:
         try:
             from lmcache_s3.transport.direct import DirectTransport
 
-            return DirectTransport(self._settings, self._account)
+            return DirectTransport(self._settings, self.account)
         except (DirectError, ImportError, AttributeError) as error:
             if self._settings.transport == "direct":
                 message = f'{error}: set l2.{self._tier}.transport = "auto"'

@@ -164,6 +164,11 @@ class KeyOrder:
                 call.move(CallEvent.EXPIRE)
         return late
 
+    @property
+    def kept(self) -> int:
+        """How much is kept of calls that have not returned, and for those who watch them: 0 once all is over."""
+        return len(self._tickets) + len(self._last) + len(self._watching) + len(self._watching_all)
+
     def busy(self, key: bytes) -> bool:
         """Whether something that changes this key has not returned."""
         return key in self._last
