@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Protocol, TypeVar
 
 from lmcache_core.client.channel import Orphans
@@ -289,7 +290,7 @@ class Links:
     def _gave_up(self, error: CacheError, now: float) -> None:
         self._drop_making()
         # Never raised: what was raised keeps the frames it went through, and with them this client.
-        self._error = type(error)(str(error))
+        self._error = copy(error)
         self._retry_at_s = now + self._retry_s
         if self.target.address is not None or not isinstance(error, DisconnectedError):
             self._retry_s = min(2 * self._retry_s, LINK_RETRY_S_MAX)
@@ -325,7 +326,7 @@ class Links:
         error = self._error
         # A limit has an answer for each key; other refusals are raised to callers that ask questions.
         told = isinstance(error, LimitError) or (patient and not isinstance(error, DisconnectedError))
-        return type(error)(str(error)) if told else DisconnectedError(str(error))
+        return copy(error) if told else DisconnectedError(str(error))
 
     # --- the log --------------------------------------------------------------------------------------------
 
