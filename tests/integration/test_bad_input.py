@@ -36,14 +36,14 @@ BAD_OBJECTS = {
     "an array of another dtype": (np.zeros(1024, np.int16), r"object 1 has items of format 'h' .*convert it"),
     "an array of another shape": (np.zeros((64, 2, 8), np.uint16), r"object 1 has shape \(64, 2, 8\) .*reshape it"),
     "an array that is not contiguous": (np.zeros((64, 32), np.uint8).T[:, :32], r"object 1 is not contiguous"),
-    "no buffer at all": ([1, 2, 3], r"object 1 is a list: give a torch tensor"),
+    "no buffer at all": ([1, 2, 3], r"object 1 is a list: pass a torch tensor"),
     "text": ("x" * 2048, r"object 1 is a str"),
 }
 BAD_KEYS = {
     "a set, which has no order": ({b"k" * 32}, "keys is a set: give a sequence"),
     "what has no length": ((b"k" * 32 for _ in range(1)), "keys is a generator: give a sequence"),
     "nothing": (None, "keys is a NoneType: give a sequence"),
-    "a short key": ([b"k" * 31], r"key 0 has 31 bytes .*lmcache_core\.tokens"),
+    "a short key": ([b"k" * 31], r"key 0 has 31 bytes.*lmcache_core\.tokens"),
     "text": (["k" * 32], r"keys must be bytes-like .*str"),
     "a number": ([7], r"keys must be bytes-like .*int"),
     "one bytes object": (b"k" * 32, "one bytes object"),
@@ -112,7 +112,7 @@ def test_too_many_keys_are_refused_with_the_limit(node: Node) -> None:
     keys = [node.key("a")] * (OPERATION_KEYS_MAX + 1)
     with pytest.raises(LimitError, match=r"1,048,577 keys .*1,048,576: split the batch"):
         client.lookup(keys, namespace=node.namespace)
-    with pytest.raises(LimitError, match="1025 keys in lookup_nowait"):
+    with pytest.raises(LimitError, match="lookup_nowait takes at most 1024 keys, got 1025"):
         client.lookup_nowait(keys[:1025], namespace=node.namespace)
 
 
@@ -126,7 +126,7 @@ def test_an_object_larger_than_the_pool_is_said_at_registration_and_a_status_aft
     node.serve()
     client = node.client()
     huge = Namespace("huge", Layout("uint8", (64 << 20,)))
-    with pytest.raises(UsageError, match=r"67,108,864 bytes .*raise l1\.size_bytes, or use fewer tokens"):
+    with pytest.raises(UsageError, match=r"67,108,864 bytes.*raise l1\.size_bytes, or use fewer tokens"):
         client.register_layout(huge)
     with client.prepare_store([node.key("a")], namespace=huge) as lease:
         assert lease.statuses == [Status.TOO_LARGE]
@@ -323,6 +323,6 @@ def test_an_array_that_shows_no_buffer_is_named_with_the_cure(node: Node) -> Non
     client = node.client()
     dates = np.zeros(8, "M8[s]")  # as with bfloat16 of ml_dtypes, there is no buffer format for it
     for operation in (client.store, client.retrieve):
-        with pytest.raises(UsageError, match=r"object 0 shows no buffer .*array\.view"):
+        with pytest.raises(UsageError, match=r"object 0 has no buffer .*array\.view"):
             operation([node.key("a")], [dates], namespace=SMALL)
     assert client.store([node.key("a")], [dates.view(np.uint8)], namespace=SMALL).stored == 1

@@ -237,7 +237,7 @@ def test_what_is_no_recording_is_refused_with_words(serve: Callable[..., Any], t
     _, client = serve()
     client.record_start(tmp_path / "trace")
     client.record_stop()
-    with pytest.raises(UsageError, match="name another directory"):
+    with pytest.raises(UsageError, match="choose another directory"):
         client.record_start(tmp_path / "trace")
     with pytest.raises(UsageError, match="cannot be recorded"):
         client.record_start(tmp_path / "new", files=0)

@@ -81,7 +81,7 @@ def test_progress_ends_at_the_last_request() -> None:
 
 
 def test_a_store_without_room_is_refused() -> None:
-    with pytest.raises(UsageError, match="capacity = 0"):
+    with pytest.raises(UsageError, match="capacity must be 1 block or more, got 0"):
         replay(Trace("t", [[1]]), "lru", LruEviction(), 0)
 
 
