@@ -268,7 +268,9 @@ def test_a_server_out_of_descriptors_hangs_up_on_newcomers_and_serves_the_others
     assert client.ping(b"x") == b"x"
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, limits)
     welcome = node.socket()
-    welcome.send(encode(m.Hello(1, 1, 1, os.urandom(16), "later", os.getpid())))
+    welcome.send(
+        encode(m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "later", os.getpid()))
+    )
     assert isinstance(decode_reply(welcome.recv(FRAME_BYTES_MAX)), m.Welcome)
 
 

@@ -25,7 +25,19 @@ FRAMES = 10_000
 
 
 def hello(sock: socket.socket, capabilities: list[str] | None = None) -> m.Welcome:
-    sock.send(encode(m.Hello(1, 1, 1, os.urandom(16), "fuzz", os.getpid(), capabilities or [])))
+    sock.send(
+        encode(
+            m.Hello(
+                1,
+                m.PROTOCOL_VERSION_MIN,
+                m.PROTOCOL_VERSION_MAX,
+                os.urandom(16),
+                "fuzz",
+                os.getpid(),
+                capabilities or [],
+            )
+        )
+    )
     while not isinstance(reply := decode_reply(sock.recv(FRAME_BYTES_MAX)), m.Welcome):
         assert reply.rid != 1, reply  # an answer to something else may come first
     return reply
@@ -70,7 +82,7 @@ def garbage(seed: int) -> Iterator[bytes]:
         m.Pin(7, 1, key, 1.0),
         m.FreeLookupLocks(7, [1, 2, 3]),
         m.Attach(7, 0, 0, [1]),
-        m.Hello(7, 1, 1, b"", "", 0),
+        m.Hello(7, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, b"", "", 0),
     ]
     while True:
         request = encode(rng.choice(valid))
@@ -226,7 +238,9 @@ def test_another_protocol_version_is_refused_naming_both(node: Node) -> None:
 def test_a_row_that_is_not_locked_shows_nothing(node: Node) -> None:
     node.serve()
     sock = node.socket()
-    sock.send(encode(m.Hello(1, 1, 1, os.urandom(16), "liar", 1, ["maps_pool"])))
+    sock.send(
+        encode(m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "liar", 1, ["maps_pool"]))
+    )
     data, ancillary, _, _ = sock.recvmsg(FRAME_BYTES_MAX, socket.CMSG_SPACE(4))
     for _, _, fd in ancillary:
         os.close(struct.unpack("i", fd)[0])
@@ -254,7 +268,9 @@ def test_zmq_messages_of_any_number_of_frames_are_survived(node: Node) -> None:
         while dealer.poll(0):
             dealer.recv_multipart()
     dealer.send(b"")
-    dealer.send(encode(m.Hello(4_000_000_000, 1, 1, os.urandom(16), "zmq", 0)))
+    dealer.send(
+        encode(m.Hello(4_000_000_000, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "zmq", 0))
+    )
     deadline = time.monotonic() + 30
     while True:
         assert time.monotonic() < deadline

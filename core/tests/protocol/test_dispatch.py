@@ -81,7 +81,18 @@ class Desk:
 
     def peer(self, *, attached: bool) -> Mouth:
         peer = Mouth()
-        welcome = self.say(peer, m.Hello(1, 1, 1, os.urandom(16), "fuzz", 0, ["maps_pool"] if attached else []))
+        welcome = self.say(
+            peer,
+            m.Hello(
+                1,
+                m.PROTOCOL_VERSION_MIN,
+                m.PROTOCOL_VERSION_MAX,
+                os.urandom(16),
+                "fuzz",
+                0,
+                ["maps_pool"] if attached else [],
+            ),
+        )
         assert isinstance(welcome, m.Welcome)
         if attached:
             lock = LifeLock.acquire(self.segment, welcome.row)
@@ -266,7 +277,7 @@ def test_a_namespace_keeps_its_layout_for_as_long_as_the_pool_has_an_object_of_i
     desk.say(first, m.CommitStore(6, granted.lease, 0, 1))
     desk.say(first, m.EndSession(7, goodbye=True))
     second = Mouth()
-    desk.say(second, m.Hello(1, 1, 1, os.urandom(16), "fuzz", 0, []))
+    desk.say(second, m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "fuzz", 0, []))
     other = Layout("uint8", (100,))
     refused: Any = desk.say(second, m.RegisterLayout(3, NAMESPACE, other.dtype, [100], "", other.fingerprint))
     assert isinstance(refused, m.Error)
@@ -341,11 +352,13 @@ def test_sessions_that_hold_something_are_bounded_and_a_goodbye_makes_room(
         promised: Any = desk.say(peer, m.LookupRequest(8, NAMESPACE, key, m.LookupOptions(hold=True)))
         assert promised.promise
     late = Mouth()
-    refused = desk.say(late, m.Hello(1, 1, 1, os.urandom(16), "late", 0))
+    refused = desk.say(late, m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "late", 0))
     assert isinstance(refused, m.Error)
     assert refused.code == "LIMIT"
     desk.say(holders.pop(), m.EndSession(2, goodbye=True))
-    assert isinstance(desk.say(late, m.Hello(3, 1, 1, os.urandom(16), "late", 0)), m.Welcome)
+    assert isinstance(
+        desk.say(late, m.Hello(3, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "late", 0)), m.Welcome
+    )
     for peer in (late, writer, *holders):
         desk.say(peer, m.EndSession(4, goodbye=True))
 

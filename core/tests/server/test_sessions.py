@@ -86,7 +86,11 @@ def lifeline(server: Server) -> socket.socket:
 
 
 def say_hello(sock: socket.socket) -> m.Reply:
-    sock.send(encode_request(m.Hello(1, 1, 1, os.urandom(16), "test", os.getpid(), [])))
+    sock.send(
+        encode_request(
+            m.Hello(1, m.PROTOCOL_VERSION_MIN, m.PROTOCOL_VERSION_MAX, os.urandom(16), "test", os.getpid(), [])
+        )
+    )
     return decode_reply(memoryview(sock.recv(1 << 16)))
 
 

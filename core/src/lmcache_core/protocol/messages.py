@@ -11,5 +11,5 @@ from __future__ import annotations
 from lmcache_core.protocol.replies import *  # noqa: F403
 from lmcache_core.protocol.requests import *  # noqa: F403
 
-PROTOCOL_VERSION_MIN = 1
-PROTOCOL_VERSION_MAX = 1
+PROTOCOL_VERSION_MIN = 2  # 1 had the options of a lookup among its fields
+PROTOCOL_VERSION_MAX = 2
