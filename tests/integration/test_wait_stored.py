@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from lmcache_core.errors import DisconnectedError, LimitError, UnknownNamespaceE
 from lmcache_core.limits import EXPLAIN_KEYS_MAX, STORED_WAITS_PER_SESSION_MAX
 from lmcache_core.pool.layout import Layout
 from lmcache_core.protocol import messages as m
+from lmcache_core.server import lifeline
 from lmcache_core.server.server import Server
 from lmcache_core.settings.compose import make_settings
 from lmcache_core.testing.waiting import until
@@ -471,6 +474,32 @@ def test_a_session_that_ends_leaves_no_wait_behind(make: Callable[..., At]) -> N
     other.links.current().channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 0.05), None, 60.0)
     other.close()
     until(lambda: at.client.status()["stored_waits"] == 0, "the end of its wait")
+
+
+def test_a_caller_that_is_dropped_as_it_does_not_read_takes_its_other_waits_with_it_and_nothing_else(
+    make: Callable[..., At], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answer that it does not read ends its session, in the midst of a look at all that wait."""
+    at = make(l2={"cold": NEVER_LATE})
+    at.faults("store hang")
+    at.store(keys("k"))
+    other = at.stack.enter_context(at.server.connect("other", maps_pool=False))
+    other.register_layout(NS)
+    channel = other._links.current().channel
+    for _ in range(3):
+        channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 600.0), None, 600.0)
+    until(lambda: at.client.status()["stored_waits"] == 3, "three calls that wait")
+    (peer,) = [each.peer for each in at.server.sessions._by_id.values() if each.name == "other"]
+    monkeypatch.setattr(lifeline, "SEND_QUEUE_FRAMES_MAX", 1 << 20)
+    while not peer._waiting:  # until there is no room on the way to it
+        channel.start(m.Noop, None, 600.0)
+    until(lambda: fcntl.ioctl(peer._sock, termios.FIONREAD, bytes(4)) == bytes(4), "the last of them to be read")
+    at.client.noop()  # and answered
+    monkeypatch.setattr(lifeline, "SEND_QUEUE_FRAMES_MAX", 0)
+    at.faults()
+    until(lambda: at.client.status()["stored_waits"] == 0, "the end of its waits")
+    assert at.server.shares.stored_waits.taken == 0
+    assert at.server.loop.faults == 0
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan"), float("-inf"), "5", None])

@@ -100,6 +100,9 @@ class StoredWaits:
         self._share.free(wait.session.origin)
 
     def _answer(self, wait: _StoredWait) -> None:
+        """Nothing where nobody waits for it any more: an answer that its session did not read has ended that."""
+        if wait not in self._waits:
+            return
         self._leave(wait)
         if wait.session.peer is None:
             return
