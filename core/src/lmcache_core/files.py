@@ -34,7 +34,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def append_whole(file: FileIO, content: bytes) -> None:
     """Write all of it at the end of an unbuffered file, or, where the disk is full, nothing: what of it was written is
     taken back. Raises `OSError` with the file's name."""
-    end, left = file.tell(), memoryview(content)
+    end, left = os.fstat(file.fileno()).st_size, memoryview(content)  # others may have cut it since, to rotate it
     try:
         while left:
             left = left[file.write(left) :]

@@ -83,6 +83,41 @@ def test_everybody_hears_everything_in_its_order(make: Callable[..., EventBus]) 
     assert bus.status()["emitted"] == bus.status()["subscribers"]["first"]["events"] == 10_000
 
 
+def nothing_of(at_s: float) -> Iterator[CacheEvent]:
+    return iter(())
+
+
+def test_things_of_which_there_is_nothing_to_tell_hold_up_nothing_behind_them(make: Callable[..., EventBus]) -> None:
+    heard = Heard()
+    bus = make(heard=heard)
+    bus.emit(nothing_of, keeps=EVENT_BATCH_OBJECTS)
+    emit(bus, 1)
+    until(lambda: heard.numbers == [1.0])
+
+
+def test_who_was_put_aside_hears_how_many_events_a_full_bus_had_dropped_meanwhile(
+    make: Callable[..., EventBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus_module, "SUBSCRIBER_RETRY_S", 0.0)
+    other, heard = Heard(), Heard()
+    heard.may_recover = True
+    bus = make(queue_size=2, other=other, heard=heard)
+    other.gate.clear()
+    emit(bus, 0)
+    assert other.inside.wait(WAIT_S)
+    emit(bus, *range(1, 11))  # 1 and 2 are kept
+    heard.error = OSError("full")
+    other.gate.set()
+    until(lambda: other.numbers == [0.0, 1.0, 2.0])
+    bus.check()
+    until(lambda: [each.events for each in other.events if isinstance(each, EventsMissed)] == [8])
+    until(lambda: bus.status()["subscribers"]["heard"]["missed"] == 4)
+    heard.error = None
+    emit(bus, 11)
+    until(lambda: heard.numbers == [11.0])
+    assert [each.events for each in heard.events if isinstance(each, EventsMissed)] == [11]
+
+
 def test_a_full_bus_keeps_the_oldest_and_counts_what_it_drops(make: Callable[..., EventBus]) -> None:
     heard = Heard()
     bus = make(queue_size=5, heard=heard)

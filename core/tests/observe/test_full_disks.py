@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -69,17 +70,34 @@ def test_lines_are_whole_however_often_the_disk_was_full(tmp_path: Path) -> None
     assert [json.loads(line)["drain_s"] for line in path.read_text().splitlines()] == [0.0, 1.0, 2.0]
 
 
+def test_lines_are_whole_also_in_a_file_that_another_program_has_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    subscriber = JsonlEvents(JsonlSettings(path=path), SubscriberContext("node", tmp_path))
+    subscriber.hear(drain(1))
+    before = path.stat().st_size
+    os.truncate(path, 0)
+    with room_for(before + 10), pytest.raises(OSError, match=path.name):
+        subscriber.hear(3 * drain(2))
+    assert path.read_bytes() == b""
+    subscriber.hear(drain(3))
+    subscriber.close()
+    assert json.loads(path.read_text())["drain_s"] == 3.0
+
+
 def test_a_file_of_lines_that_could_not_be_rotated_goes_on_once_there_is_room(tmp_path: Path) -> None:
     folder = tmp_path / "events"
     path = folder / "events.jsonl"
     subscriber = JsonlEvents(JsonlSettings(path=path, rotate_bytes=1), SubscriberContext("node", tmp_path))
     folder.rename(tmp_path / "elsewhere")  # nothing can be made there, for root neither
-    with pytest.raises(OSError, match=r"events\.jsonl"):
-        subscriber.hear(drain(1))
+    subscriber.hear(drain(1))  # it is in a file that is still open, so this is no failure
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"events\.jsonl"):
+            subscriber.hear(drain(2))
     folder.mkdir()
-    subscriber.hear(drain(2))
+    subscriber.hear(drain(3))
     subscriber.close()
-    assert json.loads((folder / "events.jsonl.1").read_text())["drain_s"] == 2.0
+    assert json.loads((tmp_path / "elsewhere" / "events.jsonl").read_text())["drain_s"] == 1.0
+    assert json.loads(path.read_text())["drain_s"] == 3.0
 
 
 def recorder(folder: Path, file_bytes: int = 1 << 20) -> TraceRecorder:
@@ -100,15 +118,15 @@ def test_a_recording_is_whole_however_often_the_disk_was_full(tmp_path: Path) ->
 def test_a_recording_that_could_not_begin_its_next_file_goes_on_in_one_later(tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     made = recorder(folder, file_bytes=1)
-    made.hear(lookup(1))
     folder.rename(tmp_path / "elsewhere")  # nothing can be made there, for root neither
-    for number in (2, 3):  # the first is in a file that is still open
+    made.hear(lookup(1))  # it is in a file that is still open, so this is no failure
+    for number in (2, 3):
         with pytest.raises(OSError, match="lmctrace"):
             made.hear(lookup(number))
     folder.mkdir()
     made.hear(lookup(4))
     made.close()
-    assert [each.at_us for each in read_recording(tmp_path / "elsewhere")[1]] == [1_000_000, 2_000_000]
+    assert [each.at_us for each in read_recording(tmp_path / "elsewhere")[1]] == [1_000_000]
     assert [each.at_us for each in read_recording(folder)[1]] == [4_000_000]
 
 

@@ -57,9 +57,10 @@ class _Heard:
     def left_out(self) -> bool:
         return bool(self.aside) and time.monotonic() < self.again_at_s
 
-    def miss(self, events: int) -> None:
-        self.missed += events
-        self.untold += events
+    def miss(self, events: Sequence[CacheEvent]) -> None:
+        self.missed += len(events)
+        # What a full bus has dropped, nobody tells it of either.
+        self.untold += sum(event.events if isinstance(event, EventsMissed) else 1 for event in events)
 
     def put_aside(self, why: str, *, may_recover: bool) -> None:
         self.aside, self.again_at_s = why, math.inf
@@ -192,7 +193,9 @@ class EventBus:
             self._stopping.wait(self._batch_s)  # a moment, for more to come: fewer and larger batches
 
     def _take(self) -> bool:
-        """Make the next batch, to be delivered to every subscriber. False: there is none."""
+        """Make the next batch, to be delivered to every subscriber; it may be empty. False: nothing waits."""
+        if not self._queue:
+            return False
         batch: list[CacheEvent] = []
         objects = 0
         while self._queue and len(batch) < EVENT_BATCH_MAX and objects < EVENT_BATCH_OBJECTS:
@@ -202,7 +205,7 @@ class EventBus:
             batch += _made(happened)
         if batch:
             self._owed.extend((name, batch) for name in self._heard)
-        return bool(batch)
+        return True
 
     def _tell_owed(self, turn: int) -> bool:
         """Deliver what is owed. False: this thread was abandoned meanwhile, and must not touch anything."""
@@ -210,7 +213,7 @@ class EventBus:
             name, batch = self._owed.popleft()
             heard = self._heard[name]
             if heard.left_out:
-                heard.miss(len(batch))
+                heard.miss(batch)
                 continue
             told = [EventsMissed(at_s=self._now(), events=heard.untold), *batch] if heard.untold else batch
             if not self._begins(turn, name):
@@ -224,7 +227,7 @@ class EventBus:
                 self._close_one(name)  # it was disabled meanwhile, and only this thread knows that it is idle
                 return False
             if failure is not None:
-                heard.miss(len(batch))
+                heard.miss(batch)
                 self._failed(name, failure)
                 continue
             heard.events += len(batch)

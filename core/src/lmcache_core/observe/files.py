@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,9 +41,10 @@ class JsonlEvents(EventSubscriber):
     def hear(self, events: Sequence[CacheEvent]) -> None:
         if self._file.closed:  # the last rotation had no room for a new one
             self._file = self._path.open("ab", buffering=0)
-        append_whole(self._file, b"".join(line_of(event) for event in events))
-        if self._file.tell() >= self._settings.rotate_bytes:
+        # Before the lines: where the next file cannot begin, they are missed, and must not be in the last one.
+        if os.fstat(self._file.fileno()).st_size >= self._settings.rotate_bytes:
             self._rotate()
+        append_whole(self._file, b"".join(line_of(event) for event in events))
 
     def close(self) -> None:
         self._file.close()

@@ -101,13 +101,12 @@ class TraceRecorder(EventSubscriber):
             if isinstance(event, OperationServed):
                 record = msgspec.msgpack.encode(self._record(event))
                 parts += (len(record).to_bytes(4, "little"), record)
-        if self._file is None:  # there was no room for the next one
+        if self._file is None:
             self._file = self._begin_file()
         append_whole(self._file, b"".join(parts))
         self.operations += len(parts) // 2
         if self._file.tell() >= self._settings.file_bytes:
-            self.close()
-            self._file = self._begin_file()
+            self.close()  # the next one begins with what comes next: should it fail, that is missed, and this is not
 
     def close(self) -> None:
         if self._file is not None:
