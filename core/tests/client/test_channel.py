@@ -304,6 +304,15 @@ def test_what_ends_something_is_sent_to_a_silent_server_and_goes_when_it_reads_a
     assert [each.lease for each in script.sent[-2:]] == [8, 9]  # type: ignore[union-attr]
 
 
+def test_a_call_that_was_never_sent_is_not_taken_back(script: Script, channel: Channel) -> None:
+    silence(channel)
+    for _ in range(3):
+        with pytest.raises(DisconnectedError, match="silent"):
+            channel.call_held_back(m.Noop)
+    assert not [each for each in script.sent if isinstance(each, m.Cancel)]
+    assert not channel._owed
+
+
 def test_waiting_for_a_while_changes_nothing(script: Script, channel: Channel) -> None:
     pending = channel.start(lambda rid: m.Ping(rid, b""))
     assert channel.wait_for(pending, 0.0) is None

@@ -203,7 +203,7 @@ class Channel:
             self.send(pending, make)
             return self.wait(pending)
         finally:
-            if not pending.settled:
+            if pending.rid in self._asked and not pending.settled:  # it was sent, or may have been
                 self.post(lambda rid: Cancel(rid, pending.rid))
 
     def start(
