@@ -326,6 +326,20 @@ def test_settings_that_give_a_namespace_to_two_tenants_end_the_start_with_both_n
         Server(isolated(tmp_path, text, store))
 
 
+def test_a_tier_whose_new_policy_gives_a_namespace_to_another_tenant_than_the_quotas_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("lmcache_policies")
+    text = f'[quotas.other]\nnamespaces = ["{CHAT.id:016x}"]\n[quotas.other.stores.disk]\nlimit_bytes = "4MiB"\n'
+    policy = {"type": "isolated", "tenants": {"team": {"namespaces": [f"{CHAT.id:016x}"], "quota_bytes": "8MiB"}}}
+    with Server(settings_of(tmp_path, text)).start() as server, server.connect() as client:
+        before = server.tiering._tiers["disk"]
+        with pytest.raises(
+            SettingsError, match=r"quotas\.other: the settings of disk's eviction policy give .* 'team'"
+        ):
+            client.tiers_reconfigure("disk", {"eviction": policy})
+        assert server.tiering._tiers["disk"] is before
+        assert stores_of(server)["other"]["disk"]["limit_bytes"] == 4 << 20
+
+
 def test_a_quota_that_was_set_before_the_policy_got_the_namespace_holds_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

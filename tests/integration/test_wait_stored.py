@@ -485,7 +485,7 @@ def test_a_caller_that_is_dropped_as_it_does_not_read_takes_its_other_waits_with
     at.store(keys("k"))
     other = at.stack.enter_context(at.server.connect("other", maps_pool=False))
     other.register_layout(NS)
-    channel = other._links.current().channel
+    channel = other.links.current().channel
     for _ in range(3):
         channel.start(lambda rid: m.WaitStored(rid, NS.id, keys("k")[0], 600.0), None, 600.0)
     until(lambda: at.client.status()["stored_waits"] == 3, "three calls that wait")

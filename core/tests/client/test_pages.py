@@ -28,7 +28,8 @@ from lmcache_core import PageEntry, PageGroup, Region
 from lmcache_core.client import pages as pages_room
 from lmcache_core.client import pages_plain
 from lmcache_core.client.client import Client
-from lmcache_core.client.page_jobs import PagesJob, PagesResult, RetrieveJob
+from lmcache_core.client.page_jobs import Frame, PagesJob, PagesResult, RetrieveJob
+from lmcache_core.client.page_states import FrameEvent
 from lmcache_core.client.pages import Pages
 from lmcache_core.client.results import Status
 from lmcache_core.errors import CacheError, LimitError, UsageError
@@ -1040,6 +1041,42 @@ def test_a_job_that_was_interrupted_as_its_copies_began_reads_each_object_all_th
     assert job.result is not None
     assert job.result.hits == small.count
     small.check(job.result)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", [FrameEvent.ASK, FrameEvent.BIND, FrameEvent.REPEAT], ids=lambda each: str(each.name))
+def test_a_question_that_was_interrupted_at_a_step_is_sent_once_and_answered(
+    server: Server, watcher: Client, monkeypatch: pytest.MonkeyPatch, step: FrameEvent, late: bool
+) -> None:
+    with connect(server, use_index=False) as client:
+        small = Small(client.register_pages)
+        small.store()
+        if step is FrameEvent.BIND:
+            client.links.current().remove_binding(small.space)
+        elif step is FrameEvent.REPEAT:  # as of one that has named very many others
+            server.sessions._by_id[max(server.sessions._by_id)].namespaces.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(client.links, "step", lambda: None)
+            job = small.pages.retrieve_start([small.entry])
+        move, interrupts = Frame.move, [Interrupt()]
+
+        def interrupted(frame: Frame, event: FrameEvent) -> None:
+            comes = event is step and interrupts
+            if comes and not late:
+                raise interrupts.pop()
+            move(frame, event)
+            if comes:
+                raise interrupts.pop()
+
+        monkeypatch.setattr(Frame, "move", interrupted)
+        with pytest.raises(Interrupt):
+            job.wait(10.0)
+        assert job.wait(10.0)
+        assert job.result is not None
+        assert job.result.hits == small.count
+        small.check(job.result)
+        client.noop()
+        assert leases(watcher) == NO_LEASES
 
 
 def test_pages_are_stored_again_at_the_next_server(tmp_path: Path) -> None:

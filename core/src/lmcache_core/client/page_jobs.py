@@ -140,7 +140,10 @@ class Frame:
             return True
         try:
             if self.state is FrameState.WANTED:
-                self._send(self._links.current() if patient else self._links.step())
+                if self._pending is None:
+                    self._send(self._links.current() if patient else self._links.step())
+                if self._pending is not None:  # also after an interrupt that came before this line: it is sent already
+                    self.move(FrameEvent.ASK if self._binding is None else FrameEvent.BIND)
             self._hear()
         except UnknownNamespaceError as error:
             assert self._link is not None
@@ -149,8 +152,10 @@ class Frame:
                 self._refuse(error)
                 return True
             self.lease.leave()
-            self.lease, self._pending, self._binding, self._again = self._make_lease(), None, None, False
+            lease = self._make_lease()
+            # The state first: an interrupt behind it hears the same answer again, and comes here again.
             self.move(FrameEvent.REPEAT)
+            self.lease, self._pending, self._binding, self._again = lease, None, None, False
         except CacheError as error:
             self._refuse(error)
         return self.heard
@@ -163,7 +168,6 @@ class Frame:
         # The server answers in order: the namespace is registered before it gets to the request.
         self._binding = link.start_binding(self._namespace)
         self._pending = self.lease.start(link, self._message, len(self.keys))
-        self.move(FrameEvent.ASK if self._binding is None else FrameEvent.BIND)
 
     def _hear(self) -> None:
         link, binding, pending = self._link, self._binding, self._pending

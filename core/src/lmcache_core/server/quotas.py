@@ -50,7 +50,8 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class Quotas:
     """Serves `QuotasRequest`, `SetQuota` and `RemoveQuota`. Lives on the loop's thread. Raises `SettingsError` if the
-    saved quotas cannot be read: without them tenants would take each other's room."""
+    saved quotas cannot be read (without them tenants would take each other's room), or if the settings give a namespace
+    to two tenants."""
 
     def __init__(
         self,
@@ -78,8 +79,7 @@ class Quotas:
                 )
         self._tenants = {**self._settled, **self._kept}
         self._told: set[tuple[str, str]] = set()  # which stores have a tenant of this name by us
-        self._conflicts: dict[str, str] = {}  # of a tenant of the settings with those of a policy, in words
-        self._note_conflicts(POOL, kernel.tenant_of)
+        self._check_conflicts(POOL, kernel.tenant_of)
         self._tell_l1(self._tenants)
 
     def check(self) -> None:
@@ -92,8 +92,6 @@ class Quotas:
                 self._check_namespaces(name, kept.namespaces)
                 for store, figures in kept.stores.items():
                     self._figures(name, store, msgspec.to_builtins(figures))
-                if name in self._conflicts:
-                    raise UsageError(self._conflicts[name])
             except UsageError as error:
                 raise SettingsError(f"quotas.{name}: {error}") from error
         if len(self._tenants) > TENANTS_MAX:
@@ -210,13 +208,14 @@ class Quotas:
             if tier.accounting.tenancy is not None:
                 yield tier.name, tier.accounting.tenancy.tenant_of
 
-    def _note_conflicts(self, store: str, tenant_of: Callable[[int], str]) -> None:
-        """Before this store is told of its tenants. What was set at run time takes precedence over any settings."""
+    def _check_conflicts(self, store: str, tenant_of: Callable[[int], str]) -> None:
+        """Before this store is told of its tenants. What was set at run time takes precedence over any settings. Raises
+        `SettingsError` for a tenant of the settings."""
         for name, kept in self._tenants.items():
             conflict = self._conflict(store, tenant_of, name, kept)
             if conflict and name not in self._kept:
-                self._conflicts.setdefault(name, conflict)
-            elif conflict:
+                raise SettingsError(f"quotas.{name}: {conflict}")
+            if conflict:
                 words = "the quota of tenant %r was set at run time, and takes precedence over the settings: %s"
                 log.warning(words, name, conflict)
 
@@ -303,9 +302,9 @@ class Quotas:
             tiering.tenants_changed()
 
     def tell_tier(self, tier: Tier) -> None:
-        """Of all tenants: it is used from now on."""
+        """Of all tenants, before it is used. Raises `SettingsError` if its policy gives a namespace to another one."""
         if tier.accounting.tenancy is not None:
-            self._note_conflicts(tier.name, tier.accounting.tenancy.tenant_of)
+            self._check_conflicts(tier.name, tier.accounting.tenancy.tenant_of)
         for name in self._tenants:
             self._tell_one(tier, name)
 

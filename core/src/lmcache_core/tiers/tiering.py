@@ -85,7 +85,7 @@ class Tiering:
         on_tier: Callable[[Tier], None] | None = None,
     ) -> None:
         """`observer` is told what tiers have stored and how they fare, `tracer` of each call that loads or stores, and
-        `on_tier` of each tier, these and those that are added or replaced later."""
+        `on_tier` of each tier, these and those that are added or replaced later, before it is used."""
         self._wake = wake
         self._clock = clock
         self.wants_reuse = store_policy.wants_reuse
@@ -343,7 +343,8 @@ class Tiering:
             raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
 
     def _use(self, tier: Tier) -> None:
-        """From now on. Raises `SettingsError` if another tier is on the same medium."""
+        """From now on. Raises `SettingsError` if another tier is on the same medium, and what `on_tier` raises, who may
+        refuse it."""
         for other in self._tiers.values():
             if tier.medium_name is not None and tier.medium_name == other.medium_name and tier.name != other.name:
                 raise SettingsError(
@@ -352,9 +353,9 @@ class Tiering:
                 )
         self._settled = True
         tier.start(self._post, self._epochs, self._clock, self._observer)
-        self._tiers[tier.name] = tier
         if self._on_tier is not None:
             self._on_tier(tier)
+        self._tiers[tier.name] = tier
 
     def _changed(self, name: str, action: str) -> None:
         if self._observer is not None:
