@@ -85,7 +85,7 @@ def test_credentials_that_are_mended_in_their_file_are_used_without_a_restart(
         (400, "ExpiredToken", "renew them"),
         (403, "RequestTimeTooSkewed", "correct the clock"),
         (403, "AccessDenied", "allow s3:GetObject"),
-        (503, "SlowDown", "asks for a pause"),
+        (503, "SlowDown", "is throttling"),
         (301, "PermanentRedirect", "set l2."),
     ],
 )

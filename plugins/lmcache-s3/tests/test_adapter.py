@@ -110,7 +110,7 @@ def test_throttling_lowers_the_number_of_requests_and_recovers(bucket: Any, fron
     outcome = here.store(b"other", b"content")
     assert outcome.result is Result.THROTTLED
     assert gate.limit == 2
-    with pytest.raises(TierError, match="asks for a pause") as error:
+    with pytest.raises(TierError, match="is throttling") as error:
         here.exists(b"key")
     assert error.value.retryable
     front.rule = None
