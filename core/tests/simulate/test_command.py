@@ -84,7 +84,11 @@ def test_a_plot_that_cannot_be_written_is_an_error_with_its_path(trace_file: Pat
         (("--synthetic", "default", "--policy", "lur", "--capacity", "4"), PluginError, "no eviction_policy 'lur'"),
         (("--synthetic", "default", "--policy", "lru:size=1", "--capacity", "4"), UsageError, "lru has no settings"),
         (("--synthetic", "default", "--policy", "lru:size", "--capacity", "4"), UsageError, "is not a setting"),
-        (("--synthetic", "sessions=1", "--policy", "lru", "--capacity", "0"), UsageError, "capacity must be 1 block or more"),
+        (
+            ("--synthetic", "sessions=1", "--policy", "lru", "--capacity", "0"),
+            UsageError,
+            "capacity must be 1 block or more",
+        ),
         (("absent.jsonl", "--policy", "lru", "--capacity", "4"), UsageError, "absent.jsonl cannot be read"),
     ],
 )

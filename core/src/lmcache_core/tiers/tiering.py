@@ -365,7 +365,7 @@ class Tiering:
         """The tier that is about to be changed."""
         self._settled = True
         if name not in self._tiers:
-            raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
+            raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._tiers) or 'none'}")
         return self._tiers[name]
 
     def _end_one(self) -> bool:

@@ -74,7 +74,7 @@ class LookupController:
     def lookup(self, request: TierLookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None) -> Job:
         for name in request.options.tiers or ():
             if name not in self._tiers:
-                raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._tiers) or 'none'}")
+                raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._tiers) or 'none'}")
         job = Job(next(self._ids), request, on_done)
         priority = WARM_UP if request.options.warm_up else WAITED_FOR
         self._work[job] = _Work(policy or self.policy, priority, cut=len(request.keys))
