@@ -491,7 +491,7 @@ def test_a_caller_that_is_dropped_as_it_does_not_read_takes_its_other_waits_with
     until(lambda: at.client.status()["stored_waits"] == 3, "three calls that wait")
     (peer,) = [each.peer for each in at.server.sessions._by_id.values() if each.name == "other"]
     monkeypatch.setattr(lifeline, "SEND_QUEUE_FRAMES_MAX", 1 << 20)
-    while not peer._waiting:  # until there is no room on the way to it
+    while not peer.waiting:  # until there is no room on the way to it
         channel.start(m.Noop, None, 600.0)
     until(lambda: fcntl.ioctl(peer._sock, termios.FIONREAD, bytes(4)) == bytes(4), "the last of them to be read")
     at.client.noop()  # and answered
