@@ -186,7 +186,7 @@ def test_misuse_says_what_there_is(node: Node, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="tier 'disk' already exists"):
         client.tiers_add("disk", {"type": "fs", "path": str(tmp_path / "b")})
     for call in (client.tiers_drain, client.tiers_remove, lambda name: client.tiers_reconfigure(name, {})):
-        with pytest.raises(UsageError, match=r"there is no tier 'nowhere'.*disk"):
+        with pytest.raises(UsageError, match=r"no tier is named 'nowhere'.*disk"):
             call("nowhere")
     with pytest.raises(SettingsError, match="not a tier name"):
         client.tiers_add("Not-A-Name", {"type": "fs"})

@@ -76,7 +76,7 @@ class TierChanges:
         elif request.action == "reconfigure":
             before = self._settings.get(name)
             if before is None:
-                raise UsageError(f"there is no tier {name!r}: there are {', '.join(self._settings) or 'none'}")
+                raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._settings) or 'none'}")
             self._build(session, request, lambda: self._reconfigure(name, request, before))
         else:
             raise UsageError(f"unknown tier action {request.action!r}: use add, drain, remove or reconfigure")
