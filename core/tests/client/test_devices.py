@@ -417,7 +417,7 @@ def test_what_cannot_be_copied_on_a_device_is_refused_in_words(
         refused(client, "CUDA refuses cuPointerGetAttribute: error 1", Region(alien, 0, 512, 1024, 4, "cuda"))
         refused(client, "lie on several devices", on_device, Region(here, 0, 512, 1024, 4))
         refused(client, f"ends? at .* has {BYTES:,} bytes", Region(memory, BYTES - 100, 512, 1024, 4, "cuda"))
-        refused(client, "the buffer is a HostMemory: give a torch tensor", Region(memory, 0, 512, 1024, 4))
+        refused(client, "the buffer is a HostMemory: pass a torch tensor", Region(memory, 0, 512, 1024, 4))
         monkeypatch.setattr(pages_room, "native", None)
         refused(client, "are copied by the C extension, which is not in use", on_device)
 
