@@ -1,7 +1,7 @@
 """What tiering needs of the L1: a small interface that the server's loop implements over kernel and pool.
 
-Every method is called on the loop's thread, and only there. Lanes see nothing of it but the memoryviews that
-`view` gave. Leases are plain numbers; positions are indexes into the keys that made the lease.
+Every method is called on the loop's thread only. Lanes see only the memoryviews that `view` gave. Leases are plain
+numbers; positions are indexes into the keys of the lease.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from lmcache_core.pool.layout import Layout
 
 
 class TierReason(StrEnum):
-    """Why a key was not served from the tiers, or why an object did not get there. What `Reason` has too is called the
-    same."""
+    """Why a key was not served from the tiers, or why an object did not get there. Reasons shared with `Reason` have
+    the same name."""
 
     NOWHERE = "nowhere"  # no tier that answered has it
-    GONE = "gone"  # a tier had it at the lookup, and not at the load
+    GONE = "gone"  # a tier had it at the lookup, but not at the load
     DAMAGED = "damaged"  # header, checksum or length are not what was stored
     TIER_ERROR = "tier_error"  # the tier failed, or its breaker is open
     THROTTLED = "throttled"  # a queue was full
     LATE = "late"  # not done by its deadline
-    CANCELLED = "cancelled"  # the request went away
+    CANCELLED = "cancelled"  # the request was cancelled
     CLEARED = "cleared"  # a `clear` ended it
     NO_ROOM = "no_room"  # in the L1 for a load, on the tier for a store
-    BUSY = "busy"  # the L1 is being written with this key
+    BUSY = "busy"  # the key is being written in the L1
     EVICTED = "evicted"  # left the L1 before it could be stored
     CUT = "cut"  # a key before it in the prefix was not served
 
 
 class Stored(IntEnum):
-    """What a tier's books say of one key."""
+    """What a tier's books say about one key."""
 
     NO = 0  # not there, and not on its way
     YES = 1
@@ -40,10 +40,10 @@ class Stored(IntEnum):
 
 
 class LoadGrant(StrEnum):
-    """What the L1 answers for one key that is to be loaded."""
+    """The L1's answer for one key to load."""
 
     GRANTED = "granted"  # there is a slot
-    EXISTS = "exists"  # it is there by now: nothing to load
+    EXISTS = "exists"  # it is in the L1 by now: nothing to load
     BUSY = "busy"  # someone else is writing or loading it
     FULL = "full"  # no room, a quota, too large, or the pool is still warming up
 
@@ -52,9 +52,9 @@ Named = tuple[bytes, int]  # key and generation: one incarnation, within its nam
 
 
 class CommittedObject(NamedTuple):
-    """One incarnation that was just committed to the L1 (never one that `commit_load` made: its tier has it).
+    """One incarnation that was just committed to the L1 (never by `commit_load`: its tier has it already).
 
-    A key may have had another, of other bytes, by the time that this one's turn comes: `generation` tells them apart.
+    A key may have had another incarnation with other bytes by the time it is stored: `generation` tells them apart.
     """
 
     key: bytes
@@ -62,7 +62,7 @@ class CommittedObject(NamedTuple):
     layout_id: int
     nbytes: int
     generation: int
-    reused: bool = False  # was read again, rather than committed; only for policies with `wants_reuse`
+    reused: bool = False  # it was read again, not committed; only for policies with `wants_reuse`
 
     @property
     def named(self) -> Named:
@@ -70,23 +70,23 @@ class CommittedObject(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where an incarnation that is held stands, and all that its bytes need on their way: they belong together."""
+    """Where a held incarnation is, and all that is needed to transfer its bytes."""
 
     offset: int
     layout_id: int
-    checksum: int | None  # xxh3_64 of its bytes, where it is known; None or 0: it is not
+    checksum: int | None  # xxh3_64 of its bytes; None or 0: unknown
 
 
 class StorePin(NamedTuple):
-    """A read lease of session 0. `slots[i]` is None for an incarnation that is no longer there."""
+    """A read lease of session 0. `slots[i]` is None for an incarnation that is gone."""
 
     lease: int
     slots: Sequence[Slot | None]
 
 
 class Loading(NamedTuple):
-    """A load lease of session 0. `offsets[i]` counts only where `grants[i]` is GRANTED; only these positions
-    have to be settled, by `commit_load` or `abort_load`, each exactly once. What becomes ready is of `generation`."""
+    """A load lease of session 0. `offsets[i]` is valid only if `grants[i]` is GRANTED; only these positions have to be
+    settled, by `commit_load` or `abort_load`, each exactly once. The loaded objects get this `generation`."""
 
     lease: int
     grants: Sequence[LoadGrant]
@@ -95,35 +95,35 @@ class Loading(NamedTuple):
 
 
 class LoadWait(Protocol):
-    """A load for which room is being made."""
+    """A load that waits for room."""
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: it is not called back for."""
+        """Nobody waits for it any more: its callback is dropped."""
         ...
 
 
 class L1Port(Protocol):
-    """The caller (tiering) settles every position it was granted; the implementation calls back from no method, and
-    later only for a `begin_load` that waits."""
+    """The caller (tiering) settles every position that it was granted. The implementation never calls back from inside
+    a method, and later only for a `begin_load` that waits."""
 
     def leading_gone(self, namespace: int, wanted: Iterable[Named]) -> int:
-        """How many of these incarnations come before the first that is there. Looks no further than that."""
+        """How many of these incarnations precede the first that is still there. Stops looking at that one."""
         ...
 
     def shield(self, namespace: int, wanted: Sequence[Named]) -> None:
-        """These incarnations are on their way to tiers: they leave the L1 last, or not for others at all."""
+        """These incarnations are on their way to tiers: evict them last or, in some modes, never for other objects."""
         ...
 
     def unshield(self, namespace: int, wanted: Sequence[Named]) -> None:
-        """Every tier has these that will. One that was not shielded, or is gone, is no error."""
+        """These are on every tier that will get them. One that was not shielded, or is gone, is no error."""
         ...
 
     def unshield_some(self, objects_max: int) -> int:
-        """As `unshield`, for those that were shielded first; how many."""
+        """As `unshield`, for the first shielded ones; returns how many."""
         ...
 
     def pin_for_store(self, namespace: int, wanted: Sequence[Named]) -> StorePin:
-        """Hold these very incarnations so that a lane can read them. Positions without a slot hold nothing."""
+        """Hold exactly these incarnations so that a lane can read them. Positions without a slot hold nothing."""
         ...
 
     def finish(self, lease: int, positions: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class L1Port(Protocol):
 
     @property
     def evicts(self) -> bool:
-        """Whether what stays in the L1 leaves it again when the room is needed."""
+        """Whether the L1 evicts objects when it needs the room."""
         ...
 
     def room_for(self, layout_id: int) -> int:
@@ -154,29 +154,29 @@ class L1Port(Protocol):
     ) -> Loading | LoadWait:
         """Reserve slots, in state LOADING, for objects of this layout. Granted in part, never all or nothing.
 
-        Where so much has to go for them that it takes a while, `granted` is called with the answer later, by the
-        deadline, unless the wait that is returned is cancelled. Nothing is reserved until then.
+        If making room takes a while, `granted` is called with the answer later, by the deadline, unless the returned
+        wait is cancelled. Nothing is reserved until then.
 
         The lease expires at the deadline: its keys are free from then on, and a slot that was not settled, to which a
-        lane may still be writing, waits in quarantine for its `abort_load`.
+        lane may still be writing, stays in quarantine until its `abort_load`.
         """
         ...
 
     def commit_load(
         self, lease: int, positions: Sequence[int], retain: bool, checksums: Sequence[int | None]
     ) -> Sequence[int]:
-        """Publish loaded objects. `retain` False: each leaves the L1 with its first reader. `checksums[i]` is the
-        xxh3_64 of the object at `positions[i]`, as it was verified, or None where a codec chain makes it unknown.
-        Returns the positions that became ready; the others were cleared in the meantime, and their slots are free.
+        """Publish loaded objects. `retain` False: each leaves the L1 after its first reader. `checksums[i]` is the
+        verified xxh3_64 of the object at `positions[i]`, or None if a codec chain makes it unknown. Returns the
+        positions that became ready; the others were cleared in the meantime, and their slots are free.
         """
         ...
 
     def abort_load(self, lease: int, positions: Sequence[int], reason: TierReason) -> None:
-        """These will not be loaded, and nobody writes to their slots from now on: free, also from quarantine."""
+        """These will not be loaded, and nobody writes to their slots from now on: free them, also from quarantine."""
         ...
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Writable bytes of the pool, one-dimensional. Valid for as long as the position is held."""
+        """Writable bytes of the pool, one-dimensional. Valid while the position is held."""
         ...
 
     def layout(self, layout_id: int) -> Layout:

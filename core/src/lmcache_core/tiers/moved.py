@@ -1,4 +1,4 @@
-"""Modules that have moved: their former names serve for one more release, and say where to import from."""
+"""Moved modules: a former name works for one more release, and warns with the new one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def moved(former: str, now: str) -> Callable[[str], Any]:
     """The `__getattr__` of the module `former`, whose contents are those of the module `now`."""
 
     def attribute(name: str) -> Any:
-        if name.startswith("__"):  # what the import system asks a module for
+        if name.startswith("__"):  # the import system asks modules for these
             raise AttributeError(f"module {former!r} has no attribute {name!r}")
         value = getattr(import_module(now), name)
         said = f"import {name} from {now}: {former} goes in 0.2"

@@ -1,4 +1,4 @@
-"""Who is told how tiers fare, beside whoever asks them for something."""
+"""Observers of tiers: told of stores, removals and health, in addition to the caller of each operation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class TierObserver(Protocol):
         """The tier does not have these any more."""
 
     def breaker_moved(self, tier: str, what: str, state: str, error: str) -> None:
-        """`what`: "reads" or "writes". The tier is left alone (`open`), or used again (`closed`)."""
+        """`what`: "reads" or "writes". `open`: the tier is not called for a while; `closed`: it is called again."""
 
     def tier_changed(self, tier: str, action: str) -> None:
-        """`add`, `drain`, `remove`, `reconfigure` or `replace`, at run time."""
+        """`action`: `add`, `drain`, `remove`, `reconfigure` or `replace`, at run time."""
 
 
 class TierTracer(Protocol):
-    """Told of calls to tiers for whoever keeps a trace of them. Called on the loop's thread; quick, and never raises.
-    Seconds are those of the clock."""
+    """Told of calls to tiers, for tracing. Called on the loop's thread; must be quick, and must not raise. Times are
+    seconds of the server's clock."""
 
     def loaded(
         self,
@@ -39,11 +39,11 @@ class TierTracer(Protocol):
         nbytes: int,
         results: Sequence[Loaded],
     ) -> None:
-        """A call has loaded objects of `nbytes` each, and they are committed. `waiters`: what traced lookups gave as
-        `trace`, with the positions in `results` that each waited for."""
+        """A call has loaded objects of `nbytes` each, and they are committed. `waiters`: the `trace` of each traced
+        lookup, with the positions in `results` that it waited for."""
 
     def load_failed(self, tier: str, began_s: float, waiters: Mapping[Hashable, Sequence[int]], reason: str) -> None:
         """A call did not come back by its deadline."""
 
     def storing(self, tier: str, objects: Sequence[CommittedObject]) -> Callable[[Sequence[Outcome]], None] | None:
-        """A call to store objects begins. Who keeps a trace of any gives what is to be called with its outcomes."""
+        """A call to store objects begins. Returns what to call with its outcomes, or None if none of them is traced."""

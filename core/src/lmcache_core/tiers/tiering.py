@@ -1,4 +1,4 @@
-"""Tiering: the one object that the server's loop talks to about tiers. One thread, no locks, no blocking call.
+"""Tiering: the only object that the server's loop talks to about tiers. One thread, no locks, no blocking calls.
 
 How a loop drives it (the time is its clock's, set once a turn):
 
@@ -46,15 +46,15 @@ from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_PIECES = 3  # kinds of work that take turns: ends of calls, plans, batches handed out
+_PIECES = 3  # kinds of work that take turns: ended calls, plans, submitted batches
 
 
 @dataclass(frozen=True)
 class TieringConfig:
-    """`dirty`: what becomes of an object that the L1 needs the room of before every tier has it: "drop" lets it go
-    after all others, and counts it as lost; "keep" and "wait" hold it in the L1 until it is stored (a new store then
-    answers FULL while the tiers are behind, or waits a while for them).
-    `epochs_path`: where the namespaces' epochs are kept; None: they are forgotten with the process.
+    """`dirty`: what happens to an object whose room the L1 needs before every tier has it. "drop" evicts it after all
+    others, and counts it as lost; "keep" and "wait" hold it in the L1 until it is stored (while the tiers are behind, a
+    new store then answers FULL, or waits for a while). `epochs_path`: where the namespaces' epochs are kept; None: only
+    in memory.
     """
 
     prefetch_in_flight_max: int = PREFETCH_IN_FLIGHT_MAX
@@ -68,7 +68,7 @@ class TieringConfig:
 
 
 class Tiering:
-    """See the module."""
+    """See the module docstring."""
 
     def __init__(
         self,
@@ -84,18 +84,18 @@ class Tiering:
         tracer: TierTracer | None = None,
         on_tier: Callable[[Tier], None] | None = None,
     ) -> None:
-        """`observer` is told what tiers have stored and how they fare, `tracer` of each call that loads or stores, and
-        `on_tier` of each tier, these and those that are added or replaced later, before it is used."""
+        """`observer` is told of stores and of the tiers' health, `tracer` of each call that loads or stores, and
+        `on_tier` of each tier before it is used, including those added or replaced later."""
         self._wake = wake
         self._clock = clock
         self.wants_reuse = store_policy.wants_reuse
         self._ended: deque[Call | Note] = deque()  # appended to by lane threads
-        self._turn = 0  # which kind of work comes next
+        self._turn = 0  # the kind of work that is next
         self._touched = True  # something has changed since the last step
         self._settled = True  # a call has ended or a tier has changed since every tier was last stepped
-        self._next_at = 0.0  # when there is something to do although nothing has changed …
-        self._tiers_at = 0.0  # … and when a tier has
-        self._epochs_at = 0.0  # when it is looked at what other servers have cleared
+        self._next_at = 0.0  # when there is work even if nothing has changed …
+        self._tiers_at = 0.0  # … and when a tier has work
+        self._epochs_at = 0.0  # when to look for clears of other servers
         self._tiers: dict[str, Tier] = {}
         self._epochs = Epochs(config.epochs_path)
         self._stores = StoreController(
@@ -120,14 +120,14 @@ class Tiering:
             self._use(tier)
 
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
-        """Queue what a worker committed (unique keys). Costs next to nothing; `step` does the work."""
+        """Queue what a worker committed (unique keys). Only queues; `step` does the work."""
         if self._tiers and objects:
             self._touched = True
             self._stores.on_committed(objects)
 
     def lookup(self, request: TierLookup, on_done: Callable[[Job], None], policy: PrefetchPolicy | None = None) -> Job:
-        """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in
-        `on_done`: what was loaded may have been evicted since. Raises `UsageError` for a tier that is not there.
+        """Ask the tiers for what the L1 lacks, and load what the policy picks. Ask the kernel again in `on_done`: what
+        was loaded may have been evicted since. Raises `UsageError` for an unknown tier.
         """
         self._settled = True
         if self._draining:
@@ -135,38 +135,39 @@ class Tiering:
         return self._lookups.lookup(request, on_done, policy)
 
     def whereabouts(self, namespace: int, keys: Sequence[bytes], on_done: Callable[[Whereabouts], None]) -> Whereabouts:
-        """Ask all tiers which of the keys they have, and why not. See `Whereabouts` for when `on_done` is called."""
-        self._settled = True  # their deadlines are looked at in the next step
+        """Ask all tiers which of the keys they have, and why not. `Whereabouts` says when `on_done` is called."""
+        self._settled = True  # the next step checks their deadlines
         whereabouts = Whereabouts(on_done)
         whereabouts.ask(self._tiers, namespace, self._epochs.of(namespace), keys, self._clock.now)
         return whereabouts
 
     def stored(self, namespace: int, keys: Sequence[bytes]) -> StoredWatch:
-        """Look at what becomes of keys that were committed."""
+        """Watch what becomes of committed keys."""
         return StoredWatch(self._tiers, self._stores, namespace, self._epochs.of(namespace), keys)
 
     @property
     def moves(self) -> int:
-        """A number that is another once something was planned, stored or lost."""
+        """A number that changes whenever something is planned, stored or lost."""
         return self._stores.moves
 
     @property
     def names(self) -> Sequence[str]:
-        """The tiers, in order."""
+        """The names of the tiers, in order."""
         return list(self._tiers)
 
     def layouts_in_use(self) -> set[int]:
-        """Ids of the layouts that lookups under way may ask slots for."""
+        """Ids of the layouts that running lookups may ask slots for."""
         return self._lookups.layouts_in_use()
 
     def cancel(self, job: Job) -> None:
-        """The request went away. What nobody else waits for is released; `on_done` is called, if it was not."""
+        """The request was cancelled. What no other job waits for is released; `on_done` is called unless it was
+        already."""
         self._settled = True
         self._lookups.cancel(job)
 
     def step(self) -> None:
-        """Apply completions, notice what is late, hand out what can start. A small piece of work a call, of
-        TIERING_STEP_S or little more: the next message of a worker never waits long behind it."""
+        """Apply completions, report what is late, and start what can start. One call does a small piece of work, of
+        TIERING_STEP_S or little more, so that the next message of a worker never waits long."""
         now = self._clock.now
         if not (self._touched or self._settled or self._ended) and now < self._next_at:
             return
@@ -190,7 +191,8 @@ class Tiering:
             if self._clock.read() >= until:
                 break
         self._guarded(self._lookups.step)
-        # The loop turns for its housekeeping anyway: what an adapter or a policy changed in silence is found then.
+        # The loop turns for its housekeeping anyway: it then finds changes that an adapter or a policy did not
+        # announce.
         self._tiers_at = now + HOUSEKEEPING_S
         for tier in self._tiers.values():
             at = tier.next_deadline()
@@ -199,7 +201,7 @@ class Tiering:
         self._next_at = self._soonest()
 
     def next_deadline(self) -> float:
-        """When `step` should be called even if nothing wakes the loop. The clock's `now` if there is work left."""
+        """When to call `step` even if nothing wakes the loop. The clock's `now` if there is work left."""
         if self._touched or self._settled or self._ended:
             return self._clock.now
         return self._next_at
@@ -211,9 +213,9 @@ class Tiering:
         return min(self._tiers_at, self._lookups.next_deadline, self._tiers_at if at is None else at)
 
     def remove(self, namespace: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Delete what the tiers have under these keys, in the background, behind what is stored there now and before
-        what is stored from now on; loads of it that are under way bring nothing. Which of the keys some tier was
-        thought to have."""
+        """Delete what the tiers have under these keys, in the background: after the stores that are under way, and
+        before any that follow. Running loads of these keys end without an object. Returns the keys that some tier was
+        believed to have."""
         self._settled = True
         names = tier_keys(keys, namespace, self._epochs.of(namespace))
         had: set[bytes] = set()
@@ -223,15 +225,15 @@ class Tiering:
         return [key for key, name in zip(keys, names, strict=True) if name in had]
 
     def clear(self, namespace: int | None, *, tiers: bool = False) -> None:
-        """A fence: loads and lookups in flight of this scope (None: everything) end as CLEARED. With `tiers` the
-        epoch moves, stores in flight are followed by a delete, and what the tiers hold is deleted in the
-        background. Call it after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be kept.
+        """A fence: loads and lookups in flight in this scope (None: everything) end as CLEARED. With `tiers` the epoch
+        moves, a delete follows each store in flight, and what the tiers hold is deleted in the background. Call it
+        after the kernel's own clear. Raises `SettingsError` if the new epoch cannot be saved.
         """
         self._settled = True
         try:
             if tiers:
                 self._epochs.move(namespace)
-        finally:  # the L1 is cleared already: its part of the fence stands, whatever becomes of the epoch
+        finally:  # the L1 is already cleared: its part of the fence holds even if the epoch cannot be saved
             self._stores.clear(namespace)
             self._lookups.clear(namespace)
         if tiers:
@@ -242,21 +244,21 @@ class Tiering:
             tier.reclaim.forget_former_epochs()
 
     def add_tier(self, tier: Tier) -> None:
-        """Use one more tier, as the last in order. Raises `SettingsError` if the name is taken."""
+        """Add a tier at the end of the order. Raises `SettingsError` if the name is taken."""
         self._check_name(tier)
         self._use(tier)
         self._changed(tier.name, "add")
 
     def reconfigure_tier(self, name: str, config: TierConfig) -> None:
-        """New figures for a running tier, which is stored to again if it was drained. `connections` cannot change:
+        """Change the figures of a running tier; if it was drained, it is stored to again. `connections` cannot change:
         replace the tier. Raises `UsageError` for an unknown name."""
         tier = self._tier(name)
         tier.reconfigure(config)
         self._changed(name, "reconfigure")
 
     def replace_tier(self, tier: Tier) -> None:
-        """Put a new tier in the place of the one with its name. What waits to be stored goes to the new one; what
-        is under way counts as late. Raises `UsageError` for an unknown name."""
+        """Replace the tier of the same name by a new one. What waits to be stored goes to the new one; what is under
+        way counts as late. Raises `UsageError` for an unknown name."""
         old = self._tier(tier.name)
         self._use(tier)
         self._stores.tier_replaced(tier.name)
@@ -266,11 +268,11 @@ class Tiering:
 
     @property
     def tiers(self) -> Iterable[Tier]:
-        """In their order."""
+        """The tiers, in order."""
         return self._tiers.values()
 
     def known(self, namespace: int, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys that some tier is thought to have."""
+        """Those of the keys that some tier is believed to have."""
         names = tier_keys(keys, namespace, self._epochs.of(namespace))
         known: set[bytes] = set()
         for tier in self._tiers.values():
@@ -278,17 +280,17 @@ class Tiering:
         return {key for key, name in zip(keys, names, strict=True) if name in known}
 
     def tenants_changed(self) -> None:
-        """Have every tier look at what its tenants are to give."""
+        """Have every tier check what its tenants must give back."""
         self._settled = True
 
     def drain_tier(self, name: str) -> None:
-        """Store nothing more there; what is on it is still served. Raises `UsageError` for an unknown name."""
+        """Store nothing more there; its objects are still served. Raises `UsageError` for an unknown name."""
         self._tier(name).draining = True
         self._changed(name, "drain")
 
     def remove_tier(self, name: str) -> None:
-        """Forget the tier at once (its objects stay on the medium). What it has under way counts as late.
-        Raises `UsageError` for an unknown name."""
+        """Remove the tier at once (its objects stay on the medium). Its running calls count as late. Raises
+        `UsageError` for an unknown name."""
         tier = self._tier(name)
         del self._tiers[name]
         self._stores.tier_removed(name)
@@ -297,7 +299,7 @@ class Tiering:
         self._changed(name, "remove")
 
     def begin_drain(self) -> None:
-        """No new lookups; everything dirty goes out."""
+        """Take no new lookups; store everything dirty."""
         self._draining = self._settled = True
         for tier in self._tiers.values():
             tier.hurries = True
@@ -305,16 +307,16 @@ class Tiering:
 
     @property
     def owed(self) -> dict[str, int]:
-        """How many objects each tier is to have and has not."""
+        """How many objects each tier does not have yet."""
         return self._stores.owed
 
     @property
     def drained(self) -> bool:
-        """Nothing is pending or in flight, apart from objects for tiers that do not answer."""
+        """Nothing is pending or in flight, except objects for tiers that do not answer."""
         return self._stores.idle and self._lookups.idle and not self._ended
 
     def close(self) -> bool:
-        """End everything without waiting for any lane. True: no call is out, the pool may be unmapped."""
+        """End everything without waiting for any lane. True: no call is running, so the pool may be unmapped."""
         self._draining = True
         self._lookups.cancel_all()
         self._stores.close()
@@ -328,7 +330,7 @@ class Tiering:
         return idle
 
     def status(self) -> dict[str, Any]:
-        """For `status`: queues, counters, and one entry for each tier in order."""
+        """For `status`: queues, counters, and one entry per tier, in order."""
         return {
             "draining": self._draining,
             "faults": self._faults,
@@ -343,8 +345,8 @@ class Tiering:
             raise SettingsError(f"there is a tier {tier.name!r} already: choose another name, or remove it first")
 
     def _use(self, tier: Tier) -> None:
-        """From now on. Raises `SettingsError` if another tier is on the same medium, and what `on_tier` raises, who may
-        refuse it."""
+        """Start using a tier. Raises `SettingsError` if another tier is on the same medium, and whatever `on_tier`
+        raises to refuse it."""
         for other in self._tiers.values():
             if tier.medium_name is not None and tier.medium_name == other.medium_name and tier.name != other.name:
                 raise SettingsError(
@@ -362,7 +364,7 @@ class Tiering:
             self._observer.tier_changed(name, action)
 
     def _tier(self, name: str) -> Tier:
-        """The tier that is about to be changed."""
+        """The tier to change."""
         self._settled = True
         if name not in self._tiers:
             raise UsageError(f"no tier is named {name!r}: there are {', '.join(self._tiers) or 'none'}")
@@ -379,8 +381,8 @@ class Tiering:
         return True
 
     def _guarded(self, method: Callable[..., Any], *arguments: Any) -> bool:
-        """Whether it did something. Policies and serdes of others run on this thread: a bug of theirs must not end
-        the server, nor a panic of Rust, which is no `Exception`."""
+        """Whether it did something. Third-party policies and serdes run on this thread: neither a bug in them nor a
+        panic in Rust (which is no `Exception`) must end the server."""
         try:
             return bool(method(*arguments))
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Wrappers around a real tier, named in its settings: to see how a server fares with it in trouble, before it is."""
+"""Wrappers around a real tier, named in its settings: they show how a server behaves when the tier is in trouble."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lmcache_core.tiers.contract import L2Adapter
 
 log = logging.getLogger(__name__)
 
-CALLS_KEPT = 1000  # of a tier that is recorded
+CALLS_KEPT = 1000  # of a recorded tier
 _CURE = "use latency:SECONDS[,BYTES a second], faults:RULE[; RULE …], or record"
 _LATENCY = re.compile(r"\s*([0-9.]+)\s*(?:,\s*([0-9]+)\s*)?")
 _Wrap = Callable[[str, L2Adapter], L2Adapter]
 
 
 def parse_wrap(text: str) -> _Wrap:
-    """What one word of `wrap` makes of an adapter. Raises `UsageError` that says what is wrong with it."""
+    """The wrapper for one word of `wrap`. Raises `UsageError` that says what is wrong with it."""
     kind, colon, rest = text.partition(":")
     match kind.strip():
         case "latency":
@@ -44,7 +44,7 @@ def parse_wrap(text: str) -> _Wrap:
 
 
 def wrapped(tier: str, adapter: L2Adapter, wrap: Sequence[str]) -> L2Adapter:
-    """The adapter in its wrappers: the first word is the outermost, which the server calls."""
+    """The adapter in its wrappers: the first word is the outermost one, which the server calls."""
     if wrap:
         log.warning("tier %s is wrapped for a drill: %s", tier, " | ".join(wrap))
     for text in reversed(wrap):

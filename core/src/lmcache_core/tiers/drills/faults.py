@@ -1,4 +1,4 @@
-"""Makes any adapter fail or lie on demand: by rate with a seed, or call by call from a script.
+"""Makes any adapter fail or return wrong data on demand: by rate with a seed, or call by call from a script.
 
 A rule is a line of words: `OPERATION FAULT [rate=R] [skip=N] [count=N] [s=SECONDS]`, for example
 
@@ -26,23 +26,23 @@ from lmcache_core.tiers.contract import L2Adapter, LoadItem, Outcome, Result, Sc
 Item = TypeVar("Item")
 OPERATIONS = ("any", "store", "exists", "load", "delete", "scan")
 NEIGHBOURS_MAX = 64  # keys remembered, from which `neighbour` takes the wrong object
-POLL_S = 0.02  # how often a call that hangs looks whether its rule is still there
+POLL_S = 0.02  # how often a hanging call checks whether its rule is still there
 SLOW_S = 1.0
 
 
 class Fault(StrEnum):
-    """What goes wrong. Single objects of a store or a load fail by themselves; other calls fail whole."""
+    """What goes wrong. Stores and loads fail object by object; other calls fail as a whole."""
 
-    ERROR = "error"  # FAILED, worth another try
+    ERROR = "error"  # FAILED, retryable
     THROTTLED = "throttled"
     FULL = "full"  # stores only
-    LOST = "lost"  # stores only: says DONE and keeps nothing
-    SHORT_READ = "short_read"  # loads only: says DONE, and the end is missing
-    FLIPPED_BITS = "flipped_bits"  # loads only: says DONE, and one bit is wrong
-    NEIGHBOUR = "neighbour"  # loads only: says DONE, and the bytes are another object's
-    SLOW = "slow"  # takes `seconds` longer, and keeps its deadline
-    HANG = "hang"  # does not come back, whatever its deadline
-    GONE = "gone"  # the medium is not there: TierError
+    LOST = "lost"  # stores only: answers DONE and keeps nothing
+    SHORT_READ = "short_read"  # loads only: answers DONE, and the end is missing
+    FLIPPED_BITS = "flipped_bits"  # loads only: answers DONE, and one bit is wrong
+    NEIGHBOUR = "neighbour"  # loads only: answers DONE, and the bytes are another object's
+    SLOW = "slow"  # takes `seconds` longer, within its deadline
+    HANG = "hang"  # does not return, whatever its deadline
+    GONE = "gone"  # the medium is missing: TierError
 
 
 _STORES_ONLY = {Fault.FULL, Fault.LOST}
@@ -63,7 +63,7 @@ class FaultRule:
 
     @classmethod
     def parse(cls, text: str) -> FaultRule:
-        """The rule that a line of words says. Raises UsageError that says what is wrong with it."""
+        """Parse a rule from a line of words. Raises `UsageError` that says what is wrong with it."""
         words = text.split()
         cure = f"write OPERATION FAULT [rate=R] [skip=N] [count=N] [s=SECONDS], with {', '.join(OPERATIONS)} and one of"
         cure += f" {', '.join(Fault)}"
@@ -102,7 +102,7 @@ class FaultRule:
 
 
 class FaultScript:
-    """The rules in force. Thread-safe; they may be replaced at any time, also while a call hangs by one of them."""
+    """The rules in force. Thread-safe; they may be replaced at any time, even while a call hangs because of one."""
 
     def __init__(self, rules: Iterable[FaultRule | str] = (), *, seed: int = 0) -> None:
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class FaultScript:
         self.set(*rules)
 
     def set(self, *rules: FaultRule | str) -> None:
-        """Replace all rules; their counts begin anew. None given: nothing fails any more."""
+        """Replace all rules and restart their counts. Without arguments, nothing fails any more."""
         parsed = [FaultRule.parse(rule) if isinstance(rule, str) else rule for rule in rules]
         with self._lock:
             self._rules = parsed
@@ -123,7 +123,7 @@ class FaultScript:
             return tuple(self._rules)
 
     def takes_the_medium_away(self) -> bool:
-        """Whether, by the rules as they are, no call at all is answered."""
+        """Whether, by the current rules, no call at all is answered."""
         with self._lock:
             return any(
                 rule.fault is Fault.GONE and rule.operation == "any" and rule.rate >= 1 and not rule.skip
@@ -132,7 +132,7 @@ class FaultScript:
             )
 
     def draw(self, operation: str, *, whole_call: bool) -> FaultRule | None:
-        """The rule that strikes this object, or this call as a whole; None: it goes well."""
+        """The rule that applies to this object, or to this call as a whole; None: no fault."""
         with self._lock:
             for number, rule in enumerate(self._rules):
                 if not rule.applies_to(operation) or (rule.fault in _WHOLE_CALL) != whole_call:
@@ -147,16 +147,16 @@ class FaultScript:
 
 
 def _fraction(seed: int, rule: int, met: int) -> float:
-    """A number from 0 to below 1, the same on every machine: a run can be repeated."""
+    """A number in [0, 1), the same on every machine, so that a run can be repeated."""
     digest = hashlib.blake2b(f"{seed}/{rule}/{met}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") / 2**56
 
 
 class FaultyAdapter(L2Adapter):
-    """Passes on to `inner` what the script lets through. The wrapped adapter is closed with this one.
+    """Passes to `inner` what the script lets through. Closing it closes the wrapped adapter.
 
-    `before_call` is called at the start of every call, and now and then while one hangs: the place to take rules
-    from somewhere else.
+    `before_call` is called at the start of every call, and now and then while one hangs: the place to read rules from
+    elsewhere.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class FaultyAdapter(L2Adapter):
 
     # --- the faults -----------------------------------------------------------------------------------------
     def _whole(self, operation: str, deadline: float) -> Outcome | None:
-        """What strikes a call as a whole. An outcome: its deadline passed meanwhile."""
+        """Apply a fault to a call as a whole. Returns an outcome if the deadline passed meanwhile."""
         self._before_call()
         rule = self.script.draw(operation, whole_call=True)
         if rule is None:
@@ -257,7 +257,7 @@ class FaultyAdapter(L2Adapter):
         call: Callable[[Sequence[Item]], Sequence[Outcome]],
         lies: dict[int, Fault] | None = None,
     ) -> Sequence[Outcome]:
-        """Outcomes in order; those that no rule strikes are the inner adapter's."""
+        """Outcomes in order; objects without a fault get the inner adapter's."""
         struck: dict[int, Outcome] = {}
         for position in range(len(items)):
             rule = self.script.draw(operation, whole_call=False)
@@ -271,14 +271,14 @@ class FaultyAdapter(L2Adapter):
         return [struck[position] if position in struck else next(answers) for position in range(len(items))]
 
     def _lie(self, fault: Fault, item: LoadItem, outcome: Outcome, deadline: float) -> Outcome:
-        """Spoil what was loaded, and call it done."""
+        """Spoil what was loaded, and answer DONE."""
         if fault is Fault.NEIGHBOUR:
             for other in self._neighbours:
                 if other != item.key:
                     loaded = self.inner.load([LoadItem(other, item.buffers)], deadline)[0]
                     if loaded.result is Result.DONE:
                         return loaded
-            return self.inner.load([item], deadline)[0]  # it has none: the truth
+            return self.inner.load([item], deadline)[0]  # it has no neighbour: answer correctly
         if not outcome.nbytes:
             return outcome
         if fault is Fault.SHORT_READ:

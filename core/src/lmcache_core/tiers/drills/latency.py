@@ -1,4 +1,4 @@
-"""Makes any adapter as slow as a medium that one does not have at hand."""
+"""Makes any adapter as slow as a medium that is not at hand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _LATE = Outcome(Result.FAILED, error="not done by its deadline", retryable=True)
 
 
 class LatencyAdapter(L2Adapter):
-    """Every call takes `latency_s`, and bytes pass at `bandwidth_bytes_s`, all calls together (None: no bound).
+    """Every call takes `latency_s`, and all calls together move `bandwidth_bytes_s` (None: unbounded).
 
-    A call that cannot be done by its deadline takes until then, as a real one does, and answers FAILED (or raises
-    TierError, where there are no outcomes); nothing of it is done. `close` ends the waits. The wrapped adapter is
-    closed with this one.
+    A call that cannot be done by its deadline lasts until then, as a real one does, and does nothing: it answers
+    FAILED, or raises TierError if it has no outcomes. `close` ends the waits, and closes the wrapped adapter.
     """
 
     def __init__(self, inner: L2Adapter, *, latency_s: float = 0.0, bandwidth_bytes_s: float | None = None) -> None:
@@ -75,7 +74,7 @@ class LatencyAdapter(L2Adapter):
             raise TierError(_LATE.error)
 
     def _wait(self, deadline: float, nbytes: int = 0) -> bool:
-        """Spend what the call costs. False: its deadline came first."""
+        """Spend the time that the call costs. False: its deadline came first."""
         now = time.monotonic()
         done_at = now + self.latency_s
         if nbytes and self.bandwidth_bytes_s:

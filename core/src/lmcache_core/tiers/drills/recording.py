@@ -1,4 +1,4 @@
-"""Writes down what an adapter was asked and what it answered."""
+"""Records an adapter's calls and answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Recorded(NamedTuple):
-    """One call. `answers` is what it returned, None where it raised `error`."""
+    """One call. `answers` is what it returned, None if it raised `error`."""
 
     operation: str
     keys: tuple[bytes, ...]
@@ -21,8 +21,8 @@ class Recorded(NamedTuple):
 
 
 class RecordingAdapter(L2Adapter):
-    """Passes everything on to `inner`; `calls` has every batch call in the order of their ends, or the last
-    `calls_max` of them, and `tell` hears of each. No buffer is kept."""
+    """Passes everything to `inner`. `calls` has every batch call, or the last `calls_max`, in the order of their ends;
+    `tell` is called with each. Keeps no buffers."""
 
     def __init__(
         self, inner: L2Adapter, *, calls_max: int | None = None, tell: Callable[[Recorded], None] | None = None

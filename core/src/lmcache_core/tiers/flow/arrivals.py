@@ -1,4 +1,4 @@
-"""What was committed to the L1 and is on its way to the tiers: before its plan, in order, and after it."""
+"""Objects that were committed to the L1 and are to be stored on tiers: queued before their plan, tracked after it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from lmcache_core.tiers.l1 import CommittedObject, L1Port, Named
 
-PLAN_KEYS = 64  # what is planned at once: larger commits are cut, so that no piece of work holds up the loop
-_SHARDS = 64  # a large dictionary that grows stalls the loop: some hundred thousand objects may wait for a tier
+PLAN_KEYS = 64  # planned at once: larger commits are cut, so that no single plan blocks the loop
+_SHARDS = 64  # a large dictionary stalls the loop when it grows, and some 100,000 objects may wait for a tier
 NAMESPACE = attrgetter("namespace")
 
 
 class Arrival(NamedTuple):
-    """Committed objects of one namespace. `shielded`: they leave the L1 last meanwhile."""
+    """Committed objects of one namespace. `shielded`: the L1 evicts them last until they are stored."""
 
     objects: Sequence[CommittedObject]
     shielded: bool
-    number: int = 0  # they are numbered as they come
+    number: int = 0  # in order of arrival
 
     @property
     def namespace(self) -> int:
@@ -36,7 +36,7 @@ class Arrival(NamedTuple):
 
 
 class Dirty:
-    """One object after its plan, which its tiers are still to get."""
+    """One object after its plan, with the tiers that do not have it yet."""
 
     __slots__ = (
         "drop",
@@ -57,14 +57,14 @@ class Dirty:
         self.targets_left = 0
         self.drop = drop
         self.failed = False
-        self.reached = False  # some tier has it, or a clear made an end of it
+        self.reached = False  # some tier has it, or a clear removed it
         self.shielded = False
-        self.nbytes_on_tier = 0  # as the last lane that encoded it in vain has found; 0: none has
+        self.nbytes_on_tier = 0  # as the last lane measured that encoded it and found no room; 0: not measured
 
 
 class Going:
-    """Which objects are planned for one tier, and neither stored there nor lost for it yet. A key may be on its way
-    more than once: committed again while its former incarnation waits."""
+    """The objects that are planned for one tier, and neither stored there nor lost yet. A key may be in here more than
+    once: if it is committed again while its former incarnation waits."""
 
     def __init__(self) -> None:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
@@ -74,7 +74,7 @@ class Going:
         shard[tier_key] = shard.get(tier_key, 0) + 1
 
     def end(self, tier_keys: Iterable[bytes]) -> None:
-        """Each is on its way once less."""
+        """Count each key once less."""
         for tier_key in tier_keys:
             shard = self._shards[tier_key[0] % _SHARDS]
             left = shard.pop(tier_key, 0) - 1
@@ -89,8 +89,8 @@ class Going:
 
 
 class Shields:
-    """Who wants an incarnation to leave the L1 last: the arrival that it came in, then its `Dirty`. Each gives back
-    what it took. `counts`: what is read again comes in a second arrival, and stays shielded until the last of them."""
+    """Who shields an incarnation (the L1 evicts it last): first its arrival, then its `Dirty`. Each releases its own
+    share. `counts`: an object that is read again comes in a second arrival, and stays shielded until both are done."""
 
     def __init__(self, l1: L1Port, *, counts: bool) -> None:
         self._l1 = l1
@@ -116,7 +116,7 @@ class Shields:
 
 
 class Arrivals:
-    """The queue before the plan. `objects` counts what is in it."""
+    """The queue before the plan. `objects` is the number of objects in it."""
 
     def __init__(self, l1: L1Port, shields: Shields) -> None:
         self._l1 = l1
@@ -126,7 +126,7 @@ class Arrivals:
         self.last = 0  # the number of the newest arrival
 
     def add(self, objects: Sequence[CommittedObject], *, shields: bool) -> None:
-        """`shields`: they leave the L1 last from now on."""
+        """`shields`: the L1 evicts them last from now on."""
         for namespace, group in groupby(objects, key=NAMESPACE):
             batch = list(group)
             for at in range(0, len(batch), PLAN_KEYS):
@@ -138,23 +138,23 @@ class Arrivals:
                 self.objects += len(arrival.objects)
 
     def take(self) -> Arrival:
-        """The oldest. Whoever takes it sees to it that its shield ends."""
+        """Remove and return the oldest. The caller must end its shield."""
         arrival = self._queue.popleft()
         self.objects -= len(arrival.objects)
         return arrival
 
     def is_taken(self, number: int) -> bool:
-        """Whether nothing is left of what came up to the arrival of this number."""
+        """Whether every arrival up to this number has left the queue."""
         return not self._queue or self._queue[0].number > number
 
     def take_if_gone(self) -> Arrival | None:
-        """The oldest, if the L1 has nothing of it any more."""
+        """The oldest, if all its objects have left the L1."""
         oldest = self._queue[0]
         gone = self._l1.leading_gone(oldest.namespace, oldest.names)
         return self.take() if gone == len(oldest.objects) else None
 
     def take_all(self, namespace: int | None) -> Iterator[Arrival]:
-        """Those of a namespace, or (None) of all; the others stay in their order."""
+        """Those of a namespace, or all (None); the others stay in order."""
         for _ in range(len(self._queue)):
             if namespace in (None, self._queue[0].namespace):
                 yield self.take()
@@ -162,7 +162,7 @@ class Arrivals:
                 self._queue.rotate(-1)
 
     def unshield(self, arrival: Arrival) -> None:
-        """Shield nothing of one that was taken."""
+        """End the shield of an arrival that was taken."""
         if arrival.shielded:
             self._shields.give_back(arrival.namespace, arrival.names)
 

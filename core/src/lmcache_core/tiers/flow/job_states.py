@@ -1,6 +1,6 @@
 """The states of a lookup in the tiers, and the one table that says how it moves between them (`Job.move`).
 
-A job ends once, however that comes: with its last position, at its deadline, by a clear, or as its request went away.
+A job ends once: with its last position, at its deadline, by a clear, or when its request is cancelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class JobState(StrEnum):
 
     WAITING = "waiting"  # for a free place: the limit of prefetches in flight is reached
     ASKING = "asking"  # tiers are being asked which keys they have
-    LOADING = "loading"  # it is chosen what to load from where, and loads are under way
+    LOADING = "loading"  # the sources are chosen, and loads are under way
     DONE = "done"
     CANCELLED = "cancelled"
 
@@ -24,9 +24,9 @@ class JobEvent(Enum):
     """What happens to a job."""
 
     ASK = auto()  # a place is free
-    CHOOSE = auto()  # enough tiers have answered: what comes now is too late to be chosen
+    CHOOSE = auto()  # enough tiers have answered; later answers are not considered
     END = auto()
-    CANCEL = auto()  # its request went away
+    CANCEL = auto()  # its request was cancelled
 
 
 JOB_TRANSITIONS: Transitions[JobState, JobEvent] = Transitions(

@@ -1,4 +1,4 @@
-"""A lookup in the tiers: what is asked, which of the keys found are worth loading, and the job that answers it."""
+"""A lookup in the tiers: the request, which of the found keys are worth loading, and the job that answers it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lmcache_core.tiers.l1 import TierReason
 class Wanted(StrEnum):
     """Which of a request's keys are worth loading."""
 
-    PREFIX = "prefix"  # the contiguous prefix; a first key that is nowhere means nothing
-    SPARSE = "sparse"  # any position on its own
+    PREFIX = "prefix"  # the contiguous prefix; if the first key is nowhere, nothing is worth loading
+    SPARSE = "sparse"  # each position counts by itself
     WINDOW = "window"  # the last `LookupOptions.window` keys of the longest run that ends in them (sliding attention)
 
 
 def wanted_by(options: LookupOptions) -> Wanted:
-    """Which keys a lookup with these options is about."""
+    """Which keys a lookup with these options wants."""
     if options.window:
         return Wanted.WINDOW
     return Wanted.PREFIX if options.prefix else Wanted.SPARSE
@@ -29,7 +29,7 @@ def wanted_by(options: LookupOptions) -> Wanted:
 
 class TierLookup(NamedTuple):
     """One request. `keys` are all keys in order; `missing` are the positions that the L1 lacks, ascending; `deadline`
-    is monotonic seconds."""
+    is in monotonic seconds."""
 
     namespace: int
     layout_id: int
@@ -37,7 +37,7 @@ class TierLookup(NamedTuple):
     missing: Sequence[int]
     deadline: float
     options: LookupOptions = ORDINARY_LOOKUP
-    trace: Hashable | None = None  # what a `TierTracer` is told of its loads; None: nothing
+    trace: Hashable | None = None  # passed to a `TierTracer` with its loads; None: not traced
 
     @property
     def wanted(self) -> Wanted:
@@ -46,23 +46,23 @@ class TierLookup(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One lookup and how far it has come, to be read at any time. `on_done(job)` is called once, from `Tiering.step` or
-    `Tiering.cancel`, never from inside `Tiering.lookup`, and forgotten then: it and what remembers the job would hold
-    each other, and the server's collector does not look at what is old."""
+    """One lookup and its progress, readable at any time. `on_done(job)` is called once, from `Tiering.step` or
+    `Tiering.cancel`, never from inside `Tiering.lookup`. It is dropped then: the job and its callback would keep each
+    other alive, and the server's collector does not scan old objects."""
 
     id: int
     request: TierLookup
     on_done: Callable[[Job], None] | None
     state: JobState = JobState.WAITING
-    # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with
-    # SPARSE and WINDOW the number of keys. None until the tiers have answered; falls where a load fails.
+    # Length of the prefix that will be served (all keys before it are in the L1 or are being loaded); with SPARSE and
+    # WINDOW the number of keys. None until the tiers have answered; falls when a load fails.
     hits: int | None = None
-    loaded: set[int] = field(default_factory=set)  # positions now in the L1 because of this job (or another's load)
-    came_from: dict[int, str] = field(default_factory=dict)  # of these, the tier, where a load brought it
+    loaded: set[int] = field(default_factory=set)  # positions now in the L1 because of this job's load or another's
+    came_from: dict[int, str] = field(default_factory=dict)  # for those that were loaded: the tier
     reasons: dict[int, TierReason] = field(default_factory=dict)  # position → why it was not served
 
     def move(self, event: JobEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = JOB_TRANSITIONS[self.state, event]
 
     @property
@@ -71,8 +71,8 @@ class Job:
 
 
 class Selection(NamedTuple):
-    """`positions` to load, ascending; `hits`: see `Job.hits`; `cut`: the first position that is not served
-    (the number of keys, if all are)."""
+    """`positions` to load, ascending; `hits`: see `Job.hits`; `cut`: the first position that is not served, or the
+    number of keys if all are."""
 
     positions: Sequence[int]
     hits: int

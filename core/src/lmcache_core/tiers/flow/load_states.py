@@ -1,8 +1,8 @@
 """The states of a load, and the one table that says how it moves between them.
 
-What they tell apart is who may write to the slot: nobody has one yet, it is ours, or a lane may be writing to it. A
-slot is given back to the L1 once, and never while a lane may write to it. How many wait for a load is no part of its
-state: one that everybody has given up goes on until its lane has returned.
+The states differ in who may write to the slot: there is no slot yet, it is ours, or a lane may be writing to it. A slot
+is given back to the L1 once, and never while a lane may write to it. The number of waiting jobs is not part of the
+state: a load that every job has given up continues until its lane returns.
 
 The table feeds the code (`Load.move` looks every step up in it), the diagram in the docs and the tests.
 """
@@ -17,10 +17,10 @@ from lmcache_core.transitions import Transitions
 class LoadState(IntEnum):
     """Where a load stands."""
 
-    WANTED = 0  # it has no slot yet
-    GRANTED = 1  # it has one, and no tier is writing to it
+    WANTED = 0  # no slot yet
+    GRANTED = 1  # it has a slot, and no tier is writing to it
     OUT = 2  # a tier's call may be writing to its slot
-    LATE = 3  # the same, after the deadline: nobody waits for it any more
+    LATE = 3  # the same, after the deadline: no job waits for it any more
     OVER = 4  # its slot is settled in the L1, or it never had one
 
 
@@ -28,12 +28,12 @@ class LoadEvent(IntEnum):
     """What happens to a load."""
 
     GRANT = 0  # the L1 gave it a slot
-    REFUSE = 1  # the L1 has the object by now, or gives no slot, or is not asked for one any more
+    REFUSE = 1  # the L1 has the object by now, gives no slot, or is no longer asked for one
     SUBMIT = 2  # a tier has taken the call
     RETURN = 3  # the call brought nothing, or will never run: the slot is ours again
     EXPIRE = 4  # the deadline has passed while a lane may be writing
     COMMIT = 5  # the object is there, whole and checked
-    ABORT = 6  # no tier is asked any more
+    ABORT = 6  # no further tier will be asked
 
 
 LOAD_TRANSITIONS: Transitions[LoadState, LoadEvent] = Transitions(

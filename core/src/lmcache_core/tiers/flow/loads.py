@@ -1,7 +1,7 @@
-"""Loads from tiers into the L1: one for each key at a time, whoever asks for it.
+"""Loads from tiers into the L1: one at a time for each key, shared by all jobs that want it.
 
-A load that stands in the table may be joined; one that is late, or was cleared, is out of it, whatever its slot waits
-for. `load_states` says where a load stands. Its slot is settled in the L1 exactly once.
+A load in the table may be joined; a late or cleared one is not in the table, even if its slot is not settled yet.
+`load_states` says where a load stands. Its slot is settled in the L1 exactly once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lmcache_core.tiers.tier.tier import Tier
 
 logger = logging.getLogger(__name__)
 
-_SPREAD = 4  # a job's loads are cut into about so many calls, so that lanes share them
-_SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing them gains
+_SPREAD = 4  # a job's loads are cut into about this many calls, so that lanes share them
+_SPREAD_BYTES_MIN = 1 << 20  # smaller calls cost more than sharing gains
 
-# job, position, why it failed (None: loaded), the generation of what this job alone caused and keeps alive, else 0, and
-# the tier that it came from, empty where the L1 had it by then
+# job, position, why it failed (None: loaded), the generation if only this job caused the load and keeps it alive (else
+# 0), and the tier that it came from (empty if the L1 had it by then)
 Settle = Callable[[Job, int, TierReason | None, int, str], None]
 
 
 class LoadTerms(NamedTuple):
-    """What loads that were begun together have in common. Lease and lanes share the deadline, so that both call a load
+    """What loads begun together have in common. The lease and the lanes share the deadline, so that both call a load
     late at the same moment."""
 
     layout_id: int
@@ -70,19 +70,19 @@ class Load:
         self.shared = False
         self.waiters: list[tuple[Job, int]] = []
         self.page: _Page | None = None  # while it waits for its slot
-        self.batch: LoadBatch | None = None  # while it is out
+        self.batch: LoadBatch | None = None  # while a call for it is out
         self.lease = 0
         self.position = 0
-        self.generation = 0  # of what it makes in the L1
-        self.checksum: int | None = None  # of its bytes, once they are there and verified
-        self.view: memoryview = memoryview(b"")  # its slot
+        self.generation = 0  # of the incarnation that it makes in the L1
+        self.checksum: int | None = None  # of its bytes, once they are loaded and verified
+        self.view: memoryview = memoryview(b"")  # the bytes of its slot
 
     def move(self, event: LoadEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = LOAD_TRANSITIONS[self.state, event]
         if self.state is not LoadState.OUT:
             self.batch = None
-        if self.state is LoadState.OVER:  # its lane keeps no view of the pool alive
+        if self.state is LoadState.OVER:  # so that its lane keeps no view of the pool alive
             self.view = memoryview(b"")
 
 
@@ -99,7 +99,7 @@ class _Page:
 
 
 class LoadBatch:
-    """Loads that one call of one tier is to bring."""
+    """The loads that one call of one tier serves."""
 
     __slots__ = ("began_s", "call", "loads", "tier", "tracer")
 
@@ -118,7 +118,7 @@ class LoadBatch:
             load.batch = self
 
     def traces(self) -> dict[Hashable, list[int]]:
-        """What traced lookups wait for, by position."""
+        """The positions that traced lookups wait for."""
         found: dict[Hashable, list[int]] = {}
         for at, load in enumerate(self.loads if self.tracer is not None else ()):
             for job, _ in load.waiters:
@@ -128,7 +128,7 @@ class LoadBatch:
 
 
 class LoadTable:
-    """Begins, shares, settles and gives up loads."""
+    """Begins, shares, settles and cancels loads."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class LoadTable:
         self._epochs = epochs
         self._settle = settle
         self._table: dict[tuple[int, bytes], Load] = {}
-        self._batches: dict[LoadBatch, None] = {}  # whose calls have not returned
+        self._batches: dict[LoadBatch, None] = {}  # their calls have not returned
         self._clock = clock
         self._tracer = tracer
 
@@ -154,11 +154,11 @@ class LoadTable:
 
     # --- begin --------------------------------------------------------------------------------------------
     def begin(self, job: Job, sources: dict[int, Sequence[str]], retained: Container[int], priority: Priority) -> None:
-        """Join or begin the loads of a job. `sources`: position → the tiers that have it, the best first; `retained`:
-        positions that stay in the L1 after their reader.
+        """Join or begin the loads of a job. `sources`: position → the tiers that have it, best first; `retained`:
+        positions that stay in the L1 after they are read.
 
-        What the L1 refuses is settled before anything is started: the job may `cancel` positions that are not worth
-        loading any more.
+        Refusals of the L1 are settled before any load starts: the job may `cancel` positions that are no longer worth
+        loading.
         """
         request = job.request
         namespace, epoch = request.namespace, self._epochs.of(request.namespace)
@@ -189,7 +189,7 @@ class LoadTable:
                     refused += self._take_slots(page, answer)
                 else:
                     _Page(page, answer)
-        except BaseException:  # a load that is not begun must not stand in the way of the next one of its key
+        except BaseException:  # a load that was not begun must not block the next one of its key
             for load in fresh:
                 if load.state is LoadState.GRANTED:
                     self._abort(load, TierReason.TIER_ERROR)
@@ -199,18 +199,18 @@ class LoadTable:
         self._start([load for load in fresh if load.page is None], refused)
 
     def offer(self, job: Job, positions: Sequence[int], name: str) -> None:
-        """One more tier has these."""
+        """One more tier has these positions."""
         for position in positions:
             load = self._table.get((job.request.namespace, job.request.keys[position]))
             if load is not None and name != load.source and name not in load.alternatives:
                 load.alternatives.append(name)
 
     def _granted(self, loads: Sequence[Load], loading: Loading) -> None:
-        """The L1 has made room for loads that waited for it."""
+        """The L1 has made room for loads that were waiting for it."""
         self._start(loads, self._take_slots(loads, loading))
 
     def _take_slots(self, loads: Sequence[Load], loading: Loading) -> list[tuple[Load, TierReason | None]]:
-        """Give loads their slots. Returns those that get none, and why (None: the L1 has the object by now)."""
+        """Give loads their slots. Returns the loads that got none, and why (None: the L1 has the object by now)."""
         refused: list[tuple[Load, TierReason | None]] = []
         for index, (load, grant) in enumerate(zip(loads, loading.grants, strict=True)):
             load.page = None
@@ -225,7 +225,7 @@ class LoadTable:
         return refused
 
     def _start(self, loads: Sequence[Load], refused: Sequence[tuple[Load, TierReason | None]]) -> None:
-        """Settle what has no slot, then give what has one to its tier."""
+        """Settle the loads without a slot, then submit the others to their tiers."""
         for load, reason in refused:
             self._refuse(load, reason)
         by_tier: dict[str, list[Load]] = defaultdict(list)
@@ -241,7 +241,7 @@ class LoadTable:
                 self._submit(name, part)
 
     def _submit(self, name: str, loads: Sequence[Load]) -> None:
-        """Have one tier load these into their slots, or the next that has them."""
+        """Submit these loads to one tier; if it refuses, to the next that has them."""
         terms, tier = loads[0].terms, self._tiers.get(name)
         kind = None if tier is None else self._kind(tier, terms.layout_id)
         refused = TierReason.TIER_ERROR
@@ -259,8 +259,8 @@ class LoadTable:
         self._elsewhere([(load, refused) for load in loads])
 
     def _kind(self, tier: Tier, layout_id: int) -> ObjectKind | None:
-        """What such objects are on this tier. None: they cannot have been stored there, its chain does not even
-        describe itself."""
+        """The kind of objects of this layout on this tier. None: none can be stored there, because the codec chain
+        cannot describe them."""
         try:
             return tier.kind(self._l1.layout(layout_id))
         except KeyboardInterrupt:
@@ -271,7 +271,7 @@ class LoadTable:
 
     # --- ends ---------------------------------------------------------------------------------------------
     def _ended(self, batch: LoadBatch, results: Sequence[Loaded]) -> None:
-        """Its call has returned: nobody writes to the slots any more."""
+        """Its call has returned: no lane writes to the slots any more."""
         self._over_with(batch)
         traces = batch.traces()
         returned_s = self._clock.read() if traces else 0.0
@@ -298,7 +298,7 @@ class LoadTable:
             batch.tracer.loaded(batch.tier, batch.began_s, returned_s, traces, batch.loads[0].nbytes, results)
 
     def _late(self, batch: LoadBatch, running: bool) -> None:
-        """Its deadline has passed. `running`: a lane may still be writing, and its end follows."""
+        """Its deadline has passed. `running`: a lane may still be writing, and `_ended` follows."""
         if not running:
             self._over_with(batch)
         if batch.tracer is not None and (traces := batch.traces()):
@@ -312,12 +312,12 @@ class LoadTable:
                 self._abort(load, TierReason.LATE)
 
     def _over_with(self, batch: LoadBatch) -> None:
-        """No call is out for it; call and batch must not keep each other alive."""
+        """No call is out for it. Breaks the cycle between call and batch."""
         self._batches.pop(batch, None)
         batch.call = None
 
     def _commit(self, loads: Sequence[Load]) -> list[tuple[Load, TierReason | None]]:
-        """Publish what was brought. What became of each: None, or CLEARED where a clear came first."""
+        """Publish what was loaded. Returns the outcome of each: None, or CLEARED if a clear came first."""
         together: dict[tuple[int, bool], list[Load]] = defaultdict(list)
         for load in loads:
             together[load.lease, load.retain].append(load)
@@ -331,7 +331,7 @@ class LoadTable:
         return outcomes
 
     def _elsewhere(self, failed: Iterable[tuple[Load, TierReason]]) -> None:
-        """These did not come from their tier: try the next that has them, into the same slots."""
+        """These failed on their tier: try the next that has them, into the same slots."""
         again: dict[str, list[Load]] = defaultdict(list)
         for load, reason in failed:
             if load.alternatives and load.waiters and self._clock.now < load.terms.deadline:
@@ -343,18 +343,18 @@ class LoadTable:
             self._submit(name, loads)
 
     def _refuse(self, load: Load, reason: TierReason | None) -> None:
-        """It has no slot, and gets none."""
+        """End a load that has no slot."""
         load.move(LoadEvent.REFUSE)
         self._tell(load, reason)
 
     def _abort(self, load: Load, reason: TierReason) -> None:
-        """It has a slot that nobody writes to, and is asked for nowhere any more."""
+        """End a load whose slot no lane writes to, and that no further tier is asked for."""
         self._l1.abort_load(load.lease, [load.position], reason)
         load.move(LoadEvent.ABORT)
         self._tell(load, reason)
 
     def _tell(self, load: Load, reason: TierReason | None) -> None:
-        """Everyone who waits for it hears what became of it (`reason` None: it is there)."""
+        """Tell every job that waits for the load (`reason` None: it is loaded)."""
         if self._table.get((load.namespace, load.key)) is load:
             del self._table[load.namespace, load.key]
         waiters, load.waiters = load.waiters, []
@@ -365,7 +365,7 @@ class LoadTable:
 
     # --- giving up ----------------------------------------------------------------------------------------
     def cancel(self, job: Job, positions: Sequence[int]) -> None:
-        """The job does not wait for these any more. What nobody waits for is taken back, if it has not begun."""
+        """The job no longer waits for these. Loads that no job waits for are cancelled if they have not begun."""
         batches: dict[LoadBatch, None] = {}
         pages: dict[_Page, None] = {}
         for position in positions:
@@ -383,7 +383,7 @@ class LoadTable:
             self._cancel_batch(batch)
 
     def _cancel_page(self, page: _Page) -> None:
-        """Where nobody waits for any of its loads, no room is made for it."""
+        """Stop making room for a page if no job waits for any of its loads."""
         if not any(load.waiters for load in page.loads):
             page.wait.cancel()
             for load in page.loads:
@@ -391,7 +391,7 @@ class LoadTable:
                 self._refuse(load, TierReason.CANCELLED)
 
     def _cancel_batch(self, batch: LoadBatch) -> None:
-        """Where nobody waits for any of its loads, its call is taken back, unless it has begun."""
+        """Cancel the call of a batch if no job waits for any of its loads, unless it has begun."""
         tier = self._tiers.get(batch.tier)
         if tier is None or batch.call is None or any(load.waiters for load in batch.loads):
             return
@@ -402,11 +402,12 @@ class LoadTable:
                 self._abort(load, TierReason.CANCELLED)
 
     def clear(self, namespace: int | None) -> None:
-        """Loads of this scope are over for everyone; what a lane still writes is freed when it returns."""
+        """End the loads of this scope for every job; a slot that a lane is writing to is freed when the lane
+        returns."""
         self._remove([name for name in self._table if namespace in (None, name[0])])
 
     def remove(self, namespace: int, keys: Sequence[bytes]) -> None:
-        """As `clear`, for these keys: what tiers have there is not wanted any more."""
+        """As `clear`, for these keys: what the tiers have under them is out of date."""
         self._remove([(namespace, key) for key in keys])
 
     def _remove(self, names: Sequence[tuple[int, bytes]]) -> None:

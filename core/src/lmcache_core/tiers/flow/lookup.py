@@ -1,4 +1,4 @@
-"""The lookup controller: asks tiers for what the L1 lacks, plans, and has it loaded."""
+"""The lookup controller: asks the tiers for what the L1 lacks, plans the loads, and starts them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Work:
-    """What the controller knows of a job beyond what it shows."""
+    """The controller's private state of a job."""
 
     policy: PrefetchPolicy
     priority: Priority
     asked: list[str] = field(default_factory=list)  # in the order of the tiers
-    waiting: set[str] = field(default_factory=set)  # asked, and no answer yet
+    waiting: set[str] = field(default_factory=set)  # asked, not answered yet
     found: dict[str, Sequence[bool]] = field(default_factory=dict)
     failed: list[TierReason] = field(default_factory=list)
     pending: set[int] = field(default_factory=set)  # positions being loaded
-    own: dict[int, int] = field(default_factory=dict)  # temporary, loaded for this job alone: position → generation
+    own: dict[int, int] = field(default_factory=dict)  # temporary, loaded for this job only: position → generation
     cut: int = 0
 
 
@@ -87,7 +87,7 @@ class LookupController:
         return job
 
     def step(self) -> None:
-        """End what is past its deadline, start what waits, and call `on_done` where it is due."""
+        """End jobs past their deadline, start waiting jobs, and call `on_done` for those that ended."""
         now = self._clock.now
         if now >= self._soonest:
             for job in [job for job in self._work if job.request.deadline <= now]:
@@ -97,7 +97,7 @@ class LookupController:
         self.notify()
 
     def notify(self) -> None:
-        """Call `on_done` of what has ended."""
+        """Call `on_done` of the jobs that have ended."""
         while self._finished:
             job = self._finished.popleft()
             on_done, job.on_done = job.on_done, None
@@ -176,7 +176,7 @@ class LookupController:
                 return
             work.waiting.discard(name)
             if job.state is JobState.LOADING:
-                if found is not None:  # too late to be chosen, in time to help where a load fails
+                if found is not None:  # too late for the plan, but a source to fall back on when a load fails
                     there = [p for p, has in zip(job.request.missing, found, strict=True) if has]
                     self.loads.offer(job, there, name)
                 return
@@ -189,7 +189,7 @@ class LookupController:
         return answer
 
     def _decide_if_clear(self, job: Job) -> None:
-        """Decide once no tier that is still silent could change how many keys are hits."""
+        """Decide once no outstanding answer could change the number of hits."""
         work = self._work[job]
         if work.waiting and not all(any(column) for column in zip(*work.found.values(), strict=True)):
             return
@@ -214,7 +214,7 @@ class LookupController:
         sources: dict[int, Sequence[str]] = {}
         answered = [name for name in work.asked if name in work.found]
         for index, (position, source) in enumerate(zip(request.missing, plan.sources, strict=True)):
-            # A policy that names a tier which does not have the key would only cost a load that misses.
+            # If a policy names a tier that does not have the key, the load would only miss.
             if source is not None and source in work.found and work.found[source][index]:
                 others = [name for name in answered if name != source and work.found[name][index]]
                 sources[position] = [source, *others]
@@ -233,8 +233,8 @@ class LookupController:
         self.loads.begin(job, {position: sources[position] for position in chosen.positions}, retained, work.priority)
 
     def _retained(self, policy: PrefetchPolicy, request: TierLookup, positions: Sequence[int]) -> set[int]:
-        """Those of the positions that stay in the L1 although the plan does not say so."""
-        if not self._l1.evicts:  # they would stay for ever, and stores and loads find no room
+        """Those of the positions that stay in the L1 even if the plan does not retain them."""
+        if not self._l1.evicts:  # they would stay for ever, and stores and loads would find no room
             return set()
         try:
             stays = policy.retains([request.keys[at] for at in positions], self._l1.room_for(request.layout_id))
@@ -248,7 +248,7 @@ class LookupController:
 
     # --- loading ------------------------------------------------------------------------------------------
     def _settled(self, job: Job, position: int, reason: TierReason | None, own: int, source: str) -> None:
-        """One position of a job is loaded, or will not be."""
+        """One position of a job is loaded, or has failed."""
         work = self._work.get(job)
         if work is None or position not in work.pending:
             return
@@ -272,7 +272,7 @@ class LookupController:
         if job.request.wanted is Wanted.SPARSE:
             job.hits -= 1
             return
-        # What comes after a hole cannot be used; of a window nothing can.
+        # Positions after a hole cannot be used; with a hole in its window, nothing can.
         work.cut = min(work.cut, position) if job.request.wanted is Wanted.PREFIX else 0
         job.hits = min(job.hits, work.cut)
         useless = sorted(other for other in work.pending if other >= work.cut)
@@ -283,7 +283,7 @@ class LookupController:
 
     # --- ends ---------------------------------------------------------------------------------------------
     def _end(self, job: Job, reason: TierReason, end: JobEvent = JobEvent.END) -> None:
-        """End a job now, whatever it waits for."""
+        """End a job now, in whatever state."""
         work = self._work.get(job)
         if work is None:
             return
@@ -300,7 +300,7 @@ class LookupController:
                 work.cut = min(work.cut, hole)
                 job.hits = work.cut if job.hits is None else min(job.hits, work.cut)
         if end is JobEvent.CANCEL or reason is TierReason.CLEARED:
-            work.cut = 0  # nobody will read any of it
+            work.cut = 0  # nobody will read what was loaded
         self._finish(job, end)
         self.loads.cancel(job, pending)
 

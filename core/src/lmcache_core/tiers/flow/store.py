@@ -1,9 +1,9 @@
-"""The store controller: what is committed to the L1 goes to the tiers that the policy names, in the background.
+"""The store controller: copies what is committed to the L1 to the tiers that the policy names, in the background.
 
-An object waits for each of its tiers in that tier's queue, as a few words of metadata; its bytes stay in the L1
-and are pinned only while a lane reads them. From its commit on it leaves the L1 last, or, where `keep` says so, not
-for others at all. What leaves the L1 before its turn is lost for the tiers, and counted. A tier whose breaker is open
-keeps its queue and stores it once it is back.
+An object waits in the queue of each of its tiers, as a few words of metadata; its bytes stay in the L1 and are pinned
+only while a lane reads them. From its commit on the L1 evicts it last or, with `keep`, never for other objects. An
+object that leaves the L1 before its turn is lost for the tiers, and counted. A tier whose breaker is open keeps its
+queue and is stored to once it answers again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _FORGET_AT_ONCE = 16
 
 
 class StoreController:
-    """Driven by Tiering: `on_committed` queues, `plan_some` and `submit_some` do one small piece of work each, and
-    lanes end in what `_at_end` makes."""
+    """Driven by Tiering: `on_committed` queues; `plan_some` and `submit_some` do one small piece of work each; a call
+    on a lane ends in the callback from `_at_end`."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class StoreController:
         self._shields = Shields(l1, counts=policy.wants_reuse)
         self._arrived = Arrivals(l1, self._shields)
         self._queues: dict[str, deque[Dirty]] = {}
-        self._going: dict[str, Going] = {}  # what is in them or in flight
-        self.moves = 0  # how often something was planned, or came to its end
-        self._in_flight: dict[str, int] = {}  # batches a tier
+        self._going: dict[str, Going] = {}  # those in the queues or in flight
+        self.moves = 0  # counts plans and ends
+        self._in_flight: dict[str, int] = {}  # batches of each tier
         self._in_flight_bytes = 0
-        self._blocked: set[str] = set()  # tiers that wait for something that a completion will end
-        self._unshields = False  # there may be more that is to be shielded no longer
+        self._blocked: set[str] = set()  # tiers that can take no batch until a call ends
+        self._unshields = False  # shields may be left that should end
         self._unstored_objects = self._unstored_bytes = 0  # since the start
         self._turn = 0
         self.counts: Counter[str] = Counter()
@@ -73,8 +73,8 @@ class StoreController:
 
     # --- from the loop ------------------------------------------------------------------------------------
     def on_committed(self, objects: Sequence[CommittedObject]) -> None:
-        """Queue what became visible in the L1. It is shielded from now on: the next message may need its room. Not
-        while a tier does not answer: it could stay for ever."""
+        """Queue what became visible in the L1. It is shielded from now on, because the next message may need its room;
+        but not while a tier does not answer, because it could stay for ever."""
         if not self.policy.wants_reuse:
             objects = [item for item in objects if not item.reused]
         self._arrived.add(objects, shields=self._all_answer)
@@ -86,8 +86,8 @@ class StoreController:
         self._blocked.clear()
 
     def plan_some(self) -> bool:
-        """Plan one batch of what has arrived. False: there is none, or no tier takes more."""
-        # A tier that does not answer may be gone for long, and the L1 must not fill up with what waits for it.
+        """Plan one batch of the arrivals. False: there is none, or no tier takes more."""
+        # A tier may not answer for a long time, and the L1 must not fill up with what waits for it.
         self._unshields = not self._all_answer and self._l1.unshield_some(_UNSHIELD_AT_ONCE) > 0
         if self._unshields:
             return True
@@ -106,7 +106,7 @@ class StoreController:
         return True
 
     def submit_some(self) -> bool:
-        """Hand one batch to the next tier that takes one. False: none does, before something has ended."""
+        """Submit one batch to the next tier that takes one. False: none does until a call ends."""
         names = list(self._tiers)
         for turn in range(self._turn, self._turn + len(names)):
             name = names[turn % len(names)]
@@ -120,16 +120,15 @@ class StoreController:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to do now, without a completion before it."""
+        """Whether there is work that need not wait for a completion."""
         plans = bool(self._arrived) and self._plans
         return (
             self._unshields or plans or any(queue and name not in self._blocked for name, queue in self._queues.items())
         )
 
     def next_at(self, now: float) -> float | None:
-        """When a tier that is not answering should be tried again, or one that rests goes on, if something waits for
-        it. One whose time has come and that still takes nothing waits for something else, such as room: a completion
-        ends that."""
+        """When to retry a tier that does not answer, or to resume one that rests, if something waits for it. A tier
+        whose time has come and that still takes nothing waits for a completion, for example for room."""
         times = [
             self._tiers[name].writes.probe_at
             for name, queue in self._queues.items()
@@ -141,7 +140,7 @@ class StoreController:
 
     @property
     def idle(self) -> bool:
-        """Nothing is waiting or under way, apart from what waits for a tier that is not answering."""
+        """Nothing is waiting or under way, except for tiers that do not answer."""
         return (
             not (self._arrived and self._plans)
             and not any(self._in_flight.values())
@@ -150,7 +149,7 @@ class StoreController:
 
     @property
     def owed(self) -> dict[str, int]:
-        """How many objects each tier is to have and has not: not planned yet, waiting, or under way."""
+        """How many objects each tier does not have yet: not planned yet, waiting, or under way."""
         return {
             name: (0 if tier.draining else self._arrived.objects) + len(self._going.get(name, ()))
             for name, tier in self._tiers.items()
@@ -158,20 +157,20 @@ class StoreController:
 
     @property
     def arrived(self) -> int:
-        """The number of what was committed last."""
+        """The number of the latest arrival."""
         return self._arrived.last
 
     def has_planned(self, number: int) -> bool:
-        """Whether all that was committed up to this number is planned, or lost."""
+        """Whether every arrival up to this number is planned or lost."""
         return self._arrived.is_taken(number)
 
     def is_going(self, name: str, tier_key: bytes) -> bool:
-        """Whether an object is planned for a tier, and neither there nor lost for it yet."""
+        """Whether an object is planned for a tier, and neither stored nor lost yet."""
         going = self._going.get(name)
         return going is not None and tier_key in going
 
     def clear(self, namespace: int | None) -> None:
-        """Take back what has not been begun. What is under way is deleted by the tier if the epoch has moved."""
+        """Cancel what has not begun. If the epoch moved, the tier deletes what is under way."""
 
         def stays(committed: CommittedObject) -> bool:
             return namespace is not None and committed.namespace != namespace
@@ -185,18 +184,18 @@ class StoreController:
                 self._lost(name, gone, TierReason.CLEARED)
 
     def tier_removed(self, name: str) -> None:
-        """What waits for it will not be stored there."""
+        """What waits for it is lost for it."""
         self._lost(name, self._queues.pop(name, ()), TierReason.CANCELLED)
         self._in_flight.pop(name, None)
         self._going.pop(name, None)
         self.moves += 1
 
     def tier_replaced(self, name: str) -> None:
-        """What is under way ends without it; what waits stays for the new one."""
+        """What is under way ends without it; what waits stays for the new tier."""
         self._in_flight.pop(name, None)
 
     def close(self) -> None:
-        """Give up what waits."""
+        """Give up everything that waits."""
         for arrival in self._arrived.take_all(None):
             self._arrived.unshield(arrival)
         for name in list(self._queues):
@@ -214,8 +213,8 @@ class StoreController:
     # --- plans --------------------------------------------------------------------------------------------
     @property
     def _plans(self) -> bool:
-        """Whether what has arrived is planned now. Where nothing holds it in the L1, that waits until a tier takes
-        more: behind a slow one most objects leave the L1 before their turn, and this way they cost next to nothing."""
+        """Whether to plan the arrivals now. If nothing holds them in the L1, planning waits until a tier takes more:
+        with a slow tier most objects leave the L1 before their turn, and unplanned they cost next to nothing."""
         if self._keep:
             return True
         takers = False
@@ -223,20 +222,20 @@ class StoreController:
             if tier.draining:
                 continue
             takers = True
-            # One that does not answer gets as much, too: something to be tried with, once it is time for that.
+            # A tier that does not answer also gets this much: a batch to retry with when the time comes.
             if tier.has_room_for_stores and len(self._queues.get(name, ())) < PLAN_KEYS:
                 return True
         return not takers
 
     def _forget_unplanned(self) -> bool:
-        """Whether the oldest arrival had left the L1 as a whole, unplanned."""
+        """Whether all objects of the oldest arrival had left the L1, unplanned."""
         gone = self._arrived.take_if_gone()
         if gone is not None:
             self._lose_unplanned(gone, TierReason.EVICTED)
         return gone is not None
 
     def _lose_unplanned(self, arrival: Arrival, reason: TierReason) -> None:
-        """No tier gets these. They count for each: nobody knows what the policy would have made of them."""
+        """No tier gets these. They count for every tier: nobody knows where the policy would have sent them."""
         self.moves += 1
         self._arrived.unshield(arrival)
         names = tier_keys(arrival.keys, arrival.namespace, self._epochs.of(arrival.namespace))
@@ -248,7 +247,7 @@ class StoreController:
                 tier.losses.note(names, reason)
 
     def _plan(self, arrival: Arrival, planned_for: set[int]) -> None:
-        """Puts the positions that go on to some tier into `planned_for`."""
+        """Adds to `planned_for` the positions that are stored on some tier."""
         self.moves += 1
         batch = arrival.objects
         views = [tier.view for tier in self._tiers.values() if not tier.draining]
@@ -266,9 +265,9 @@ class StoreController:
         dropped = set(plan.drop)
         planned: dict[int, Dirty] = {}
         epoch = self._epochs.of(arrival.namespace)
-        names = tier_keys(arrival.keys, arrival.namespace, epoch)  # on any tier
+        names = tier_keys(arrival.keys, arrival.namespace, epoch)  # the same on every tier
         for view in views:
-            # Equal keys have equal bytes: what the tier has need not be stored again.
+            # Equal keys have equal bytes: an object that the tier has need not be stored again.
             known = self._tiers[view.name].accounting.known(names)
             waiting: list[Dirty] = []
             going = self._going.get(view.name)
@@ -308,17 +307,17 @@ class StoreController:
 
     @property
     def _all_answer(self) -> bool:
-        """Whether every tier that is stored to does. Only then something is shielded."""
+        """Whether all tiers that are stored to answer. Objects are shielded only then."""
         return all(self._answers(name) for name, tier in self._tiers.items() if not tier.draining)
 
     def _submit_batch(self, name: str, tier: Tier) -> bool:
-        """Hand one batch to the tier's lanes. False: nothing to do, or something has to end first."""
+        """Submit one batch to the tier's lanes. False: there is nothing to do, or a call has to end first."""
         queue = self._queues.get(name)
         if not queue:
             return False
         if self._forget_gone(name, queue):
             return True
-        # A tier with nothing under way may always have one batch: what another one that hangs holds would stop it else.
+        # A tier with nothing under way may always have one batch: otherwise a tier that hangs would block it.
         if self._in_flight.get(name) and self._in_flight_bytes + queue[0].object.nbytes > self._in_flight_bytes_max:
             return False
         try:
@@ -344,8 +343,8 @@ class StoreController:
         return self._store(name, tier, batch, reserved)
 
     def _forget_gone(self, name: str, queue: deque[Dirty]) -> bool:
-        """Whether the head of the queue had left the L1 before its turn. A few at once and whatever the tier does: a
-        slow one has thousands of them waiting by the time that it takes its next batch."""
+        """Whether the head of the queue had left the L1 before its turn. Removes a few at once, whatever the tier does:
+        a slow tier has thousands of them by its next batch."""
         namespace = queue[0].object.namespace
         head = takewhile(lambda dirty: dirty.object.namespace == namespace, islice(queue, _FORGET_AT_ONCE))
         gone = self._l1.leading_gone(namespace, (dirty.object.named for dirty in head))
@@ -356,7 +355,7 @@ class StoreController:
     def _take_more(
         self, queue: deque[Dirty], tier: Tier, layout: Layout, batch: list[Dirty], reserved: list[int]
     ) -> None:
-        """The next objects of one namespace, up to what makes a batch and fits on the tier."""
+        """The next objects of one namespace, as many as one batch takes and the tier has room for."""
         first = batch[0].object
         of_kind = (first.namespace, first.layout_id)
         most = max(1, min(tier.batch_keys_max, TIER_BATCH_BYTES_MAX // max(1, first.nbytes)))
@@ -421,10 +420,10 @@ class StoreController:
                     dirty.reached = True
                     finished.append(dirty)
                 elif isinstance(outcome, NoRoom) and name in self._tiers:
-                    dirty.nbytes_on_tier = outcome.nbytes  # with so much reserved it will fit
+                    dirty.nbytes_on_tier = outcome.nbytes  # with this much reserved it will fit
                     again.append(dirty)
                 elif outcome.retryable and self._tiers.get(name, tier) is not tier:
-                    self._enqueue(name, [dirty])  # the tier was replaced before it began: the new one gets it
+                    self._enqueue(name, [dirty])  # the tier was replaced before the call began: the new tier gets it
                 else:
                     full = outcome.result is Result.FULL
                     self._lost(name, [dirty], TierReason.NO_ROOM if full else TierReason.TIER_ERROR, outcome.error)
@@ -441,36 +440,36 @@ class StoreController:
 
     # --- ends ---------------------------------------------------------------------------------------------
     def _lost(self, name: str, batch: Sequence[Dirty] | deque[Dirty], reason: TierReason, text: str = "") -> None:
-        """One tier will not get these."""
+        """These are lost for one tier."""
         if batch:
             self.counts[f"lost_{reason}"] += len(batch)
         tier = self._tiers.get(name)
-        if tier is not None and reason is not TierReason.CLEARED:  # that much the L1 knows
+        if tier is not None and reason is not TierReason.CLEARED:  # the L1 itself knows of a clear
             tier.losses.note([dirty.tier_key for dirty in batch], reason, text)
         self._gone(name, batch)
         for dirty in batch:
             dirty.targets_left -= 1
             dirty.failed = True
-            dirty.reached |= reason is TierReason.CLEARED  # as was wished
+            dirty.reached |= reason is TierReason.CLEARED  # a clear was asked for: that is no loss
         self._settle(batch)
 
     def _gone(self, name: str, batch: Sequence[Dirty] | deque[Dirty]) -> None:
-        """These are no longer on their way to the tier."""
+        """These are no longer planned for the tier."""
         self.moves += 1
         going = self._going.get(name)
         if going is not None:
             going.end([dirty.tier_key for dirty in batch])
 
     def _settle(self, batch: Sequence[Dirty] | deque[Dirty]) -> None:
-        """Those without a tier left to go to: as all others, and out of the L1 if the policy said so."""
+        """Settle the objects with no tier left: end the shield, and drop them from the L1 if the policy said so."""
         done = [dirty for dirty in batch if dirty.targets_left == 0]
         self._unshield(done)
         self._reached_none([dirty.object for dirty in done if not dirty.reached])
-        # What did not reach every tier stays in the L1: dropping it would lose it.
+        # An object that did not reach every tier stays in the L1: dropping it would lose it.
         self._drop([dirty.object for dirty in done if dirty.drop and not dirty.failed])
 
     def _reached_none(self, objects: Sequence[CommittedObject]) -> None:
-        """What was committed, and is on no tier."""
+        """These were committed, and no tier has them."""
         self._unstored_objects += len(objects)
         self._unstored_bytes += sum(item.nbytes for item in objects)
 
@@ -482,7 +481,7 @@ class StoreController:
 
 
 def _check_plan(plan: StorePlan, count: int) -> None:
-    """Raise what is wrong with it, before anything is done of it: a policy may be someone else's code."""
+    """Raise for a wrong plan, before any of it is carried out: a policy may be someone else's code."""
     for what, positions in [*plan.targets.items(), ("drop", plan.drop)]:
         wrong = [at for at in positions if not 0 <= at < count]
         if wrong:

@@ -1,5 +1,5 @@
-"""Which tiers have these keys? Asked of their media for explanations, and of their books by who waits for a store.
-Nothing is loaded by it."""
+"""Which tiers have these keys? Explanations ask the media; callers that wait for a store ask the books. Nothing is
+loaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ASKED_ABOUT = Priority(8)  # somebody waits, but no request does: requests and d
 
 @dataclass(slots=True)
 class TierAnswer:
-    """What one tier says. `found` is None where it gave no answer, for `reason`; `text` are its own words then.
-    `losses[i]` is what it is known to have lost, whether or not it answers. For callers that wait for stores, `found`
-    has values of `Stored`, a third one among them."""
+    """The answer of one tier. `found` is None if it gave no answer, for `reason`; `text` is then the tier's own
+    message. `losses[i]` is a loss that is remembered for the key, even if the tier does not answer. For callers that
+    wait for stores, `found` has values of `Stored`."""
 
     name: str
     losses: Sequence[TierLoss | None]
@@ -31,8 +31,8 @@ class TierAnswer:
 
 
 class Whereabouts:
-    """The answers, in the order of the tiers; complete once nothing is `pending`. `on_done` is called when the last
-    answer comes, from `Tiering.step`; not if there was nothing to wait for."""
+    """The answers, in the order of the tiers; complete once nothing is `pending`. `on_done` is called at the last
+    answer, from `Tiering.step`; it is not called if there was nothing to wait for."""
 
     def __init__(self, on_done: Callable[[Whereabouts], None]) -> None:
         self.answers: list[TierAnswer] = []
@@ -40,7 +40,8 @@ class Whereabouts:
         self._on_done = on_done
 
     def ask(self, tiers: Mapping[str, Tier], namespace: int, epoch: int, keys: Sequence[bytes], now: float) -> None:
-        """Ask them all at once, on their lanes. Each answers within `TIER_LOOKUP_S`, or has not answered."""
+        """Ask all tiers at once, on their lanes. A tier that does not answer within `TIER_LOOKUP_S` counts as
+        silent."""
         asked = tier_keys(keys, namespace, epoch)
         for tier in tiers.values():
             answer = TierAnswer(tier.name, [tier.losses.find(key) for key in asked])
@@ -64,7 +65,7 @@ class Whereabouts:
 
 
 class StoredWatch:
-    """Whether the tiers have keys, as they were committed until now, or will. No medium is asked."""
+    """Whether the tiers have keys that were committed until now, or will have them. Asks no medium."""
 
     def __init__(
         self, tiers: Mapping[str, Tier], stores: StoreController, namespace: int, epoch: int, keys: Sequence[bytes]
@@ -73,16 +74,16 @@ class StoredWatch:
         self._stores = stores
         self._names = tier_keys(keys, namespace, epoch)
         self._arrived = stores.arrived
-        self._left = list(range(len(keys)))  # stores go in order: the last key is on its way for longest
+        self._left = list(range(len(keys)))  # stores run in order: the last key takes longest
 
     def settled(self) -> bool:
-        """Nothing of it is on its way any more. Each call goes on where the last one stopped."""
+        """Whether every store of these keys has ended. Each call resumes where the last one stopped."""
         while self._left and not self._on_its_way(self._names[self._left[-1]]):
             self._left.pop()
         return not self._left
 
     def answers(self) -> list[TierAnswer]:
-        """What each tier has, in their order, and how it lost what it does not have. `found` are values of `Stored`."""
+        """What each tier has, in the order of the tiers, and how it lost the rest. `found` has values of `Stored`."""
         told = []
         for tier in self._tiers.values():
             found = [self._state(tier, name) for name in self._names]
@@ -101,6 +102,6 @@ class StoredWatch:
             return Stored.YES
         if self._stores.is_going(tier.name, name):
             return Stored.ON_ITS_WAY
-        # Nobody knows yet where the policy sends what has just arrived, nor what a medium has that is still scanned.
+        # Not known yet: where the policy sends a new arrival, and what a medium has while it is being scanned.
         open_still = tier.accounting.scanning or (not tier.draining and not self._stores.has_planned(self._arrived))
         return Stored.ON_ITS_WAY if open_still else Stored.NO

@@ -20,18 +20,18 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Epochs:
-    """One number a namespace, never smaller than that of `everything`. Kept in a file, if there is one.
+    """One number for each namespace, never below that of `everything`. Kept in a file if there is one.
 
     The file is replaced before a new epoch is used: a crash can lose an answer to `clear`, never a clear that was
-    answered. Servers that share a tier should share this file too, or they stop sharing with the first clear. It is
-    changed under a lock, from what stands in it at that moment, and no epoch in it ever falls; `refresh` takes over
-    what others moved.
+    answered. Servers that share a tier should share this file too, or they stop sharing with the first clear. A change
+    happens under a lock, on the file's current content, and no epoch in it ever falls; `refresh` takes over the changes
+    of other servers.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = Path(path) if path is not None else None
         self._stored = _Stored(0, {})
-        self._seen: tuple[int, int, int] | None = None  # the file as it was read last
+        self._seen: tuple[int, int, int] | None = None  # the file when it was last read
         if self._path is not None:
             try:
                 self._merge()
@@ -46,22 +46,22 @@ class Epochs:
         return max(stored.everything, stored.namespaces.get(namespace, 0))
 
     def refresh(self) -> bool:
-        """Take over what other servers moved. Whether there was something. A file that cannot be read now changes
-        nothing: what it says next is taken then."""
+        """Take over the changes of other servers; returns whether there were any. If the file cannot be read now,
+        nothing changes, and the next refresh takes them over."""
         try:
             return self._path is not None and self._merge()
         except (OSError, msgspec.MsgspecError):
             return False
 
     def move(self, namespace: int | None) -> None:
-        """The next epoch of a namespace, or of all (None). Raises `SettingsError` if it cannot be kept."""
+        """Move a namespace, or all (None), to its next epoch. Raises `SettingsError` if it cannot be saved."""
         if self._path is None:
             self._stored = _moved(self._stored, namespace)
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.with_name(f"{self._path.name}.lock").open("ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed; others hold it for one small write
+                fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed, for one small write
                 self._merge()
                 moved = _moved(self._stored, namespace)
                 replace_file(self._path, msgspec.json.encode(moved))
@@ -74,7 +74,7 @@ class Epochs:
         self._stored = moved
 
     def _merge(self) -> bool:
-        """Whether the file says more than is known."""
+        """Whether the file had newer epochs."""
         assert self._path is not None
         try:
             about = self._path.stat()
@@ -103,8 +103,8 @@ def _moved(stored: _Stored, namespace: int | None) -> _Stored:
 
 
 def former_epochs(tier_keys: Sequence[bytes], epochs: Epochs) -> list[bytes]:
-    """Those that a clear has made unreachable."""
-    former: dict[bytes, bool] = {}  # by what follows the key: a batch has one namespace and one epoch, as a rule
+    """Those of former epochs: a clear has made them unreachable."""
+    former: dict[bytes, bool] = {}  # by the suffix after the key: a batch usually has one namespace and one epoch
     for tier_key in tier_keys:
         if tier_key[KEY_BYTES:] not in former:
             _, namespace, epoch = split_tier_key(tier_key)

@@ -1,9 +1,9 @@
 """What an object looks like on a tier: a header of one page, then the encoded payload.
 
-The header is exactly one page so that the payload starts on a page too, as O_DIRECT wants it. Little-endian:
+The header is exactly one page, so that the payload starts on a page too, as O_DIRECT requires. Little-endian:
 
     offset  bytes  field
-         0      8  magic "LMCOBJ\\r\\n" (a text-mode transfer would break it, and be seen)
+         0      8  magic "LMCOBJ\\r\\n" (a text-mode transfer would visibly break it)
          8      2  version of this format
         10      2  checksum algorithm (1: xxh3_64)
         12      4  bytes of the description
@@ -69,16 +69,16 @@ class ObjectKind(NamedTuple):
     layout: Layout
     description: bytes
     digest: bytes  # of the description, for `serde_key`
-    blank: bytes  # a page with everything in it that does not change
+    blank: bytes  # a page with all the fields that do not change
 
 
 def tier_key(key: bytes, namespace: int, epoch: int) -> bytes:
-    """The key on a tier: key ‖ namespace ‖ epoch, so that two namespaces, or two lives of one, never meet."""
+    """The key on a tier: key ‖ namespace ‖ epoch, so that two namespaces, or two epochs of one, never collide."""
     return _TIER_KEY.pack(key, namespace, epoch)
 
 
 def tier_keys(keys: Sequence[bytes], namespace: int, epoch: int) -> list[bytes]:
-    """The keys of one namespace on a tier."""
+    """Tier keys of one namespace."""
     tail = _TIER_KEY_TAIL.pack(namespace, epoch)
     return [key + tail for key in keys]
 
@@ -113,13 +113,13 @@ def object_kind(layout: Layout, chain: CodecChain) -> ObjectKind:
 def serde_key(kind: ObjectKind, key: bytes, namespace: int, epoch: int) -> bytes:
     """The key that serdes see: the tier key, and a digest of layout and codec chain.
 
-    The header is not authenticated, so a serde that authenticates has to bind all that the header says.
+    The header is not authenticated, so a serde that authenticates must bind everything that the header says.
     """
     return tier_key(key, namespace, epoch) + kind.digest
 
 
 def payload_checksum(buffers: Sequence[Buffer]) -> int:
-    """xxh3_64 of the buffers, one after the other."""
+    """xxh3_64 over the buffers in order."""
     if len(buffers) == 1:
         return int(xxhash.xxh3_64_intdigest(buffers[0]))
     digest = xxhash.xxh3_64()
@@ -150,7 +150,7 @@ def build_header(
 
 
 def read_header(page: memoryview) -> ObjectHeader:
-    """The header of an object nothing is known about. Raises `DamagedObjectError` with the reason."""
+    """The header of an object of unknown layout. Raises `DamagedObjectError` with the reason."""
     if page.nbytes != HEADER_BYTES:
         raise DamagedObjectError(f"object ends after {page.nbytes} bytes, inside its header: store it again")
     (magic, version, algorithm, description_bytes, key, namespace, epoch, serdes,
@@ -174,10 +174,10 @@ def read_header(page: memoryview) -> ObjectHeader:
 
 
 def check_header(page: memoryview, kind: ObjectKind, *, key: bytes, namespace: int, epoch: int) -> ObjectHeader:
-    """The header, if it is that of the object expected.
+    """The header, if it belongs to the expected object.
 
-    Raises `DamagedObjectError` for a broken header or another object's, and `MismatchedObjectError` for an
-    intact object of this key under another layout or codec chain.
+    Raises `DamagedObjectError` for a broken header or another object's, and `MismatchedObjectError` for an intact
+    object of this key with another layout or codec chain.
     """
     header = read_header(page)
     if header.key != key or header.namespace != namespace or header.epoch != epoch:

@@ -1,4 +1,4 @@
-"""The lanes' side of a tier: objects to bytes on the medium and back. Runs on lane threads, touches no kernel."""
+"""The lanes' side of a tier: objects to bytes on the medium and back. Runs on lane threads; touches no kernel."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lmcache_core.tiers.retry import call_batch
 
 
 class Transfer(NamedTuple):
-    """One object to store or to load. `view` is its memory in the pool, `kind.layout.nbytes` long; `checksum` the
-    xxh3_64 of what is in it, where that is known (None or 0: it is not)."""
+    """One object to store or to load. `view` is its memory in the pool, `kind.layout.nbytes` long; `checksum` is the
+    xxh3_64 of its bytes if known (None or 0: unknown)."""
 
     key: bytes
     namespace: int
@@ -47,25 +47,25 @@ class Transfer(NamedTuple):
 
 
 class NoRoom(Outcome):
-    """Encoded, to `nbytes`, and not stored: that is more than was reserved. The medium was not asked."""
+    """Encoded to `nbytes`, but not stored: that is more than was reserved. The medium was not called."""
 
     __slots__ = ()
 
 
 class Loaded(NamedTuple):
-    """What became of one load. `reason` None: the object is in its view, whole and checked."""
+    """The outcome of one load. `reason` None: the object is in its view, whole and checked."""
 
     reason: TierReason | None
     nbytes: int = 0  # on the medium, header included
     error: str = ""
-    mismatched: bool = False  # intact, but of another layout or codec chain: not ours to delete
+    mismatched: bool = False  # intact, but with another layout or codec chain: not ours to delete
     checksum: int | None = None  # xxh3_64 of the object in its view
 
 
 class Carrier:
-    """Stores and loads batches through one adapter and one codec chain. Shared by all lanes of a tier.
+    """Stores and loads batches through one adapter and one codec chain. All lanes of a tier share it.
 
-    Each thread has a Scratch of its own, reused from batch to batch, so that nothing large is allocated.
+    Each thread has its own Scratch and reuses it, so that a batch allocates nothing large.
     """
 
     def __init__(self, adapter: L2Adapter, chain: CodecChain, stop: Event) -> None:
@@ -81,12 +81,12 @@ class Carrier:
         reserved: Sequence[int] | None = None,
         encoded: Callable[[Sequence[int], int, int], None] | None = None,
     ) -> list[Outcome]:
-        """Encode, sum, and store each object. `Outcome.nbytes` is its size on the medium.
+        """Encode, checksum and store each object. `Outcome.nbytes` is its size on the medium.
 
-        `reserved`: bytes of room for each, as far as could be told; all of them together are never exceeded, and what
+        `reserved`: bytes reserved for each object, as far as known; their sum is never exceeded, and an object that
         does not fit is `NoRoom`. `encoded(sizes, room, guessed)` is called before each call of the adapter, with the
-        sizes that have become known, all the room that the batch holds from now on, and how much of that is for what
-        is not encoded yet.
+        sizes known since, the total that the batch reserves from now on, and how much of it is for objects not encoded
+        yet.
         """
         scratch = self._scratch()
         outcomes: list[Outcome] = []
@@ -136,7 +136,7 @@ class Carrier:
 
     # --- one object ---------------------------------------------------------------------------------------
     def _packed(self, transfer: Transfer, scratch: Scratch) -> StoreItem | Outcome:
-        """The item to store, or why there is none."""
+        """The item to store, or the outcome that says why there is none."""
         page = scratch.take(HEADER_BYTES)
         layout = transfer.kind.layout
         try:
@@ -146,7 +146,7 @@ class Carrier:
         except BaseException as error:  # noqa: BLE001 - a serde is someone else's code: its bugs end here, in words
             return Outcome(Result.FAILED, error=f"encoding failed: {type(error).__name__}: {error}")
         payload = [memoryview(part) for part in encoded.buffers]
-        # What the writer summed while it copied need not be summed again; encoded bytes have a sum of their own.
+        # A checksum that the writer computed while copying is not computed again; encoded bytes have their own.
         checksum = transfer.checksum if self._chain.is_identity else None
         build_header(
             page,
@@ -215,7 +215,7 @@ class Carrier:
         return scratch
 
     def _parts(self, batch: Sequence[Transfer]) -> Iterator[Sequence[Transfer]]:
-        """The batch in pieces that the adapter takes at once and whose scratch fits its limit."""
+        """The batch in pieces that the adapter takes at once and whose scratch stays within its limit."""
         keys_max = max(1, self._adapter.capabilities.batch_keys_max)
         bytes_max = self._adapter.capabilities.batch_bytes_max or SCRATCH_BYTES_MAX
         part: list[Transfer] = []
@@ -223,7 +223,7 @@ class Carrier:
         for transfer in batch:
             needs = HEADER_BYTES
             if not self._chain.is_identity:
-                # An intermediate and a result for each serde, each at most as large as the largest stage.
+                # An intermediate and a result for each serde, each no larger than the largest stage.
                 needs += 2 * self._chain.encoded_bytes_max(transfer.kind.layout)
             size = transfer.view.nbytes
             full = len(part) >= keys_max or scratch_bytes + needs > SCRATCH_BYTES_MAX or nbytes + size > bytes_max

@@ -1,5 +1,5 @@
-"""Tools that walk a tier: every object read whole, checked, and handed on. With an adapter of their own, beside
-whatever servers use the medium; nothing here touches a kernel.
+"""Tools that walk a tier: every object is read whole, checked, and passed on. They use an adapter of their own, beside
+the servers that use the medium; nothing here touches a kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lmcache_core.tiers.retry import call_batch
 
 
 class WalkedObject(NamedTuple):
-    """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: not ours to judge."""
+    """One object that was read. `problem` empty: it is whole. `damaged` False with a problem: it is not one of ours."""
 
     entry: ScanEntry
     header: ObjectHeader | None = None
@@ -42,7 +42,7 @@ class WalkedObject(NamedTuple):
 
 
 def layout_of(header: ObjectHeader) -> Layout:
-    """The layout that an object describes. Raises `DamagedObjectError` for a description that makes no sense."""
+    """The layout that an object describes. Raises `DamagedObjectError` if the description is invalid."""
     described = describe_header(header)
     try:
         return Layout(described["dtype"], tuple(described["shape"]), described["memory_format"])
@@ -51,7 +51,7 @@ def layout_of(header: ObjectHeader) -> Layout:
 
 
 class Walker:
-    """Reads the objects of one medium one after the other. `stop`: ends waits between retries."""
+    """Reads the objects of one medium one by one. `stop`: ends waits between retries."""
 
     def __init__(self, adapter: L2Adapter, chain: CodecChain, deadline_s: float) -> None:
         self.adapter = adapter
@@ -69,7 +69,7 @@ class Walker:
         return time.monotonic() + self._deadline_s
 
     def pages(self, cursor: str | None = None) -> Iterator[ScanPage]:
-        """The pages of a scan from `cursor` on. Raises `TierError`."""
+        """The pages of a scan, starting at `cursor`. Raises `TierError`."""
         if not self.adapter.capabilities.scan:
             raise TierError("the adapter of this tier cannot list what it has", retryable=False)
         while True:
@@ -80,8 +80,8 @@ class Walker:
                 return
 
     def read(self, entry: ScanEntry) -> WalkedObject:
-        """Load one object and check all that can be checked without the layout expected: who it says it is, its
-        checksum, and, where it has our codec chain, that it decodes."""
+        """Load one object and check all that can be checked without knowing its layout: its key, its checksum and, if
+        it has our codec chain, that it decodes."""
         if len(entry.key) != TIER_KEY_BYTES:
             return WalkedObject(entry, problem="its key is none of ours")
         if entry.nbytes < HEADER_BYTES:
@@ -123,7 +123,7 @@ class Walker:
         return header
 
     def decode(self, header: ObjectHeader, payload: memoryview) -> memoryview:
-        """The object as a slot holds it, until the next one. Raises `DamagedObjectError`."""
+        """The object as a slot holds it, valid until the next call. Raises `DamagedObjectError`."""
         if self.chain.is_identity:
             return payload
         kind = object_kind(layout_of(header), self.chain)
@@ -140,7 +140,7 @@ class Walker:
         return view
 
     def store(self, found: WalkedObject, source: Walker) -> Outcome:
-        """Store here what `source` has just read, as it is, or in our codec chain where that is another."""
+        """Store here what `source` has just read: unchanged, or encoded with our codec chain if that differs."""
         assert found.header is not None
         if source.chain.describe() == self.chain.describe():
             item = StoreItem(found.entry.key, found.buffers)
@@ -151,7 +151,7 @@ class Walker:
 
 
 def _at_least(buffer: memoryview, nbytes: int) -> memoryview:
-    """Page-aligned memory, grown by doubling."""
+    """Page-aligned memory. Grows by doubling."""
     if buffer.nbytes >= nbytes:
         return buffer
     return memoryview(mmap.mmap(-1, max(nbytes, 2 * buffer.nbytes, 1 << 20)))

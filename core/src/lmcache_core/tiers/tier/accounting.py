@@ -1,8 +1,8 @@
-"""What one tier holds: bytes, objects, and the order in which they would go. Pure; on the loop's thread.
+"""What one tier holds: bytes, objects, and the order of eviction. Pure; on the loop's thread.
 
-Built by `scan` after a start. While the scan runs, objects that are stored are counted and kept aside in the
-order of their use; the scanned ones, older all of them, enter the policy first. Where several servers share the
-medium it is scanned again and again: what others stored comes in, and what they deleted goes.
+Built by `scan` after a start. While the scan runs, stored objects are counted and kept aside in the order of their use;
+the scanned objects are all older, and enter the policy first. If several servers share the medium, it is scanned again
+and again to find what others stored and deleted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lmcache_core.tiers.object.format import TIER_KEY_BYTES, split_tier_key
 from lmcache_core.tiers.tier.order import Watch
 
 InDoubt = Callable[[Mapping[bytes, int]], None]
-"""Told of keys, and their bytes, that a scan has found and that may have left since."""
-_SHARDS = 1 << 10  # a dictionary that grows stalls the loop for as long as it copies itself: small ones do not
-_DECAY = 8  # how many smaller objects it takes until about as much less is expected
+"""Called with keys, and their bytes, that a scan has found and that may have left since."""
+_SHARDS = 1 << 10  # a dictionary stalls the loop while it grows: small ones do not
+_DECAY = 8  # how many smaller objects it takes to lower the expectation by about as much
 
 
 class TierEntry:
@@ -35,9 +35,9 @@ class TierEntry:
         self.tier_key = tier_key
         self.nbytes = nbytes
         self.holds = 0  # 1 while its delete is under way
-        self.damaged = False  # it takes its room, and is as good as not there: it is to be stored anew
-        self.listed = False  # in the policy's hands
-        self.seen = 0  # the last rescan that found it, or during which it was used
+        self.damaged = False  # it takes its room, but counts as missing: it is to be stored again
+        self.listed = False  # the policy has it
+        self.seen = 0  # the last rescan that found it, or that ran when it was used
         self.older: Any = None
         self.newer: Any = None
         self.policy_data: Any = None
@@ -58,7 +58,7 @@ class TierEntry:
 class Accounting:
     """Entries by tier key, the bytes they take, and the victims when they take too many.
 
-    `capacity_bytes` None: everything fits. Without a policy nothing is evicted, and a full tier says so.
+    `capacity_bytes` None: unlimited. Without a policy nothing is evicted, and a full tier answers FULL.
     """
 
     def __init__(
@@ -69,34 +69,34 @@ class Accounting:
         policy: EvictionPolicy | None,
         policy_name: str = "",
     ) -> None:
-        """`policy_name`: what people call the policy; without one, the name of its class."""
+        """`policy_name`: the policy's name for people; without one, the name of its class."""
         self.capacity_bytes = capacity_bytes
         self._watermark = watermark
         self._evict_ratio = evict_ratio
         self.policy = policy
         self.policy_name = policy_name or type(policy.inner if isinstance(policy, GuardedPolicy) else policy).__name__
         self.bytes_used = 0
-        self.bytes_reserved = 0  # stores under way
-        self.bytes_guessed = 0  # of that, for objects that may turn out smaller: nothing leaves for their sake
-        self.bytes_leaving = 0  # deletes under way
+        self.bytes_reserved = 0  # by stores under way
+        self.bytes_guessed = 0  # of that, for objects that may turn out smaller: nothing is evicted for them
+        self.bytes_leaving = 0  # by deletes under way
         self.objects = 0
         self.scanning = False
-        self.leads = True  # another server may be the one that keeps headroom on a shared medium
+        self.leads = True  # on a shared medium another server may keep the headroom
         self._rescan = 0
         self._shards: list[dict[bytes, TierEntry]] = [{} for _ in range(_SHARDS)]
         self._aside: dict[TierEntry, None] = {}  # in the order of use, until the scan is done
         self._scanned: Iterator[ScanEntry] = iter(())
         if policy is not None and capacity_bytes is not None:
             policy.resize(capacity_bytes)
-        self.on_removed: Callable[[list[bytes]], None] | None = None  # told of what was there and is not
-        self._charged: dict[int, int] = {}  # what `charge` was told, by namespace
+        self.on_removed: Callable[[list[bytes]], None] | None = None  # called with the keys that have left
+        self._charged: dict[int, int] = {}  # bytes last told to `charge`, by namespace
         self.tenancy: Tenancy | None = None  # without an eviction policy there is none
         if isinstance(policy, GuardedPolicy):
             self.tenancy = Tenancy(policy, self._bytes_taken, self._charged, self)
 
     # --- whose it is ----------------------------------------------------------------------------------------
     def reserve(self, namespace: int, nbytes: int) -> None:
-        """So much of a namespace is on its way (negative: no longer)."""
+        """Reserve bytes for a namespace (negative: release them)."""
         self.bytes_reserved += nbytes
         self._charge(namespace, nbytes)
 
@@ -111,25 +111,25 @@ class Accounting:
 
     # --- entries ------------------------------------------------------------------------------------------
     def _shard(self, tier_key: bytes) -> dict[bytes, TierEntry]:
-        # Bits that the shard's own dictionary uses last. A bytes object keeps its hash: it is computed once.
+        # The bits that the shard's own dictionary uses last. A bytes object caches its hash: it is computed once.
         return self._shards[hash(tier_key) >> 40 & _SHARDS - 1]
 
     def knows(self, tier_key: bytes) -> bool:
-        """Whether it is on the tier, sound, and not on its way out."""
+        """Whether it is on the tier, sound, and not being deleted."""
         entry = self._shard(tier_key).get(tier_key)
         return entry is not None and not entry.holds and not entry.damaged
 
     def nbytes_of(self, tier_key: bytes) -> int | None:
-        """What it takes, None where it is not accounted."""
+        """The bytes it takes, or None if it is not accounted."""
         entry = self._shard(tier_key).get(tier_key)
         return None if entry is None else entry.nbytes
 
     def known(self, tier_keys: Sequence[bytes]) -> set[bytes]:
-        """Those that it knows."""
+        """Those of the keys that it knows."""
         return {tier_key for tier_key in tier_keys if self.knows(tier_key)} if self.objects else set()
 
     def add(self, objects: Sequence[tuple[bytes, int]]) -> None:
-        """These, each with its bytes, are on the tier now. Known ones count as used, with their new size."""
+        """These objects, with their bytes, are on the tier now. Known ones count as used, and get their new size."""
         known: list[bytes] = []
         fresh: list[TierEntry] = []
         for tier_key, nbytes in objects:
@@ -140,7 +140,7 @@ class Accounting:
                     known.append(tier_key)
                     continue
                 self._remove([tier_key])
-                fresh = [other for other in fresh if other is not entry]  # twice in a batch, in two sizes
+                fresh = [other for other in fresh if other is not entry]  # twice in a batch, with two sizes
             entry = TierEntry(tier_key, nbytes)
             entry.seen = self._rescan
             self._count(entry)
@@ -158,14 +158,14 @@ class Accounting:
         self.touch(known)
 
     def damaged(self, tier_keys: Sequence[bytes]) -> None:
-        """What is on the tier under these keys is not what was stored: it waits to be removed, or stored over."""
+        """The objects under these keys are damaged: they wait to be removed or overwritten."""
         for tier_key in tier_keys:
             entry = self._shard(tier_key).get(tier_key)
             if entry is not None:
                 entry.damaged = True
 
     def touch(self, tier_keys: Sequence[bytes]) -> None:
-        """They were used."""
+        """These were used."""
         if self.policy is None:
             return
         listed = []
@@ -181,13 +181,13 @@ class Accounting:
             self.policy.access(listed)
 
     def remove(self, tier_keys: Sequence[bytes]) -> None:
-        """They are no longer on the tier. Unknown ones are no error."""
+        """These are no longer on the tier. Unknown keys are no error."""
         removed = self._remove(tier_keys)
         if removed and self.on_removed is not None:
             self.on_removed(removed)
 
     def _remove(self, tier_keys: Sequence[bytes]) -> list[bytes]:
-        """Those that were there."""
+        """Returns the keys that were there."""
         listed: list[TierEntry] = []
         removed: list[bytes] = []
         for tier_key in tier_keys:
@@ -210,7 +210,7 @@ class Accounting:
         return removed
 
     def shards(self) -> Iterator[list[TierEntry]]:
-        """All entries, a small part at a time: a walk over everything is made in many turns of the loop."""
+        """All entries, a small part at a time: a walk over everything takes many turns of the loop."""
         for shard in self._shards:
             yield list(shard.values())
 
@@ -226,7 +226,7 @@ class Accounting:
         self.policy.insert(entries)
 
     def resize(self, capacity_bytes: int | None, watermark: float, evict_ratio: float) -> None:
-        """Another capacity; `victims` acts on it."""
+        """Set another capacity; `victims` enforces it."""
         self._watermark, self._evict_ratio = watermark, evict_ratio
         if capacity_bytes != self.capacity_bytes:
             self.capacity_bytes = capacity_bytes
@@ -235,22 +235,22 @@ class Accounting:
 
     # --- room ---------------------------------------------------------------------------------------------
     def fits(self, nbytes: int) -> bool:
-        """Whether so much may be stored now, with all that is under way."""
+        """Whether this much may be stored now, counting everything under way."""
         if self.capacity_bytes is None:
             return True
         return self.bytes_used + self.bytes_reserved + nbytes <= self.capacity_bytes
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What can be stored without an eviction; None: anything."""
+        """What can be stored without an eviction; None: unlimited."""
         if self.capacity_bytes is None:
             return None
         taken = self.bytes_used + self.bytes_reserved - self.bytes_leaving
         return max(0, int(self._watermark * self.capacity_bytes) - taken)
 
     def victims(self, wanted_bytes: int = 0, namespace: int = 0) -> list[TierEntry]:
-        """What should leave now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more of a
-        namespace on the way in. They count as leaving from now on; `remove` or `stays` follows for each."""
+        """What to evict now: enough to be below the watermark by `evict_ratio`, with `wanted_bytes` more of a namespace
+        arriving. They count as leaving from now on; `remove` or `stays` follows for each."""
         if self.capacity_bytes is None or self.policy is None:
             return []
         self._charge(namespace, wanted_bytes)
@@ -263,8 +263,8 @@ class Accounting:
         assert self.capacity_bytes is not None
         certain = self.bytes_used + self.bytes_reserved - self.bytes_guessed
         expected = certain + wanted_bytes - self.bytes_leaving
-        # Who does not lead makes room only when there is none: two servers that both kept headroom on one medium
-        # would evict the same share twice.
+        # A server that does not lead makes room only when there is none: two servers that both kept headroom on one
+        # medium would evict the same share twice.
         over = expected - int((self._watermark if self.leads else 1.0) * self.capacity_bytes)
         if over <= 0:
             return []
@@ -272,16 +272,16 @@ class Accounting:
         return self._leave(goal, needed=expected - self.capacity_bytes)
 
     def shrink(self) -> list[TierEntry]:
-        """The medium itself is full, below the capacity that was configured: a share of what is there leaves."""
+        """The medium itself is full, below the configured capacity: evict a share of what is there."""
         if self.policy is None or self.bytes_leaving:
             return []
         if self.capacity_bytes is None:
-            self.policy.resize(self.bytes_used)  # so much fits, as has just been found out
+            self.policy.resize(self.bytes_used)  # this much fits, as the medium has just shown
         nbytes = max(1, int(self._evict_ratio * self.bytes_used))
         return self._leave(nbytes, needed=nbytes)
 
     def _leave(self, nbytes: int, needed: int) -> list[TierEntry]:
-        """`needed` of these bytes are for objects that are on their way, the rest is headroom."""
+        """`needed` of these bytes are for objects that are arriving, the rest is headroom."""
         assert self.policy is not None
         named = self.policy.surplus(nbytes)
         if sum(entry.nbytes for entry in named) < needed:
@@ -291,7 +291,7 @@ class Accounting:
         return chosen
 
     def leave(self, entries: Sequence[TierEntry]) -> None:
-        """Their delete is under way."""
+        """Their delete has begun."""
         for entry in entries:
             entry.holds = 1
             self.bytes_leaving += entry.nbytes
@@ -300,11 +300,11 @@ class Accounting:
             self.policy.held([entry for entry in entries if entry.listed])
 
     def stands(self, entry: TierEntry) -> bool:
-        """Whether it is still the entry of its key, and not on its way out."""
+        """Whether it is still the entry of its key, and not being deleted."""
         return not entry.holds and self._shard(entry.tier_key).get(entry.tier_key) is entry
 
     def entry_of(self, tier_key: bytes) -> TierEntry | None:
-        """What is accounted under this key."""
+        """The entry under this key."""
         return self._shard(tier_key).get(tier_key)
 
     def stays(self, tier_key: bytes) -> None:
@@ -313,7 +313,7 @@ class Accounting:
         if entry is None or not entry.holds:
             return
         entry.holds = 0
-        entry.seen = self._rescan  # a page that was listed meanwhile says nothing of it
+        entry.seen = self._rescan  # a page that was listed meanwhile says nothing about it
         self.bytes_leaving -= entry.nbytes
         self._charge(entry.namespace, entry.nbytes)
         if entry.listed and self.policy is not None:
@@ -321,7 +321,7 @@ class Accounting:
 
     # --- tenants ------------------------------------------------------------------------------------------
     def over_limit(self, namespace: int, wanted_bytes: int) -> int:
-        """Bytes by which whoever owns the namespace is over its limit, with so many more on their way."""
+        """Bytes by which the namespace's owner is over its limit, with this many more arriving."""
         if self.tenancy is None or self.tenancy.policy is None:
             return 0
         self._charge(namespace, wanted_bytes)
@@ -330,8 +330,8 @@ class Accounting:
         return over
 
     def victims_of(self, namespace: int, nbytes: int) -> list[TierEntry]:
-        """What the namespace's owner is to lose for what it stores: nothing, where all that may go is less than that.
-        As for `victims`, `remove` or `stays` follows."""
+        """What to evict from the namespace's owner for its own store; empty if all that may go is less than that. As
+        for `victims`, `remove` or `stays` follows."""
         assert self.tenancy is not None
         chosen = [e for e in self.tenancy.victims_of(namespace, nbytes) if isinstance(e, TierEntry)]
         if sum(entry.nbytes for entry in chosen) < nbytes:
@@ -340,8 +340,8 @@ class Accounting:
         return chosen
 
     def step_tenants(self, objects_max: int) -> list[TierEntry]:
-        """One bounded step of what changes hands, and what leaves as it is beyond a limit. As for `victims`, `remove`
-        or `stays` follows."""
+        """One bounded step: update owners, and return what to evict because it is over a limit. As for `victims`,
+        `remove` or `stays` follows."""
         chosen: list[TierEntry] = []
 
         def leave(named: Sequence[Entry]) -> int:
@@ -355,16 +355,16 @@ class Accounting:
         return chosen
 
     def _bytes_taken(self) -> int:
-        """Of what the policy has, and of what is charged."""
+        """Of the policy's entries, and of what is charged."""
         return self.bytes_used - sum(entry.nbytes for entry in self._aside) + sum(self._charged.values())
 
     def position(self, entry: Entry) -> int:
-        """For `TenantWalk`: the shard comes first."""
+        """For `TenantWalk`: orders by shard first."""
         assert isinstance(entry, TierEntry)
         return hash(entry.tier_key) >> 34 & POSITIONS - 1
 
     def entries_from(self, namespaces: frozenset[int], low: int, objects_max: int) -> tuple[list[Entry], int]:
-        """For `TenantWalk`: what the policy has been given."""
+        """For `TenantWalk`: the policy's entries."""
         a_shard = POSITIONS // _SHARDS
         found: list[Entry] = []
         looked = 0
@@ -386,12 +386,12 @@ class Accounting:
         self.scanning = True
 
     def scan_ended(self, pages: Sequence[Sequence[ScanEntry]]) -> None:
-        """Take over what the scan found; each page is sorted by `used_at_s`. `adopt` does the work."""
+        """Take what the scan found; each page is sorted by `used_at_s`. `adopt` does the work."""
         self._scanned = heapq.merge(*pages, key=lambda entry: entry.used_at_s)
 
     def adopt(self, entries_max: int, deleted: Watch, in_doubt: InDoubt) -> bool:
-        """Take over the next scanned entries, oldest first. True: that was the last of them. `deleted`: what may have
-        left the medium since it was listed; `in_doubt` hears of that of which nobody else may."""
+        """Enter the next scanned objects, oldest first. True: that was the last of them. `deleted`: what may have left
+        the medium since it was listed; `in_doubt` is called with those that no running call will settle."""
         batch = list(islice(self._scanned, entries_max))
         fresh = []
         for found in batch:
@@ -424,12 +424,12 @@ class Accounting:
 
     # --- again, for what others did -----------------------------------------------------------------------
     def rescan_begins(self) -> None:
-        """What is neither found nor used from now until `gone` is walked has left the medium."""
+        """From now until `gone` has been walked: what is neither found nor used has left the medium."""
         self._rescan += 1
 
     def found(self, entries: Sequence[ScanEntry], changed: Watch, in_doubt: InDoubt) -> None:
-        """These are on the medium, but for what was `changed` since they were listed. What was not known is taken to be
-        as old as it is known: the newest. `in_doubt`: as for `adopt`."""
+        """These are on the medium, except those `changed` since they were listed. An unknown object counts as the
+        newest. `in_doubt`: as for `adopt`."""
         for found in entries:
             entry = self._shard(found.key).get(found.key)
             if changed.saw(found.key):
@@ -443,7 +443,7 @@ class Accounting:
                 entry.seen = self._rescan
 
     def gone(self) -> Iterator[int]:
-        """Remove what the rescan did not find, a small part at a time; how many each time."""
+        """Remove what the rescan did not find, a small part at a time; yields the number removed each time."""
         for shard in self.shards():
             lost = [entry for entry in shard if entry.seen != self._rescan and not entry.holds]
             self.remove([entry.tier_key for entry in lost])
@@ -451,17 +451,17 @@ class Accounting:
 
 
 class Sizes:
-    """How large objects turn out to be, which is known once they are encoded: of each layout the most of late. Too much
-    is held back from others until an object is encoded; too little, and it has to be encoded again."""
+    """How large objects are once encoded: for each layout, the recent maximum. If the guess is too high, room is kept
+    from others until the object is encoded; if it is too low, the object must be encoded again."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}  # fingerprint → bytes
 
     def learn(self, fingerprint: int, nbytes: int) -> None:
-        """An object of this layout takes so many bytes."""
+        """An object of this layout takes this many bytes."""
         seen = self._seen.get(fingerprint, nbytes)
         self._seen[fingerprint] = max(nbytes, seen - (seen - nbytes) // _DECAY)
 
     def expected(self, fingerprint: int) -> int | None:
-        """Bytes; None where nothing is known yet."""
+        """Bytes, or None if nothing is known yet."""
         return self._seen.get(fingerprint)

@@ -1,4 +1,4 @@
-"""A thread whose work nobody waits for steps behind all others: for the processor, and for the disk."""
+"""Lower priority for background threads: for the processor, and for the disk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lmcache_core.limits import LANE_NICE
 
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _THIS_THREAD = (1, 0)  # IOPRIO_WHO_PROCESS, and the calling thread
-_IDLE = 3 << 13  # the class: served when nobody else has asked for a while
+_IDLE = 3 << 13  # this class is served when nobody else has asked for a while
 
 
 def step_behind(*, idle_disk: bool = False) -> None:
-    """For the calling thread alone, from now on: a tenth of another's share of the processor, where both could run.
-    With `idle_disk`, also the idle class of I/O, where this system has one; schedulers of disks that know no classes
-    ignore it."""
-    os.nice(LANE_NICE)  # on Linux of this thread alone
+    """Lowers the priority of the calling thread, for good: it gets a tenth of another's share of the processor when
+    both could run. With `idle_disk`, also the idle class of I/O, if this system has one; disk schedulers without
+    classes ignore it."""
+    os.nice(LANE_NICE)  # on Linux, of this thread only
     number = _IOPRIO_SET.get(platform.machine())
     if idle_disk and number is not None:
         ctypes.CDLL(None).syscall(ctypes.c_long(number), *map(ctypes.c_int, (*_THIS_THREAD, _IDLE)))

@@ -1,4 +1,4 @@
-"""A circuit breaker: a tier that keeps failing is left alone, and asked again by and by. Pure: `now` comes in."""
+"""A circuit breaker: a tier that keeps failing is not called for a while, then probed. Pure: takes `now`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmcache_core.tiers.tier.breaker_states import BREAKER_TRANSITIONS, BreakerE
 class Breaker:
     """Opens after `failures_max` failed calls in a row; each failed probe doubles the pause, up to half a minute.
 
-    The caller asks `allows` before each call, and reports its end by `succeeded` or `failed`, once.
+    The caller asks `allows` before each call, and reports its end once, by `succeeded` or `failed`.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class Breaker:
         self.probe_at = 0.0  # when an open breaker lets the next probe through
         self.opened = 0  # how often it has opened
         self.last_error = ""
-        self.on_move: Callable[[BreakerState], None] | None = None  # told when it opens, and when it closes
+        self.on_move: Callable[[BreakerState], None] | None = None  # called when it opens, and when it closes
 
     def move(self, event: BreakerEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = BREAKER_TRANSITIONS[self.state, event]
 
     def allows(self, now: float) -> bool:
-        """Whether a call may start now. In the open state, after the pause, True once: the call is the probe."""
+        """Whether a call may start now. When open, after the pause, True once: the call is the probe."""
         if self.state is BreakerState.CLOSED:
             return True
         if self.state is BreakerState.OPEN and now >= self.probe_at:
@@ -45,7 +45,7 @@ class Breaker:
         return False
 
     def succeeded(self) -> None:
-        """A call came back, with whatever ordinary answer."""
+        """A call came back, with any ordinary answer."""
         was = self.state
         self.move(BreakerEvent.SUCCEED)
         self._failures = 0
@@ -54,7 +54,7 @@ class Breaker:
             self.on_move(self.state)
 
     def failed(self, now: float, error: str) -> None:
-        """A call failed, or was late. Calls that had started before it opened change nothing any more."""
+        """A call failed, or was late. Calls that started before it opened no longer count."""
         self.last_error = error
         if self.state is BreakerState.OPEN:
             return
@@ -68,11 +68,11 @@ class Breaker:
                 self.on_move(self.state)
 
     def came_back(self, now: float) -> None:
-        """A call that was given up has returned after all: do not wait for the pause to probe."""
+        """A call that was given up has returned after all: probe without waiting for the pause."""
         if self.state is BreakerState.OPEN:
             self.probe_at = min(self.probe_at, now)
 
     def not_used(self) -> None:
-        """The call that `allows` let through was not made."""
+        """The call that `allows` permitted was not made."""
         if self.state is BreakerState.HALF_OPEN:
             self.move(BreakerEvent.SKIP)

@@ -19,9 +19,9 @@ class BreakerEvent(Enum):
     """What moves a breaker."""
 
     TRIP = auto()  # too many calls have failed in a row, or the probe has
-    PROBE = auto()  # the pause is over, and one call may see
+    PROBE = auto()  # the pause is over, and one call may probe
     SKIP = auto()  # that call was not made
-    SUCCEED = auto()  # some call came back well, also one from before it opened
+    SUCCEED = auto()  # a call succeeded, possibly one from before it opened
 
 
 BREAKER_TRANSITIONS: Transitions[BreakerState, BreakerEvent] = Transitions(

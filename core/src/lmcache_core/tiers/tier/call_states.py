@@ -1,7 +1,7 @@
 """The states of a call on a lane, and the one table that says how it moves between them (`Call.move`).
 
-What they tell apart is whether its work may be running, and what its caller has been told. A call that runs past its
-deadline is reported twice: late when the deadline passes, ended when it really returns.
+The states differ in whether the call's work may be running, and in what its caller has been told. A call that runs past
+its deadline is reported twice: late when the deadline passes, ended when it returns.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class CallState(Enum):
     """Where a call stands."""
 
     QUEUED = auto()  # before its lane, or in the lane's queue
-    RUNNING = auto()  # a thread is in its work
+    RUNNING = auto()  # a thread is running its work
     LATE = auto()  # the same, past its deadline
-    ENDED = auto()  # its work has returned, or raised
-    EXPIRED = auto()  # its deadline passed before a thread had it: it never ran
-    CANCELLED = auto()  # taken back before it ran
+    ENDED = auto()  # its work has returned or raised
+    EXPIRED = auto()  # its deadline passed before a thread took it: it never ran
+    CANCELLED = auto()  # cancelled before it ran
 
 
 class CallEvent(Enum):

@@ -1,4 +1,4 @@
-"""What is set for a tier, whatever its adapter."""
+"""The settings that every tier has, whatever its adapter."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lmcache_core.limits import EVICT_RATIO, L1_WATERMARK, TIER_DEADLINE_S
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What is the tier's, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
+    """The settings of a tier, whatever its adapter. `capacity_bytes` None: unlimited, and nothing is evicted.
 
-    `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the
-    second. `deadline_s` bounds one store, delete or scan; loads and lookups bring their own. `rescan_s`: how often
-    the medium is counted again (None: only at the start). `eviction_name`: what people call the eviction policy.
+    `watermark` and `evict_ratio` are fractions of the capacity: above the first, eviction makes room for the second.
+    `deadline_s` bounds one store, delete or scan; loads and lookups bring their own. `rescan_s`: how often the medium
+    is scanned again (None: only at the start). `eviction_name`: the eviction policy's name for people.
 
-    `store_cpu_share`: cores that stores to it may keep busy on average. `store_io`: "idle" lets them wait for a
-    disk that others use, "normal" does not.
+    `store_cpu_share`: how many cores stores may keep busy on average. `store_io`: "idle" makes stores wait for a disk
+    that others use, "normal" does not.
     """
 
     capacity_bytes: int | None = None

@@ -1,7 +1,7 @@
-"""What may or may not be on a tier's medium: keys of which a call has failed. They are asked about until it is known.
+"""What may or may not be on a tier's medium: keys whose call has failed. The medium is asked until it answers.
 
-A store that failed may have been done all the same, or a delete, or the other way round: an answer was lost, a disk
-was read-only for a moment. The medium is asked, in the background, and the books are put right.
+A store or a delete that failed may have been done all the same: the answer was lost, or a disk was read-only for a
+moment. The medium is asked in the background, and the books are corrected.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from lmcache_core.tiers.tier.medium import Medium
 
 class _Doubt(NamedTuple):
     nbytes: int | None  # what it takes, if it is there
-    reserved: int  # of that, what the books do not count otherwise
+    reserved: int  # of that, what the books do not count elsewhere
     namespace: int
     damaged: bool
 
 
 class Doubts:
-    """Of one tier, `TIER_DOUBTS_MAX` at most: of more the oldest are let be, and the medium is scanned."""
+    """The doubts of one tier, `TIER_DOUBTS_MAX` at most: beyond that the oldest are dropped, and the medium is
+    scanned."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Doubts:
         recount: Recount,
         on_found: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """`on_found`: hears of keys that turned out to be there, and were not accounted."""
+        """`on_found`: called with keys that turned out to be there, and were not accounted."""
         self._medium = medium
         self._accounting = accounting
         self._order = medium.order
@@ -51,22 +52,22 @@ class Doubts:
         self._recount = recount
         self._on_found = on_found
         self._keys: OrderedDict[bytes, _Doubt] = OrderedDict()
-        self._asked: dict[bytes, _Doubt] = {}  # those that the medium is being asked about
+        self._asked: dict[bytes, _Doubt] = {}  # the medium is being asked about these
         self._next_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
-        self.settled = 0  # books that were put right
+        self.settled = 0  # corrections of the books
 
     def __len__(self) -> int:
         return len(self._keys) + len(self._asked)
 
     def add(self, sizes: Mapping[bytes, int | None], *, damaged: bool = False) -> None:
-        """Whether these tier keys are on the medium is not known. `sizes`: their bytes, None where they never were
-        accounted. `damaged`: what is still there is."""
+        """Nobody knows whether these tier keys are on the medium. `sizes`: their bytes, None if they were never
+        accounted. `damaged`: what is still there is damaged."""
         for key, nbytes in sizes.items():
             former = self._keys.pop(key, None)
             if former is not None:
                 self._end(former)
-            # What may be there takes room until it is known that it does not.
+            # An object that may be there takes room until the medium says that it is not there.
             reserved = 0 if nbytes is None or self._accounting.nbytes_of(key) is not None else nbytes
             namespace = split_tier_key(key)[1] if len(key) == TIER_KEY_BYTES else 0
             self._accounting.reserve(namespace, reserved)
@@ -77,7 +78,7 @@ class Doubts:
 
     @property
     def next_at(self) -> float | None:
-        """When `step` has something to do."""
+        """When `step` has work."""
         return self._next_at if self._keys and not self._asked else None
 
     def step(self) -> None:
@@ -86,7 +87,7 @@ class Doubts:
             return
         keys_max = min(TIER_BATCH_KEYS_MAX, max(1, self._medium.adapter.capabilities.batch_keys_max))
         keys = [key for key in islice(self._keys, keys_max) if not self._order.busy(key)]
-        if not keys:  # what is under way will tell
+        if not keys:  # a call that is under way will tell
             for key in list(islice(self._keys, keys_max)):
                 self._keys[key] = self._keys.pop(key)
             self._next_at = self._clock.now + self._pause_s
@@ -105,11 +106,11 @@ class Doubts:
                 self._end(asked[key])
                 if not changed.saw(key):
                     self._settle(key, asked[key], there=there)
-                elif changed.undecided(key) and key not in self._keys:  # else what has changed it has told
+                elif changed.undecided(key) and key not in self._keys:  # otherwise the call that changed it has told
                     self.add({key: asked[key].nbytes}, damaged=asked[key].damaged)
 
         def late(call: Call) -> None:
-            if call.state is CallState.EXPIRED:  # else it returns some day
+            if call.state is CallState.EXPIRED:  # otherwise it returns some day
                 self._order.unwatch(changed, keys)
                 self._again()
 
@@ -125,7 +126,7 @@ class Doubts:
         self.settled += 1
         if not there:
             self._accounting.remove([key])
-        elif not doubt.nbytes:  # what it takes is for a scan to say
+        elif not doubt.nbytes:  # a scan has to find its size
             self._recount.ask()
         else:
             self._accounting.add([(key, doubt.nbytes)])
@@ -137,7 +138,7 @@ class Doubts:
         self._accounting.reserve(doubt.namespace, -doubt.reserved)
 
     def _again(self) -> None:
-        """The medium did not answer: later."""
+        """The medium did not answer: retry later."""
         asked, self._asked = self._asked, {}
         for key, doubt in asked.items():
             if self._keys.setdefault(key, doubt) is not doubt:

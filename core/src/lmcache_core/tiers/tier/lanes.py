@@ -1,7 +1,7 @@
 """Lanes: the bounded threads on which a tier's blocking calls run.
 
 The loop's thread submits, cancels and expires; lane threads run calls and post them back. `call_states` says where a
-call stands. What is in a lane moves under the lane's lock.
+call stands. The state of a call in a lane changes under the lane's lock.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ HOUSEKEEPING = Priority(30)  # scans and probes
 class Call:
     """One blocking call. `work()` runs on a lane thread; the callbacks run on the loop's thread.
 
-    `on_end(call)` follows exactly once for every call that ran, also after `on_late`; `result` or `error` is
-    set by then. `on_late(call)` is called at most once: if `state` is EXPIRED the call never ran and `on_end`
-    will not follow, if LATE it is still running. `on_over()` comes behind the last of them.
+    `on_end(call)` follows exactly once for every call that ran, even after `on_late`; by then `result` or `error` is
+    set. `on_late(call)` is called at most once: if `state` is EXPIRED the call never ran and `on_end` will not follow,
+    if LATE it is still running. `on_over()` comes after the last of them.
     """
 
     __slots__ = (
@@ -60,13 +60,13 @@ class Call:
         self.on_over: Callable[[], None] = _nothing
         self.state = CallState.QUEUED
         self.was_late = False
-        self.allowed_s = math.inf  # from its submission to its deadline
+        self.allowed_s = math.inf  # from submission to deadline
         self.sequence = 0
         self.result: Any = None
         self.error: BaseException | None = None
 
     def move(self, event: CallEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = CALL_TRANSITIONS[self.state, event]
         if event is CallEvent.EXPIRE:
             self.was_late = True
@@ -79,15 +79,15 @@ class Call:
             self.on_over()
 
     def tell_late(self) -> None:
-        """Its deadline has passed: it never ran, or still runs. On the loop's thread."""
+        """Its deadline has passed: it never ran, or is still running. On the loop's thread."""
         try:
             self.on_late(self)
         finally:
-            if self.state is CallState.EXPIRED:  # else it is over when it returns
+            if self.state is CallState.EXPIRED:  # otherwise it is over when it returns
                 self.on_over()
 
     def forget(self) -> None:
-        """Nothing is called back any more. Whoever made it, and what that has, is not kept alive by it."""
+        """Drop the callbacks, so that the call keeps neither its caller nor the caller's data alive."""
         self.on_end = self.on_late = _nothing
         self.on_over = _nothing
 
@@ -96,8 +96,8 @@ class Call:
 
 
 class Note:
-    """What a call says while it still runs, posted as its end will be: `on_end` is called on the loop's thread, before
-    that of the call."""
+    """What a call reports while it still runs. It is posted like an end: `on_end` is called on the loop's thread,
+    before the call's own."""
 
     __slots__ = ("_on_end", "result")
 
@@ -113,10 +113,10 @@ class Note:
 class Lane:
     """A bounded priority queue and the daemon threads that empty it.
 
-    `post(call)` is called from lane threads when a call has ended; it must be thread-safe. A thread whose call
-    hangs past its deadline is replaced, a bounded number of times (`replaces` False: never, for adapters that
-    are not thread-safe), so that a tier that comes back is used even if the old calls never return. `idle_disk`: its
-    threads read and write disks when nobody else does, which is for what nobody waits for.
+    `post(call)` is called from lane threads when a call has ended; it must be thread-safe. A thread whose call hangs
+    past its deadline is replaced, a bounded number of times (`replaces` False: never, for adapters that are not
+    thread-safe), so that a tier that comes back is used even if the old calls never return. `idle_disk`: its threads
+    use disks only when nobody else does, for background work.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Lane:
         self._post = post
         self._wakeup = threading.Condition()
         self._queue: list[Call] = []
-        self._queued = 0  # without what was cancelled or has expired in the queue
+        self._queued = 0  # without calls that were cancelled or expired in the queue
         self._running: dict[Call, None] = {}  # in the order in which they began
         self._threads = 0
         self._idle = 0
@@ -146,7 +146,7 @@ class Lane:
 
     # --- the loop's side ----------------------------------------------------------------------------------
     def submit(self, call: Call) -> bool:
-        """False: the queue is full, or the lane is closed; the call will not run and nothing is called back."""
+        """False: the queue is full, or the lane is closed; the call will not run, and no callback follows."""
         with self._wakeup:
             if self._queued >= LANE_QUEUE_MAX or self._closing:
                 return False
@@ -155,14 +155,14 @@ class Lane:
             heapq.heappush(self._queue, call)
             self._queued += 1
             self._wakeup.notify()
-            # Idle threads may have been notified for earlier calls already: count what waits against them.
+            # Idle threads may have been notified for earlier calls: count what waits against them.
             if self._queued > self._idle and self._threads < self._allowed_threads():
                 self._start_thread()
         self._soonest = min(self._soonest, call.deadline)
         return True
 
     def cancel(self, call: Call) -> bool:
-        """True: it was still queued and will never run; nothing is called back. False: it runs or has ended."""
+        """True: it was still queued and will never run; no callback follows. False: it is running or has ended."""
         with self._wakeup:
             if call.state is not CallState.QUEUED:
                 return False
@@ -197,7 +197,7 @@ class Lane:
 
     @property
     def next_deadline(self) -> float:
-        """No call is late before this; infinity where there is none."""
+        """No call is late before this; infinity if there is none."""
         return self._soonest
 
     @property
@@ -206,13 +206,13 @@ class Lane:
 
     @property
     def backlog(self) -> int:
-        """Queued calls that no thread is free to take: the same before and after a thread has woken up."""
+        """Queued calls that no thread is free to take: unchanged while a thread wakes up."""
         free = self._threads_max - (len(self._running) - self._hung)
         return max(0, self._queued - max(0, free))
 
     @property
     def running(self) -> int:
-        """Calls that are out, late ones included."""
+        """Calls that have not returned, late ones included."""
         return len(self._running)
 
     @property
@@ -220,11 +220,11 @@ class Lane:
         return self._hung
 
     def close(self) -> bool:
-        """Nothing is started any more. Never waits. True: no call is out."""
+        """Start nothing any more. Never waits. True: no call is out."""
         with self._wakeup:
             self._closing = True
             for call in self._queue:
-                if call.state is CallState.QUEUED:  # others are in the heap until they come up
+                if call.state is CallState.QUEUED:  # the others stay in the heap until they come up
                     call.move(CallEvent.CANCEL)
             self._queue.clear()
             self._queued = 0
@@ -241,8 +241,8 @@ class Lane:
         return self._threads_max + min(self._hung, self._replacements_max)
 
     def _start_thread(self) -> None:
-        """Where the system gives no thread, what is queued waits for those that there are, or is late; the next
-        submission asks again. To raise here would leave a call behind that runs although nobody waits for it."""
+        """If the system gives no thread, queued calls wait for the existing ones, or become late; the next submission
+        tries again. Raising here would leave a call behind that runs although nobody waits for it."""
         self._threads += 1
         try:
             threading.Thread(target=self._work, name=f"lane-{self.name}", daemon=True).start()
@@ -251,7 +251,7 @@ class Lane:
             log.warning("lane %s has %d threads and gets no more: %s", self.name, self._threads, error)
 
     def _sweep(self) -> None:
-        # Cancelled calls stay in the heap until they come up; when they outnumber the rest, they go together.
+        # Cancelled calls stay in the heap until they come up; when they outnumber the rest, they are removed together.
         if len(self._queue) > 2 * self._queued + 16:
             self._queue = [call for call in self._queue if call.state is CallState.QUEUED]
             heapq.heapify(self._queue)
@@ -294,4 +294,4 @@ class Lane:
 
 
 def _nothing(*call: Call) -> None:
-    """A call is over."""
+    """Default callback."""

@@ -1,4 +1,4 @@
-"""The medium of one tier, as the parts of the tier reach it."""
+"""The medium of one tier, as the tier's parts use it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lmcache_core.tiers.tier.order import KeyOrder
 
 
 class Medium:
-    """An adapter, the lanes on which it is called, and the order in which calls come to a key. Lives on the loop's
-    thread, but for what says that it blocks: lanes call that.
+    """An adapter, the lanes on which it is called, and the order of the calls for each key. Lives on the loop's thread,
+    except for the methods that block: lanes call those.
 
-    `config`: the tier's, as it is set now. `stopping`: set when the tier is closed; it ends retries and their pauses.
+    `config`: the tier's current settings. `stopping`: set when the tier is closed; it ends retries and their pauses.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Medium:
         self.lanes = list(dict.fromkeys((self.lookups, self.loads, self.stores)))
 
     def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Which tier keys are there, at most a batch of them. Blocks. Raises `TierError` when it cannot answer."""
+        """Which tier keys are there, at most a batch of them. Blocks. Raises `TierError` if it cannot answer."""
         return ask_batch(self.adapter.exists, keys, deadline, self.stopping)
 
     def delete(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
@@ -54,12 +54,12 @@ class Medium:
         return call_batch(self.adapter.delete, keys, deadline, self.stopping)
 
     def set_aside(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
-        """Take a batch of damaged objects out of the way. Blocks."""
+        """Set a batch of damaged objects aside. Blocks."""
         return call_batch(self.adapter.set_aside, keys, deadline, self.stopping)
 
     def expire(self, now: float) -> None:
-        """Tell whoever made a call whose deadline has passed."""
-        for call in self.order.expire(now):  # first: what they held up finds no lane that has gone over the calls
+        """Report every call whose deadline has passed."""
+        for call in self.order.expire(now):  # first: lanes must see what these held back before they expire
             call.tell_late()
         for lane in self.lanes:
             for call in lane.expire(now):
@@ -67,18 +67,18 @@ class Medium:
 
     @property
     def next_deadline(self) -> float:
-        """No call is late before this; infinity where there is none."""
+        """No call is late before this; infinity if there is none."""
         return min(self.order.next_deadline, *(lane.next_deadline for lane in self.lanes))
 
     def close(self) -> bool:
-        """Nothing is started any more. Never waits. True: no call is out."""
+        """Start nothing any more. Never waits. True: no call is out."""
         self.stopping.set()
         self.order.close()
         idle = [lane.close() for lane in self.lanes]
         return all(idle)
 
     def close_adapter(self) -> None:
-        """Once the last call has returned. Blocks, on a thread of its own."""
+        """Close the adapter after its last call has returned. Blocks, on a thread of its own."""
         for lane in self.lanes:
             lane.wait_idle()
         self.adapter.close()

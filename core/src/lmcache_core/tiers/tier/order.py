@@ -1,9 +1,9 @@
-"""The order in which the keys of one tier are read and changed: one owner, so that the books and the medium agree.
+"""The order in which the keys of one tier are read and changed: it has one owner, so that books and medium agree.
 
-A medium knows no order between two calls that overlap. So none overlap that could matter: what changes a key (a
-store, a delete, a damaged object set aside) waits until what changed it before has returned, however late that is,
-and a load waits for it, too. Loads hold up nobody: what one says of a key counts only if nothing has begun to change
-that key since the load was asked for.
+A medium does not order two calls that overlap, so calls whose order matters never overlap: a call that changes a key (a
+store, a delete, setting a damaged object aside) waits until the previous change has returned, however late, and so does
+a load. Loads block nothing: what a load says about a key counts only if no change of that key has begun since the load
+was asked for.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class KeyAccess(Enum):
 class Made(Enum):
     """Whether a call has changed its keys."""
 
-    NOT_YET = auto()  # it may still
-    YES = auto()  # it has returned, and whoever made it has told the books
-    NO = auto()  # its time was up, or it was taken back, before any lane had begun it: nobody tells anything
+    NOT_YET = auto()  # it still may
+    YES = auto()  # it has returned, and its caller has updated the books
+    NO = auto()  # it expired or was cancelled before a lane began it: nobody reports anything
 
 
 class Change:
-    """A call that changes keys, for those who watch these; it outlives the call."""
+    """A call that changes keys, as watchers of these keys see it; it outlives the call."""
 
     __slots__ = ("access", "before", "made")
 
     def __init__(self, access: KeyAccess, before: Sequence[Change]) -> None:
         self.access = access
-        self.before = before  # those that it waits for
+        self.before = before  # the changes that it waits for
         self.made = Made.NOT_YET
 
 
 class Watch:
-    """Which keys have been changed, or may be, since it was opened. Open: it goes on taking note."""
+    """Which keys have been changed, or may have been, since it was opened. While open, it records further changes."""
 
     __slots__ = ("_changes", "of_stores")
 
@@ -54,12 +54,12 @@ class Watch:
         self.of_stores = of_stores
 
     def note(self, key: bytes, change: Change) -> None:
-        """This is on its way to the key, or has been begun."""
+        """A change of this key is waiting or has begun."""
         if self.of_stores or change.access is not KeyAccess.STORE:
             self._changes.setdefault(key, []).append(change)
 
     def note_all(self, key: bytes, last: Change) -> None:
-        """The same of this one, and of those before it that have not returned."""
+        """The same for this change, and for the earlier ones that have not returned."""
         changes = [last]
         for change in changes:
             if change.made is Made.NOT_YET:
@@ -67,11 +67,11 @@ class Watch:
                 changes.extend(each for each in change.before if each not in changes)
 
     def saw(self, key: bytes) -> bool:
-        """Whether what was found of this key is out of date, or may be."""
+        """Whether what was read of this key is out of date, or may be."""
         return any(change.made is not Made.NO for change in self._changes.get(key, ()))
 
     def undecided(self, key: bytes) -> bool:
-        """Whether it may be, and nobody may ever tell: what is on its way to it may yet be given up unmade."""
+        """Whether it may be, and nobody may ever report it: a waiting change may still be dropped before it begins."""
         changes = self._changes.get(key, ())
         return any(change.made is Made.NOT_YET for change in changes) and not any(
             change.made is Made.YES for change in changes
@@ -79,7 +79,7 @@ class Watch:
 
 
 class _Ticket:
-    """One call on its way: before its lane, in it, or late."""
+    """One call in progress: before its lane, in it, or late."""
 
     __slots__ = ("access", "call", "change", "followers", "keys", "lane", "waits_for", "watch")
 
@@ -97,16 +97,16 @@ class _Ticket:
         self.call = call
         self.keys = keys
         self.access = access
-        self.waits_for = 0  # calls that are to return first
+        self.waits_for = 0  # calls that must return first
         self.followers: list[_Ticket] = []
         self.watch = watch
 
 
 class KeyOrder:
-    """Stands before the lanes of one tier. Lives on the loop's thread."""
+    """Sits in front of the lanes of one tier. Lives on the loop's thread."""
 
     def __init__(self) -> None:
-        self._last: dict[bytes, _Ticket] = {}  # the last call that changes each key, of those that have not returned
+        self._last: dict[bytes, _Ticket] = {}  # for each key, the last unreturned call that changes it
         self._tickets: dict[Call, _Ticket] = {}
         self._held: dict[_Ticket, None] = {}  # those that no lane has yet
         self._watching: dict[bytes, list[Watch]] = {}
@@ -117,10 +117,10 @@ class KeyOrder:
     def submit(
         self, lane: Lane, call: Call, keys: Sequence[bytes], access: KeyAccess, watch: Watch | None = None
     ) -> bool:
-        """Give the call to its lane as soon as its keys allow. False: the lane is full, and nothing is called back.
+        """Give the call to its lane as soon as its keys allow. False: the lane is full, and no callback follows.
 
-        From now on it ends as a lane's call does: `on_end` once it has run, `on_late` where it has not by its deadline.
-        `watch` notes which of its keys something else begins to change before it has ended.
+        From now on it ends like a call on a lane: `on_end` after it has run, `on_late` if it has not by its deadline.
+        `watch` records which of its keys another call begins to change before it has ended.
         """
         before = {id(last): last for key in keys if (last := self._last.get(key)) is not None}
         ticket = _Ticket(lane, call, keys, access, watch, before.values())
@@ -143,11 +143,11 @@ class KeyOrder:
         return True
 
     def cancel(self, call: Call) -> bool:
-        """Take a load back. True: it will never run, and nothing is called back."""
+        """Cancel a load. True: it will never run, and no callback follows."""
         ticket = self._tickets.get(call)
         if ticket is None:
             return False
-        if call.state is CallState.EXPIRED:  # somebody is being told, in this same turn
+        if call.state is CallState.EXPIRED:  # it is being reported in this same turn
             return False
         if ticket in self._held:
             call.move(CallEvent.CANCEL)
@@ -157,7 +157,7 @@ class KeyOrder:
         return True
 
     def expire(self, now: float) -> list[Call]:
-        """Those whose deadline has passed before any lane had them; `on_late` is the caller's to call."""
+        """Calls whose deadline has passed before a lane had them; the caller calls `on_late`."""
         late = [ticket.call for ticket in self._held if ticket.call.deadline <= now]
         for call in late:
             if call.state is CallState.QUEUED:
@@ -166,11 +166,11 @@ class KeyOrder:
 
     @property
     def kept(self) -> int:
-        """How much is kept of calls that have not returned, and for those who watch them: 0 once all is over."""
+        """The number of records kept for unreturned calls and their watchers: 0 once all is over."""
         return len(self._tickets) + len(self._last) + len(self._watching) + len(self._watching_all)
 
     def busy(self, key: bytes) -> bool:
-        """Whether something that changes this key has not returned."""
+        """Whether a call that changes this key has not returned."""
         return key in self._last
 
     def held(self, lane: Lane) -> int:
@@ -179,11 +179,11 @@ class KeyOrder:
 
     @property
     def next_deadline(self) -> float:
-        """No call that is held back is late before this; infinity where there is none."""
+        """No held call is late before this; infinity if there is none."""
         return min((ticket.call.deadline for ticket in self._held), default=float("inf"))
 
     def close(self) -> None:
-        """Nothing that is held back is started any more, and nothing of it is called back."""
+        """Start no held call any more, and call nothing back for them."""
         for ticket in self._held:
             if ticket.call.state is CallState.QUEUED:
                 ticket.call.move(CallEvent.CANCEL)
@@ -192,7 +192,7 @@ class KeyOrder:
 
     # --- watches --------------------------------------------------------------------------------------------
     def watch(self, keys: Sequence[bytes]) -> Watch:
-        """Take note of what changes these keys from now on, or is about to. `unwatch` ends it."""
+        """Record changes of these keys from now on, including those about to begin. `unwatch` ends it."""
         watch = Watch()
         for key in keys:
             self._watching.setdefault(key, []).append(watch)
@@ -201,7 +201,7 @@ class KeyOrder:
         return watch
 
     def watch_all(self, *, of_stores: bool) -> Watch:
-        """As `watch`, for every key. `of_stores` False: stores are of no interest."""
+        """As `watch`, for every key. `of_stores` False: ignore stores."""
         watch = Watch(of_stores)
         for key, ticket in self._last.items():
             watch.note_all(key, ticket.change)
@@ -209,7 +209,7 @@ class KeyOrder:
         return watch
 
     def unwatch(self, watch: Watch, keys: Sequence[bytes] = ()) -> None:
-        """It takes no more notes, and keeps those that it has."""
+        """Stop recording. What it has recorded stays."""
         self._watching_all.pop(watch, None)
         for key in keys:
             watches = self._watching.get(key)
@@ -229,21 +229,21 @@ class KeyOrder:
 
     # --- one after the other --------------------------------------------------------------------------------
     def _leave(self, ticket: _Ticket) -> None:
-        """Its call is over, and whoever made it has written the books: what follows on these keys finds them right."""
+        """Its call is over, and its caller has updated the books: the next calls on these keys find them right."""
         call = ticket.call
         if self._tickets.pop(call, None) is None:
             return
         ticket.change.made = Made.NO if call.state in (CallState.EXPIRED, CallState.CANCELLED) else Made.YES
         ticket.change.before = ()
-        # Call and ticket would keep each other, and all that the callbacks have: the server's collector does not look
-        # at what is old, as a call to a slow medium is by now.
+        # Call and ticket would keep each other alive, with all that the callbacks hold: the server's collector does not
+        # scan old objects, and a call to a slow medium is old by now.
         call.forget()
         self._no_longer_held(ticket)
         if ticket.watch is not None:
             self.unwatch(ticket.watch, ticket.keys)
         followers, ticket.followers = ticket.followers, []
         if ticket.waits_for:
-            # It was taken back before its turn: who waits for it goes on waiting for what it waited for.
+            # It was cancelled before its turn: its followers still wait for what it waited for.
             self._hand_on(ticket, followers)
         else:
             for key in ticket.keys:
@@ -262,12 +262,12 @@ class KeyOrder:
                 if follower not in head.followers:
                     head.followers.append(follower)
                     follower.waits_for += 1
-                if head.change not in follower.change.before:  # who watches the follower finds it through that
+                if head.change not in follower.change.before:  # watchers of the follower find it through that
                     follower.change.before = [*follower.change.before, head.change]
         for key in ticket.keys:
             if self._last.get(key) is ticket:
                 del self._last[key]
-                for head in heads:  # in the order in which they came: the latest of them is the last
+                for head in heads:  # in order of arrival: the latest is the last
                     if key in head.keys:
                         self._last[key] = head
 

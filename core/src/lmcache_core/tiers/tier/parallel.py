@@ -1,4 +1,4 @@
-"""Requests of one adapter that run at the same time, bounded by the tier's `connections`."""
+"""Concurrent requests of one adapter, bounded by the tier's `connections`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lmcache_core.tiers.contract import AdapterContext
 
 
 class _Batch:
-    """Calls that belong together. Taken one by one, by the caller itself and by any worker that is idle."""
+    """Calls that belong together. The caller and any idle worker take them one by one."""
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         self._calls = calls
@@ -23,7 +23,7 @@ class _Batch:
         self.results: list[Any] = [None] * len(calls)
 
     def run_one(self) -> bool:
-        """Run the next call. False: there is none left to start."""
+        """Run the next call. False: none is left to start."""
         with self._lock:
             position = self._next
             if position >= len(self._calls):
@@ -47,10 +47,10 @@ class _Batch:
 
 
 class Parallel:
-    """Runs calls on at most `connections` threads, the caller's among them.
+    """Runs calls on at most `connections` threads, including the caller's.
 
-    Threads are daemons and start when they are first needed; the caller always works too, so a pool that is
-    busy, or hung, can make a batch slower but never stop it.
+    Threads are daemons and start on demand; the caller always works too, so a busy or hung pool can make a batch slower
+    but never stop it.
     """
 
     def __init__(self, name: str, connections: int) -> None:

@@ -1,4 +1,4 @@
-"""Rebuilds a tier's accounting by `scan`: after a start, and again by and by where several servers share the medium.
+"""Rebuilds a tier's accounting by `scan`: after a start, and periodically if several servers share the medium.
 
 In the background, page by page, with pauses.
 """
@@ -31,8 +31,8 @@ _SHARDS_A_STEP = 16  # some hundred entries of a million
 class Rebuild:
     """Drives the scans of one tier. Lookups, loads and stores work meanwhile.
 
-    A page that fails is asked for again after a pause that doubles: a tier that is down at start is scanned once
-    it is up.
+    A page that fails is asked for again after a pause that doubles: a tier that is down at start is scanned once it is
+    up.
     """
 
     def __init__(
@@ -57,39 +57,40 @@ class Rebuild:
         self._done_at = 0.0
         self._pause_s = BREAKER_PAUSE_S
         self._gone: Iterator[int] = iter(())
-        self._again_at = math.inf  # when the medium is scanned once more, because somebody asked
-        self._asked_at = -math.inf  # when that was last begun
+        self._again_at = math.inf  # when to scan the medium once more on request
+        self._asked_at = -math.inf  # when the last requested scan began
         self.forgotten = 0  # objects that others deleted
         self.state = RebuildState.SCANNING if medium.adapter.capabilities.scan else RebuildState.OFF
         if self.state is RebuildState.SCANNING:
             accounting.scan_begins()
-        # What is deleted after it was listed must not come back with the list: of the first scan until all is taken
-        # over, of a later one (which takes each page over at once) during the page.
+        # An object that is deleted after it was listed must not come back with the list. The first scan watches until
+        # everything is entered, a later scan (which enters each page at once) during the page.
         self._changed = self._order.watch_all(of_stores=False) if self.state is RebuildState.SCANNING else Watch()
 
     def move(self, event: RebuildEvent) -> None:
-        """The only way to another state. A step that is not in the table is a bug of the caller's: `KeyError`."""
+        """The only way to change the state. A step that is not in the table is a bug of the caller: `KeyError`."""
         self.state = REBUILD_TRANSITIONS[self.state, event]
 
     def again(self) -> None:
-        """Count once more: what is known may be wrong. After what is under way, and some time after the last."""
+        """Scan once more: the books may be wrong. Waits for the scan under way, and for some time after the last
+        one."""
         if self.state is not RebuildState.OFF:
             self._again_at = max(self._clock.now, self._asked_at + RECOUNT_PAUSE_S)
 
     @property
     def _due_at(self) -> float:
-        """Of the next scan, where none is under way."""
+        """When the next scan is due, if none is under way."""
         rescan_s = self._medium.config.rescan_s
         return min(self._again_at, math.inf if rescan_s is None else self._done_at + rescan_s)
 
     def step(self) -> None:
-        """Start the next page, or take over some of what was found."""
+        """Start the next page, or enter some of what was found."""
         match self.state:
             case RebuildState.ADOPTING:
                 if self._accounting.adopt(ACCOUNTING_STEP_ENTRIES, self._changed, self._doubts.add):
                     self._order.unwatch(self._changed)
                     self._finish()
-                    # Objects of former epochs may have come to light: a clear just before a restart.
+                    # The scan may have found objects of former epochs: a clear just before a restart.
                     self._reclaim.forget_former_epochs()
             case RebuildState.SCANNING | RebuildState.RESCANNING:
                 if self._call is None and self._clock.now >= self._next_at:
@@ -112,7 +113,7 @@ class Rebuild:
 
     @property
     def next_at(self) -> float | None:
-        """When `step` has something to do; None while a page is under way, or when all is done."""
+        """When `step` has work; None while a page is under way, or when all is done."""
         match self.state:
             case RebuildState.ADOPTING | RebuildState.FORGETTING:
                 return self._clock.now
@@ -134,14 +135,14 @@ class Rebuild:
             self._next_at = self._clock.now + self._pause_s
 
     def _page(self, cursor: str | None, deadline: float) -> tuple[ScanPage, bool | None]:
-        """On a lane. With the first page, who leads is settled anew."""
+        """On a lane. The first page also decides anew which server leads."""
         leads = self._medium.adapter.try_to_lead() if cursor is None else None
         page = self._medium.adapter.scan(cursor, deadline)
         return ScanPage(sorted(page.entries, key=lambda entry: entry.used_at_s), page.cursor), leads
 
     def _ended(self, call: Call) -> None:
         if call is not self._call:
-            return  # was given up as late, and another is under way
+            return  # was reported late, and another is under way
         self._call = None
         if call.error is not None or not isinstance(call.result, tuple):
             self._try_later(str(call.error) or repr(call.error))

@@ -1,6 +1,6 @@
-"""How far the scans of a tier's medium have come, and the one table that says how that moves on (`Rebuild.move`).
+"""How far the scans of a tier's medium have come, and the one table of their transitions (`Rebuild.move`).
 
-The first scan counts everything anew, and takes it over once it is listed; each later one corrects what is counted.
+The first scan counts everything, and enters it once the list is complete; each later scan corrects the books.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class RebuildState(StrEnum):
     SCANNING = "scanning"
     ADOPTING = "adopting"
     DONE = "done"
-    RESCANNING = "rescanning"  # counted all the while; what others did comes in
-    FORGETTING = "forgetting"  # what others deleted goes
+    RESCANNING = "rescanning"  # the books stay in use; what others stored is added
+    FORGETTING = "forgetting"  # what others deleted is removed
 
 
 class RebuildEvent(Enum):
     """What moves it on."""
 
-    LISTED = auto()  # the last page has come
+    LISTED = auto()  # the last page has arrived
     FINISHED = auto()  # everything listed is in the books
-    AGAIN = auto()  # the time has come to look again, or somebody asked
+    AGAIN = auto()  # the next scan is due, or somebody asked for one
 
 
 REBUILD_TRANSITIONS: Transitions[RebuildState, RebuildEvent] = Transitions(

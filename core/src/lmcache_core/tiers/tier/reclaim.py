@@ -1,4 +1,4 @@
-"""Deletes on a tier, all in the background: evictions, damaged objects, what a clear left behind."""
+"""Deletes on a tier, all in the background: evictions, damaged objects, and leftovers of a clear."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache_core.tiers.tier.medium import Medium
 from lmcache_core.tiers.tier.order import KeyAccess
 from lmcache_core.tiers.tier.trouble import Losses
 
-_TENANT_BATCHES_OUT = 4  # of deletes, while what is beyond limits leaves
+_TENANT_BATCHES_OUT = 4  # of deletes, while tenants over their limits are evicted
 _SHARDS_A_STEP = 16  # some hundred entries of a million
 
 _Method = Callable[[Sequence[bytes], float], Sequence[Outcome]]
@@ -41,9 +41,9 @@ class Reclaim:
         self._clock = medium.clock
         self._batch_keys_max = medium.batch_keys_max
         self._deletes = medium.adapter.capabilities.delete
-        self._paused_until = 0.0  # after a delete that failed: the medium may be read-only …
-        self._pause_s = BREAKER_PAUSE_S  # … and for ever so, so the pauses grow
-        self._walk: Iterator[list[TierEntry]] | None = None  # over everything, for what former epochs left
+        self._paused_until = 0.0  # after a failed delete: the medium may be read-only …
+        self._pause_s = BREAKER_PAUSE_S  # … and stay read-only, so the pauses grow
+        self._walk: Iterator[list[TierEntry]] | None = None  # over all entries, for objects of former epochs
         self._former: list[TierEntry] = []
         self._out = 0
         self.deleted = 0
@@ -52,7 +52,7 @@ class Reclaim:
         self.last_error = ""
 
     def step(self) -> None:
-        """Evict down to the watermark, and go on with what former epochs left."""
+        """Evict down to the watermark, and continue with the objects of former epochs."""
         if self._clock.now < self._paused_until:
             return
         self._evict(self._accounting.victims())
@@ -79,12 +79,12 @@ class Reclaim:
 
     @property
     def waiting(self) -> int:
-        """Objects that a clear has made unreachable, and that are still to be deleted, as far as they are found."""
+        """Objects that a clear has made unreachable and that are still to be deleted, as far as found."""
         return len(self._former)
 
     @property
     def next_at(self) -> float | None:
-        """When `step` has something to do."""
+        """When `step` has work."""
         if self._clock.now < self._paused_until:
             return self._paused_until
         tenancy = self._accounting.tenancy
@@ -96,13 +96,13 @@ class Reclaim:
         """None: there is room. THROTTLED: deletes are making room, ask again. FULL: there will be none."""
         counts = self._accounting
         if counts.capacity_bytes is not None and nbytes > counts.capacity_bytes:
-            return TierReason.NO_ROOM  # and nothing leaves in vain
+            return TierReason.NO_ROOM  # and nothing is evicted in vain
         over = counts.over_limit(namespace, nbytes)
         if over:
             if self._clock.now >= self._paused_until:
                 self._evict(counts.victims_of(namespace, over))
             if counts.over_limit(namespace, nbytes):
-                return TierReason.NO_ROOM  # what its tenant has cannot go, or is too little
+                return TierReason.NO_ROOM  # its tenant's objects cannot be evicted, or are too small
         if not counts.fits(nbytes) and self._clock.now >= self._paused_until:
             self._evict(counts.victims(nbytes, namespace))
         if counts.fits(nbytes):
@@ -111,25 +111,25 @@ class Reclaim:
         return TierReason.THROTTLED if waits else TierReason.NO_ROOM
 
     def medium_is_full(self) -> None:
-        """The medium has less room than its configured capacity: a share of what is there leaves."""
+        """The medium has less room than its configured capacity: evict a share of what is there."""
         self._evict(self._accounting.shrink())
 
     def forget_former_epochs(self) -> None:
-        """Delete, by and by, what can no longer be reached since an epoch moved."""
+        """Delete, bit by bit, what is unreachable since an epoch moved."""
         if self._deletes:
             self._walk, self._former = self._accounting.shards(), []
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Delete tier keys; those that are not there are no error."""
+        """Delete tier keys; missing ones are no error."""
         if self._deletes:
             self._submit(keys, self._medium.delete)
 
     def delete_former(self, keys: Sequence[bytes]) -> None:
-        """Delete those of these keys, found or stored just now, that a clear has made unreachable meanwhile."""
+        """Of these keys, just found or stored, delete those that a clear has made unreachable meanwhile."""
         self.delete(former_epochs(keys, self._epochs))
 
     def set_aside(self, keys: Sequence[bytes]) -> None:
-        """Take damaged objects out of the way."""
+        """Set damaged objects aside."""
         if self._deletes:
             self._submit(keys, self._medium.set_aside, checks=True)
 
@@ -144,7 +144,7 @@ class Reclaim:
             self._submit_batch(keys[at : at + self._batch_keys_max], method, checks)
 
     def _submit_batch(self, keys: Sequence[bytes], method: _Method, checks: bool) -> None:
-        """`checks`: whether they are gone is looked at, for what cannot be kept aside may stay where it is."""
+        """`checks`: check that they are gone, because an object that cannot be set aside may stay where it is."""
         deadline = self._clock.now + self._medium.config.deadline_s
         sizes = {key: self._accounting.nbytes_of(key) for key in keys}
 
@@ -183,15 +183,15 @@ class Reclaim:
             self._accounting.stays(key)
             entry = self._accounting.entry_of(key)
             if entry is not None and entry.epoch < self._epochs.of(entry.namespace):
-                self._former.append(entry)  # nobody reads it any more: it goes once the medium lets it
+                self._former.append(entry)  # nobody reads it any more: it goes as soon as the medium allows
         self.failed += len(keys)
         self.last_error = error
-        if self._clock.now >= self._paused_until:  # what was begun before the pause says nothing new
+        if self._clock.now >= self._paused_until:  # calls from before the pause say nothing new
             self._paused_until = self._clock.now + self._pause_s
             self._pause_s = min(BREAKER_PAUSE_MAX_S, 2 * self._pause_s)
 
     def _went_well(self, *, everything: bool) -> None:
-        """The medium lets go of some objects, if not of all: that is no reason to wait for ever longer."""
+        """The medium deletes some objects, if not all: the pause need not grow for ever."""
         self._pause_s = BREAKER_PAUSE_S
         if everything:
             self.last_error = ""

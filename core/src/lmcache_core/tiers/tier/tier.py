@@ -48,16 +48,16 @@ from lmcache_core.tiers.tier.trouble import Losses, Trouble
 
 __all__ = ["Tier", "TierConfig"]
 
-TENANTS_SHOWN_MAX = 50  # of one tier: `status` is one frame, and `quota` tells all
-_LATE_COUNTS_S = 0.25  # a call that was given less time than this says nothing about the tier's health
+TENANTS_SHOWN_MAX = 50  # per tier: `status` is one frame; `quota` shows all
+_LATE_COUNTS_S = 0.25  # a call with less time than this says nothing about the tier's health
 _PROBE_KEY = bytes(8)  # shorter than any tier key: it is never there
 
 
 class Tier:
-    """Give it to `Tiering`, which starts it.
+    """Pass it to `Tiering`, which starts it.
 
-    `eviction` is a policy object of its own (one orders one store); None: the tier runs none, and answers FULL
-    at its capacity. `make_eviction` makes one more such object, for each tenant.
+    `eviction` is a policy object of its own (each orders one store); None: the tier evicts nothing, and answers FULL at
+    its capacity. `make_eviction` makes another such object, for each tenant.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class Tier:
                 f"tier {name!r} has a capacity and an adapter that cannot delete: set l2.{name}.eviction to none"
             )
         if not adapter.capabilities.delete:
-            eviction = None  # whom it named would count as leaving, and stay
+            eviction = None  # its victims would count as leaving, and stay
         self.name = name
         self.adapter = adapter
-        self.wrap = list(wrap)  # for `status`: what the adapter is wrapped in
-        self.medium_name = adapter.medium()  # what no other tier may be on
-        self._recount = Recount() if context is None else context.recount  # as the adapter was built with
+        self.wrap = list(wrap)  # for `status`: the adapter's wrappers
+        self.medium_name = adapter.medium()  # no other tier may use it
+        self._recount = Recount() if context is None else context.recount  # the one that the adapter was built with
         self.config = config
         self.chain = CodecChain(serdes)
         self.counts: Counter[str] = Counter()
-        self.latencies = {what: Latency() for what in ("lookup", "load", "store")}  # of calls, their wait included
+        self.latencies = {what: Latency() for what in ("lookup", "load", "store")}  # of calls, including their wait
         self.trouble = Trouble(name, self.counts)
         self._clock = Clock()  # the server's, from `start` on
         guarded = None if eviction is None else GuardedPolicy(eviction, self._policy_failed)
@@ -95,7 +95,7 @@ class Tier:
         )
         if self.accounting.tenancy is not None:
             self.accounting.tenancy.make = make_eviction
-        self.hurries = False  # the server ends: what is owed goes out now
+        self.hurries = False  # the server is ending: store what is owed now
         self.reads = Breaker()
         self.writes = Breaker()
         self.draining = False
@@ -111,8 +111,8 @@ class Tier:
         clock: Clock,
         observer: TierObserver | None = None,
     ) -> None:
-        """Called once, by Tiering. `observer`: told when the tier is left alone, when it is used again, and of what it
-        does not have any more."""
+        """Called once, by Tiering. `observer` is told when the breaker opens and closes, and which objects the tier no
+        longer has."""
         self._post = post
         self._epochs = epochs
         self._clock = clock
@@ -133,7 +133,7 @@ class Tier:
         self.accounting.on_removed = partial(self._tell_removed, observer)
 
     def _tell_removed(self, observer: TierObserver, names: Sequence[bytes]) -> None:
-        """Not of what a clear has made unreachable: what is stored since then has other names."""
+        """Skips what a clear has made unreachable: later stores use other names."""
         by_namespace: dict[int, list[bytes]] = {}
         for name in names:
             if len(name) == TIER_KEY_BYTES:
@@ -152,14 +152,14 @@ class Tier:
         return TierView(self.name, self.reads.state is BreakerState.CLOSED)
 
     def kind(self, layout: Layout) -> ObjectKind:
-        """What objects of this layout share on this tier. Raises `UsageError` if it cannot be described."""
+        """What objects of this layout share on this tier. Raises `UsageError` if the layout cannot be described."""
         kind = self._kinds.get(layout.fingerprint)
         if kind is None:
             kind = self._kinds[layout.fingerprint] = object_kind(layout, self.chain)
         return kind
 
     def stored_bytes(self, layout: Layout) -> int:
-        """The most that an object of this layout takes on the medium. Raises what the serdes raise."""
+        """The largest size of an object of this layout on the medium. Raises what the serdes raise."""
         size = self._stored_bytes.get(layout.fingerprint)
         if size is None:
             self.kind(layout)
@@ -167,10 +167,10 @@ class Tier:
         return size
 
     def bytes_to_reserve(self, layout: Layout, known: int = 0) -> tuple[int, bool]:
-        """For one object of this layout, and whether that is more than a guess. `known`: what it takes, where it has
-        been encoded before. Raises what the serdes raise.
+        """Bytes for one object of this layout, and whether they are certain. `known`: its size, if it was encoded
+        before. Raises what the serdes raise.
 
-        Where nothing is known, what is there without an eviction: the object is encoded, and then its size is known.
+        If nothing is known, the free room without an eviction: the object is encoded, and then its size is known.
         """
         most = self.stored_bytes(layout)
         if self.chain.is_identity:
@@ -191,12 +191,12 @@ class Tier:
     ) -> TierReason | None:
         """Ask which tier keys are there; `answer(found, None)` or `answer(None, reason)` follows, once.
 
-        A reason given back means that nothing was asked, and no answer follows.
+        A returned reason means that nothing was asked, and no answer follows.
         """
         if self.reads.state is not BreakerState.CLOSED:
             return TierReason.TIER_ERROR
         step = max(1, self.adapter.capabilities.batch_keys_max)
-        # Only what was known before, and is not changed while the tier is being asked.
+        # Only keys that were known before, and that do not change while the tier is asked.
         known = list(self.accounting.known(keys))
         changed = self.order.watch(known)
 
@@ -245,8 +245,8 @@ class Tier:
     ) -> Call | TierReason:
         """Load objects into their views. `on_end(results)` follows for every call that ran.
 
-        `on_late(running)` comes before it when the deadline passes; if not `running` the call never ran, no
-        `on_end` follows, and nobody writes to the views.
+        `on_late(running)` comes first if the deadline passes. If not `running`, the call never ran: no `on_end`
+        follows, and no lane writes to the views.
         """
         if self.reads.state is not BreakerState.CLOSED:
             return TierReason.TIER_ERROR
@@ -266,7 +266,7 @@ class Tier:
         def late(call: Call) -> None:
             self._late(call, self.reads, "load")
             self.losses.note(keys, TierReason.LATE, self.last_error)
-            # Not "is LATE": it may have come back since its deadline was noticed, and its end follows all the same.
+            # not "is LATE": it may have returned since it was reported late, and its end still follows
             on_late(call.state is not CallState.EXPIRED)
 
         call = Call(partial(self._carrier.load, batch, deadline), deadline, priority, ended, late)
@@ -276,9 +276,9 @@ class Tier:
     def store(
         self, batch: Sequence[Transfer], reserved: Sequence[int], on_end: Callable[[Sequence[Outcome]], None]
     ) -> TierReason | None:
-        """Store objects of one kind; `on_end(outcomes)` follows once nobody reads their views any more. The caller
-        has asked `stores_allowed`, and found room for `reserved`, bytes for each object; those that turn out to be too
-        large for it are `NoRoom`. A reason given back means that nothing was begun."""
+        """Store objects of one kind; `on_end(outcomes)` follows when no lane reads their views any more. The caller has
+        checked `stores_allowed` and `reserved` room, in bytes for each object; an object that turns out larger is
+        `NoRoom`. A returned reason means that nothing was begun."""
         deadline = self._clock.now + self.config.deadline_s
         keys = [transfer.tier_key for transfer in batch]
         fingerprint, namespace = batch[0].kind.layout.fingerprint, batch[0].namespace
@@ -321,7 +321,7 @@ class Tier:
 
         def late(call: Call) -> None:
             self._late(call, self.writes, "store")
-            if call.state is CallState.EXPIRED:  # otherwise the lane still reads: wait for its end
+            if call.state is CallState.EXPIRED:  # otherwise the lane is still reading: wait for its end
                 hold(0)
                 on_end([Outcome(Result.FAILED, error="not stored in time", retryable=True)] * len(batch))
 
@@ -333,7 +333,7 @@ class Tier:
         return None
 
     def remove(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Delete tier keys, and take them for not there from now on: those of which it was not so."""
+        """Delete tier keys, and count them as missing from now on. Returns those that were counted as present."""
         had = self.accounting.known(keys)
         self.accounting.damaged(keys)
         self.losses.note(list(had), TierReason.CLEARED)
@@ -342,26 +342,26 @@ class Tier:
 
     @property
     def has_room_for_stores(self) -> bool:
-        """Whether another batch would soon be begun. A few wait, so that no lane runs dry meanwhile."""
+        """Whether another batch would soon begin. A few may wait, so that no lane runs dry."""
         if self.stores_rest_until > self._clock.now:
             return False
         return self._medium.stores.backlog + self.order.held(self._medium.stores) < 2
 
     @property
     def stores_rest_until(self) -> float:
-        """Stores have used their share of the processor until then; what is owed waits, or is evicted first."""
+        """Until then stores have used up their share of the processor; what is owed waits, or is evicted first."""
         return -math.inf if self.hurries else self.store_cpu.rests_until
 
     def stores_allowed(self) -> bool:
-        """Whether a batch may be stored now. Where the breaker is half open, True once: the batch is the probe."""
+        """Whether a batch may be stored now. With a half-open breaker, True once: the batch is the probe."""
         return self.has_room_for_stores and self.writes.allows(self._clock.now)
 
     def cancel(self, call: Call) -> bool:
-        """Take a load back. True: it never runs, and nothing is called back."""
+        """Cancel a load. True: it never runs, and no callback follows."""
         return self.order.cancel(call)
 
     def reconfigure(self, config: TierConfig) -> None:
-        """New figures; stores are welcome again. `connections` stays what it was."""
+        """Apply new figures, and accept stores again. `connections` stays unchanged."""
         self.config = replace(config, connections=self.config.connections)
         self.draining = False
         self.accounting.resize(config.capacity_bytes, config.watermark, config.evict_ratio)
@@ -370,7 +370,7 @@ class Tier:
 
     # --- the loop's turn ----------------------------------------------------------------------------------
     def step(self) -> None:
-        """Report what is late, scan on, evict, probe."""
+        """Report late calls, continue the scan, evict, probe."""
         now = self._clock.now
         self._medium.expire(now)
         if self._recount.take():
@@ -382,7 +382,7 @@ class Tier:
             self._probe()
 
     def next_deadline(self) -> float | None:
-        """When `step` has something to do, apart from completions."""
+        """When `step` has work, apart from completions."""
         times = [self._medium.next_deadline]
         times += [at for at in (self.rebuild.next_at, self.reclaim.next_at, self.doubts.next_at) if at is not None]
         if self.reads.state is BreakerState.OPEN:
@@ -391,14 +391,14 @@ class Tier:
         return None if soonest == float("inf") else soonest
 
     def abandon(self) -> None:
-        """Report every call as late now: queued ones never run, running ones end whenever they do."""
+        """Report every call as late now: queued calls never run, running calls end on their own."""
         self._medium.expire(float("inf"))
 
     def close(self, *, waits: bool = True) -> bool:
         """Waits for no call. True: none is out; otherwise the adapter is closed when the last one has returned.
-        `waits`: give the adapter's own close a moment, at the end of a process."""
+        `waits`: at the end of a process, give the adapter's own close a moment."""
         idle = self._medium.close()
-        # The adapter's close comes after its last call, and may block on its medium: it must not hold the end.
+        # The adapter closes after its last call, and may block on its medium: that must not delay the end.
         closer = threading.Thread(target=self._medium.close_adapter, name=f"tier-{self.name}-close", daemon=True)
         closer.start()
         if waits and idle:
@@ -427,7 +427,7 @@ class Tier:
             "deletes": {
                 "done": self.reclaim.deleted,
                 "evicted": self.reclaim.evicted,
-                "failed": self.reclaim.failed,  # tries: an object that the medium does not let go of counts each time
+                "failed": self.reclaim.failed,  # attempts: an object that the medium does not delete counts each time
                 "waiting": self.reclaim.waiting,
                 "by_others": self.rebuild.forgotten,
                 "last_error": self.reclaim.last_error,
@@ -446,7 +446,7 @@ class Tier:
         }
 
     def _probe(self) -> None:
-        """Ask for a key that is never there: any answer means that the tier is back."""
+        """Ask for a key that never exists: any answer means that the tier is back."""
 
         def ended(call: Call) -> None:
             if self._returned_late(call, self.reads):
@@ -455,7 +455,7 @@ class Tier:
                 self._failed(self.reads, "probe", str(call.error) or repr(call.error))
             else:
                 self._went_well(self.reads, "probe")
-                self.trouble.well("lookup", self._clock.now)  # which is what a probe is
+                self.trouble.well("lookup", self._clock.now)  # a probe is a lookup
 
         deadline = self._clock.now + TIER_LOOKUP_S
         call = Call(
@@ -482,7 +482,7 @@ class Tier:
 
     @property
     def last_error(self) -> str:
-        """Empty when the tier is well."""
+        """Empty if the tier is well."""
         return self.trouble.text
 
     @property
@@ -491,7 +491,7 @@ class Tier:
         return None if age is None else round(age, 3)
 
     def _policy_failed(self, method: str, error: BaseException) -> None:
-        """Nothing leaves then: what needs room waits, or is answered FULL."""
+        """No evictions then: what needs room waits, or is answered FULL."""
         self.counts["eviction_failed"] += 1
         text = f"its eviction policy failed in {method}: {error!r}"[:ERROR_EXCERPT_CHARS_MAX]
         self.trouble.note("eviction", text, self._clock.now)
@@ -513,9 +513,9 @@ class Tier:
         self.trouble.failed(what, error, self._clock.now)
         breaker.failed(self._clock.now, error)
 
-    # --- the books: whole batches at once, for this runs on the loop, and a batch may have hundreds of objects --------
+    # --- the books: whole batches at once, because this runs on the loop and a batch may have hundreds of objects -----
     def _note_loaded(self, keys: Sequence[bytes], results: Sequence[Loaded], changed: Watch) -> None:
-        """A load has ended. What it found of a key that was `changed` meanwhile is of no object that is still there."""
+        """A load has ended. Its result for a key that was `changed` meanwhile is out of date."""
         there: list[tuple[bytes, int]] = []
         gone: list[bytes] = []
         damaged: list[bytes] = []
@@ -538,7 +538,7 @@ class Tier:
         self.counts["loaded"] += len(there)
         self.counts["loaded_bytes"] += sum(nbytes for _, nbytes in there)
         found = [each for each in there if not changed.saw(each[0])]
-        self.accounting.add(found)  # also what another server stored
+        self.accounting.add(found)  # including what another server stored
         self.reclaim.delete_former([key for key, _ in found])
         self.accounting.remove(gone)
         self.accounting.damaged(damaged)
@@ -547,7 +547,7 @@ class Tier:
     def _note_stored(self, keys: Sequence[bytes], outcomes: Sequence[Outcome]) -> None:
         """A store has ended."""
         there: list[tuple[bytes, int]] = []
-        unknown: dict[bytes, int | None] = {}  # what failed may have been done all the same, as may an earlier try
+        unknown: dict[bytes, int | None] = {}  # a failed store, or an earlier attempt, may have been done
         full = False
         for key, outcome in zip(keys, outcomes, strict=True):
             if outcome.result is Result.DONE:
@@ -567,12 +567,12 @@ class Tier:
         self.doubts.add(unknown)
         if full:
             self.reclaim.medium_is_full()
-        # A clear may have come while they were stored.
+        # A clear may have happened while they were stored.
         self.reclaim.delete_former([key for key, _ in there])
 
     # --- health -------------------------------------------------------------------------------------------
     def _judge(self, breaker: Breaker, what: str, results: Sequence[Loaded] | Sequence[Outcome]) -> None:
-        """Tell the breaker how a batch went: one failure of the tier makes the call a failed one."""
+        """Tell the breaker how a batch went: one failure of the tier makes the whole call a failure."""
         for result in results:
             failed = (
                 result.reason is TierReason.TIER_ERROR if isinstance(result, Loaded) else result.result is Result.FAILED
@@ -588,5 +588,5 @@ class Tier:
 
 
 def _tenants(usage: list[TenantUsage]) -> list[dict[str, Any]]:
-    """Those that use most."""
+    """The largest ones."""
     return [asdict(each) for each in sorted(usage, key=lambda each: -each.used_bytes)[:TENANTS_SHOWN_MAX]]

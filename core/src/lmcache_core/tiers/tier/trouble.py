@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Trouble:
-    """The last error of each thing that is tried (lookup, load, store, scan, …), until that goes well again.
+    """The last error of each operation (lookup, load, store, scan, …), until the operation succeeds again.
 
-    An error of something that is not tried any more goes when the tier answers anything else, after a while. `counts`:
-    the tier's own, where failures are counted, too.
+    If an operation is no longer tried, its error is dropped some time later, when the tier answers anything else.
+    `counts`: the tier's counters, which include failures.
     """
 
     def __init__(self, tier: str, counts: Counter[str]) -> None:
@@ -33,20 +33,20 @@ class Trouble:
         self._quiet_until = 0.0
 
     def note(self, what: str, error: str, now: float) -> None:
-        """Keep it for `status`, and log it, unless this tier has logged another a moment ago."""
-        self._errors.pop(what, None)  # the newest stands last
+        """Keep the error for `status`, and log it, unless this tier has just logged another."""
+        self._errors.pop(what, None)  # the newest is last
         self._errors[what] = (now, error)
         if now >= self._quiet_until:
             self._quiet_until = now + TIER_WARNING_PAUSE_S
             log.warning("tier %s: %s", self._tier, error)
 
     def failed(self, what: str, error: str, now: float) -> None:
-        """It was tried, and failed."""
+        """An operation failed."""
         self._counts[f"{what}_failed"] += 1
         self.note(what, error, now)
 
     def well(self, what: str, now: float) -> None:
-        """It was tried, and went well."""
+        """An operation succeeded."""
         if self._errors:
             self._errors.pop(what, None)
             old = [each for each, (at, _) in self._errors.items() if now - at > TIER_ERROR_KEPT_S]
@@ -55,25 +55,25 @@ class Trouble:
 
     @property
     def text(self) -> str:
-        """The last error; empty when the tier is well."""
+        """The last error; empty if the tier is well."""
         return next(reversed(self._errors.values()))[1] if self._errors else ""
 
     def age_s(self, now: float) -> float | None:
-        """How long ago it was; None when the tier is well."""
+        """The age of that error; None if the tier is well."""
         return now - next(reversed(self._errors.values()))[0] if self._errors else None
 
 
 class TierLoss(NamedTuple):
-    """How a tier lost an object, or never got it. One stands for all that went together."""
+    """How a tier lost an object, or never got it. Objects lost together share one."""
 
     reason: TierReason
     at_s: float  # monotonic
-    text: str  # the tier's own words, or who chose it; empty where the reason says all
+    text: str  # the tier's own message, or who chose the victim; empty if the reason says it all
 
 
 class Losses:
-    """What one tier was to have and does not have, by tier key: the last of it. The older half is forgotten at once
-    when the younger one is full: nothing here ever stalls."""
+    """The last loss of each tier key that one tier should have and does not. When the younger half is full, the older
+    half is dropped at once, so nothing here stalls."""
 
     def __init__(self, clock: Clock, remembered_max: int = TIER_LOSSES_REMEMBERED) -> None:
         self._clock = clock
