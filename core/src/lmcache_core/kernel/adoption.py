@@ -1,11 +1,11 @@
-"""What a dead server left in the pool, taken over: objects are made on first touch, slots wait for former workers.
+"""Takes over what a dead server left in the pool. Objects are made on first touch; slots wait for former workers.
 
-A million objects take seconds to make. So they are counted at once and made when somebody asks for them: by key (any
-call that names keys), by slab (before it is judged), as victims (untouched, they are the coldest there is), and
-for the rest in the background, the oldest first, a bounded step at a time.
+Making a million objects takes seconds. So they are counted at once, and each is made when somebody asks for it: by key
+(any call that names keys), by slab (before the slab is judged), or as a victim (untouched objects are the coldest). The
+rest are made in the background, the oldest first, in bounded steps.
 
-The kernel's caller has read and checked the pool; `AdoptedPool` is what it hands over. It gives each object once, and
-says with key None that one was damaged since: then only its slot can be had back.
+The kernel's caller has read and checked the pool, and hands it over as an `AdoptedPool`. That gives each object once. A
+key of None means that the object was damaged since the check: only its slot can be recovered.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Found = tuple[bytes | None, int, int, int, int | None, int]
 
 
 class AdoptedPool(Protocol):
-    """The objects of a former server, each given once."""
+    """The objects of a former server. Each is given once."""
 
     @property
     def objects(self) -> int:
-        """All of them, given or not."""
+        """The number of all objects, given or not."""
         ...
 
     @property
@@ -49,23 +49,23 @@ class AdoptedPool(Protocol):
 
     @property
     def pending(self) -> int:
-        """Not given yet."""
+        """The number of objects not given yet."""
         ...
 
     def touch(self, namespace: int, keys: Sequence[bytes], /) -> list[Found]:
-        """Those of the keys that are pending."""
+        """The pending objects among these keys."""
         ...
 
     def take(self, most: int, /) -> list[Found]:
-        """The oldest."""
+        """The oldest pending objects, up to `most`."""
         ...
 
     def slab(self, offset: int, most: int, /) -> list[Found]:
-        """Up to `most` of those that are pending in the slab at `offset`."""
+        """Up to `most` pending objects of the slab at `offset`."""
         ...
 
     def slabs(self) -> list[tuple[int, int, int, int, int, int, list[int]]]:
-        """(start, nbytes, slot bytes, slots used, objects, end of what is used, free slots before that end)."""
+        """(start, nbytes, slot bytes, slots used, objects, end of the used part, free slots before that end)."""
         ...
 
     def waiting(self) -> list[tuple[int, int, int]]:
@@ -73,12 +73,12 @@ class AdoptedPool(Protocol):
         ...
 
     def layout_of(self, namespace: int, /) -> int:
-        """The one layout that the namespace's pending objects have, 0 where none is pending."""
+        """The one layout that the namespace's pending objects have; 0 if none is pending."""
         ...
 
 
 class _Ring:
-    """Entries in the order of use, threaded through the entries themselves: whatever is in it, a step costs its own."""
+    """Entries in the order of use, linked through the entries themselves. A step costs the same at any length."""
 
     __slots__ = ("newer", "older", "policy_data")
 
@@ -98,22 +98,22 @@ class _Ring:
 
 
 class AdoptingPolicy(EvictionPolicy):
-    """Stands before the policy while objects are made: in use is warm, what was not asked for is cold.
+    """Wraps the policy while objects are made: used entries are warm, entries that nobody asked for are cold.
 
-    The policy itself orders the cold ones, as they are made, the oldest first. What came or was used since the start
-    waits here, in the order of use, and follows when the last cold one is in. So no order of making shows in the
-    order of eviction.
+    The policy itself orders the cold ones, as they are made, the oldest first. Entries that came or were used since the
+    start wait here, in the order of use, and follow once the last cold one is in. So the order of making does not show
+    in the order of eviction.
     """
 
-    wants_charges = True  # the inner one may come to want them meanwhile: with the first quota
+    wants_charges = True  # the inner policy may want them later, with the first quota
 
     def __init__(
         self, inner: EvictionPolicy, make_more: Callable[[], int], charge: Callable[[Sequence[Any], int], None]
     ) -> None:
-        """`charge` puts entries that wait here (+1), or leave (-1), into the account of the store."""
+        """`charge` adds entries that wait here to the store's account (+1), or takes them off it (-1)."""
         self.inner = inner
         self.evicts = inner.evicts
-        self.warm_bytes = 0  # that wait here
+        self.warm_bytes = 0  # bytes that wait here
         self._make_more = make_more
         self._charge_store = charge
         self._warm = _Ring()  # `policy_data` says whether an entry is in it
@@ -128,7 +128,7 @@ class AdoptingPolicy(EvictionPolicy):
                 self._warm.append(entry)
 
     def insert_cold(self, entries: Sequence[Entry]) -> None:
-        """Adopted, and not asked for."""
+        """Insert adopted entries that nobody has asked for."""
         self.inner.insert(entries)
 
     def access(self, entries: Sequence[Entry]) -> None:
@@ -172,7 +172,7 @@ class AdoptingPolicy(EvictionPolicy):
         self.inner.resize(capacity_bytes)
 
     def victims(self, nbytes: int) -> list[Entry]:
-        """What is known to be cold, and where that is too little, what a step adds to it: who asks again gets more."""
+        """The known cold entries; if they are too few, also those that one step adds. Asking again gives more."""
         named = self.inner.victims(nbytes)
         if sum(entry.nbytes for entry in named) < nbytes and (self._make_more() or self.settle(STEP_OBJECTS)):
             named = self.inner.victims(nbytes)
@@ -189,13 +189,13 @@ class AdoptingPolicy(EvictionPolicy):
         return self.inner.spares(entries, namespace)
 
     def _charge(self, entries: Sequence[Entry], sign: int) -> None:
-        """What waits here takes room, too."""
+        """Charge what waits here: it takes room, too."""
         self.warm_bytes += sign * sum(entry.nbytes for entry in entries)
         self._charge_store(entries, sign)
 
     def settle(self, most: int) -> int:
-        """Hand up to `most` warm ones over, the coldest first; new ones go to the policy at once from here on. 0: there
-        are no more."""
+        """Hand over up to `most` warm entries, the coldest first. New ones go straight to the policy from here on. 0:
+        none are left."""
         self._leaving = True
         ring = self._warm
         going: list[Entry] = []
@@ -213,7 +213,7 @@ class AdoptingPolicy(EvictionPolicy):
 
 
 class Untouched:
-    """Adopted objects, until the last is made."""
+    """Adopted objects, until the last one is made."""
 
     def __init__(self, residents: Residents, pool: AdoptedPool, kind: type[Incarnation], epoch: int) -> None:
         self._residents = residents
@@ -237,30 +237,30 @@ class Untouched:
 
     @property
     def ungiven_bytes(self) -> int:
-        """Of what is ready: what the policy has not been given yet."""
+        """Bytes of ready objects that the policy does not have yet."""
         return self._unmade_bytes + self._policy.warm_bytes
 
     def layout_of(self, namespace: int) -> int:
-        """The layout of the namespace's pending objects, 0 where there are none."""
+        """The layout of the namespace's pending objects; 0 if there are none."""
         return self._pool.layout_of(namespace)
 
     def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
-        """Make what there is of these keys: the caller is about to look for them."""
+        """Make those of these keys that are pending. The caller is about to look for them."""
         if self._pool.pending:
             self._policy.insert(self._made(self._pool.touch(namespace, keys)))
 
     def reveal(self, slab: Slab) -> None:
-        """Make some of a slab, which the caller is about to judge; all is made once it has none `unmade`."""
+        """Make some objects of a slab that the caller is about to judge. All are made once it has none `unmade`."""
         self._policy.insert_cold(self._made(self._pool.slab(slab.start, STEP_OBJECTS)))
 
     def cleared(self, namespace: int | None, clearing: Clearing) -> None:
-        """A clear began: what is of its scope and not made yet goes as soon as it is made. The clear may be done
-        when nothing is pending."""
+        """A clear began: objects in its scope that are not made yet are removed as soon as they are made. The clear may
+        be done when nothing is pending."""
         if self._pool.pending:
             self._clears.append((namespace, clearing))
 
     def step(self, most: int = STEP_OBJECTS) -> int:
-        """Make some of the rest; 0 when there is no more to do, and this object is out of use."""
+        """Make some of the rest. 0: there is nothing left to do, and this object is out of use."""
         done = self._make(most)
         if not done:
             done = self._policy.settle(most)
@@ -278,7 +278,7 @@ class Untouched:
         return len(found)
 
     def _made(self, found: Sequence[Found]) -> list[Incarnation]:
-        """Ready objects in their slots and in the table."""
+        """Put ready objects into their slots and the table."""
         residents, allocator = self._residents, self._residents.allocator
         residents.touched += len(found)
         made: list[Incarnation] = []
@@ -287,7 +287,7 @@ class Untouched:
         for key, namespace, offset, layout_id, checksum, generation in found:
             slab = allocator.slab_at(offset)
             item = seated(slab, offset, State.READY, key or b"", namespace, layout_id, checksum, self._kind)
-            if generation >> COUNTER_BITS != self._epoch:  # what the pool says is a claim: this server's are its own
+            if generation >> COUNTER_BITS != self._epoch:  # not trusted if it claims to be of this server
                 item.generation = generation
             slab.unmade -= 1
             self._unmade_bytes -= item.nbytes
@@ -320,7 +320,7 @@ class Untouched:
 
 
 class Adoption:
-    """What the kernel offers around an adopted pool. Without one, nothing of it does anything."""
+    """What the kernel offers for an adopted pool. Without one, its methods do nothing."""
 
     def __init__(self, residents: Residents, releases: Releases, epoch: int) -> None:
         self._residents = residents
@@ -332,9 +332,9 @@ class Adoption:
         self._lost = 0
 
     def begin(self, pool: AdoptedPool, rows: Iterable[int], *, unverified: bool = False) -> None:
-        """Take over what a dead server left, before any call into the kernel but `register_layout`. `rows`: of its
-        workers that live. `unverified`: readers are told the checksums of what was adopted, asked for or not.
-        Everything is served at once; `step` is to be called until it answers 0."""
+        """Take over what a dead server left. Only `register_layout` may be called before. `rows`: those of its workers
+        that are alive. `unverified`: readers get the checksums of adopted objects, even if they did not ask. Everything
+        is served at once; call `step` until it answers 0."""
         self._untouched = Untouched(
             self._residents, pool, UnverifiedIncarnation if unverified else Incarnation, self._epoch
         )
@@ -361,9 +361,9 @@ class Adoption:
     # --- checking what was adopted ------------------------------------------------------------------------
 
     def unverified(self, objects_max: int, nbytes_max: int, looks_max: int) -> list[Incarnation] | None:
-        """The next ready objects, in the order of their slots, that nobody is known to have checked: so many of so many
-        bytes (of the last one more), after so many looks at slots. Empty: none so far. None: there are no more. Only
-        once all are made."""
+        """The next ready objects, in slot order, that nobody is known to have checked: up to `objects_max` of up to
+        `nbytes_max` bytes (the last one may exceed that), after up to `looks_max` slots. Empty: none so far. None:
+        there are no more. Call it only once all are made."""
         if self._walk is None:
             self._walk = self._residents.allocator.walk()
         found: list[Incarnation] = []
@@ -381,7 +381,7 @@ class Adoption:
         return found
 
     def close(self) -> None:
-        """The kernel is not called any more: forget the pool."""
+        """The kernel will not be called again: forget the pool."""
         self._untouched = self._residents.untouched = None
 
     def touch(self, namespace: int, keys: Sequence[bytes]) -> None:
@@ -390,7 +390,7 @@ class Adoption:
             self._residents.untouched.touch(namespace, keys)
 
     def layout_of(self, namespace: int) -> int | None:
-        """The layout of what the namespace has that is not made yet, None where there is nothing."""
+        """The layout of the namespace's objects that are not made yet; None if there are none."""
         untouched = self._residents.untouched
         return (untouched.layout_of(namespace) or None) if untouched is not None else None
 
@@ -401,17 +401,17 @@ class Adoption:
 
     @property
     def former_rows(self) -> Set[int]:
-        """Rows of former workers that are still waited for."""
+        """Rows of former workers that the kernel still waits for."""
         return frozenset() if self._former is None else self._former.rows
 
     def former_gone(self, row: int) -> None:
-        """The former worker of that row is dead, or has settled what it held: its slots are free."""
+        """The former worker of that row is dead, or has settled what it held: free its slots."""
         if self._former is not None:
             self._former.gone(row)
 
 
 class FormerSlots:
-    """Slots that former workers may still write to or read from, until these have answered or are dead."""
+    """Slots that former workers may still write to or read from, until those workers answer or die."""
 
     def __init__(
         self,
@@ -420,11 +420,11 @@ class FormerSlots:
         waiting: Iterable[tuple[int, int, int]],
         rows: Iterable[int],
     ) -> None:
-        """`rows`: of the workers that live. They answer, or end, by giving their life lock up."""
+        """`rows`: those of the workers that are alive. They answer, or end, by releasing their life lock."""
         self._releases = releases
         self.rows = set(rows)
         self._written: dict[int, list[Incarnation]] = {}  # by the row of the writer
-        self._read: list[Incarnation] = []  # nobody noted by whom
+        self._read: list[Incarnation] = []  # the pool does not say by whom
         for offset, state, row in waiting:
             slab = residents.allocator.slab_at(offset)
             item = seated(slab, offset, State(state), b"", 0, 0, None)
@@ -459,7 +459,7 @@ def seated(
     checksum: int | None,
     kind: type[Incarnation] = Incarnation,
 ) -> Incarnation:
-    """An incarnation in a slot that the allocator has counted as used."""
+    """An incarnation in a slot that the allocator already counts as used."""
     item = kind.__new__(kind)
     item.key = key
     item.namespace = namespace

@@ -1,8 +1,8 @@
 """Slots for objects: exact size classes in slabs, and whole slabs from class to class.
 
-The pool's slab area is a row of equal *units*. A *slab* is a run of units given to one size class and divided
-into equal slots; an object larger than a unit gets a slab of its own run. Taking and giving back cost O(1) a
-slot and touch no memory of the pool. An empty slab stays with its class until another one needs its units.
+The pool's slab area is a row of equal *units*. A *slab* is a run of units that belongs to one size class and is divided
+into equal slots. An object larger than a unit gets a slab of its own. Taking or freeing a slot costs O(1) and touches
+no memory of the pool. An empty slab stays with its class until another class needs its units.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lmcache_core.errors import InvariantError, UsageError
 from lmcache_core.kernel.objects import Incarnation
 from lmcache_core.limits import OBJECT_BYTES_MAX, PAGE_BYTES, SLAB_BYTES, SLAB_BYTES_MIN
 
-UNITS_WANTED = 64  # a small pool is divided at least this finely, so that several classes find room in it
+UNITS_WANTED = 64  # a small pool has at least this many, so that several classes fit
 SLAB_UNITS_MAX = 8  # slots that fit a unit badly get slabs of up to this many units …
 WASTE_MAX = 1 / 8  # … until no more than this share of the slab is lost at its end
 
-FREE, TAKEN = 1, 2  # a unit: in no slab, in a slab; 0: not populated yet
+FREE, TAKEN = 1, 2  # a unit in no slab, and one in a slab; 0: not populated yet
 
 
 def slab_bytes_for(pool_bytes: int) -> int:
-    """The unit for a pool: 64 MiB, and in small pools the power of two that gives at least 64 units."""
+    """The unit for a pool: 64 MiB; in a small pool, the power of two that gives at least 64 units."""
     unit = SLAB_BYTES
     while unit > SLAB_BYTES_MIN and pool_bytes < unit * UNITS_WANTED:
         unit //= 2
@@ -29,12 +29,12 @@ def slab_bytes_for(pool_bytes: int) -> int:
 
 
 def slot_bytes_for(nbytes: int) -> int:
-    """The size class of an object: whole pages."""
+    """The size class of an object: its size in whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class SizeClass:
-    """All slabs of one slot size. `open` holds those with a free slot; the last one is filled first."""
+    """All slabs of one slot size. `open` holds those with a free slot; the last is filled first."""
 
     __slots__ = ("open", "slabs", "slot_bytes", "slots", "slots_used", "units_best", "units_least")
 
@@ -68,7 +68,7 @@ class Slab:
 
     def __init__(self, size_class: SizeClass, first_unit: int, units: int, start: int, nbytes: int) -> None:
         self.size_class = size_class
-        self.home = size_class  # whose it was, and may be again, while it is being emptied
+        self.home = size_class  # its class before it was emptied, and perhaps afterwards
         self.slot_bytes = size_class.slot_bytes
         self.first_unit = first_unit
         self.units = units
@@ -77,15 +77,15 @@ class Slab:
         self.slots = nbytes // self.slot_bytes
         self.end = start + self.slots * self.slot_bytes
         self.used = 0
-        self.unmade = 0  # of these, adopted objects that have no incarnation yet
-        self.fresh = start  # slots from here to `end` were never taken: not even a list entry stands for them
-        self.free: list[int] = []  # offsets that came back; the last one goes out first, its page is the warmest
-        # Slot → its incarnation, to empty a slab without searching. A freed slot keeps its last one, in state
-        # FREE, until it is taken again: clearing it would cost a division for each slot given back.
+        self.unmade = 0  # how many of these are adopted objects without an incarnation so far
+        self.fresh = start  # slots from here to `end` were never taken and are in no list
+        self.free: list[int] = []  # freed offsets; the last one is reused first, because its page is the warmest
+        # Slot → its incarnation, to empty a slab without searching. A freed slot keeps its last one, in state FREE,
+        # until it is taken again: clearing it would cost a division for each freed slot.
         self.residents: list[Incarnation | None] = [None] * self.slots
 
     def take(self, slots: int) -> list[int]:
-        """Offsets of up to `slots` free slots, at least one while there is any."""
+        """Offsets of up to `slots` free slots; at least one if there is any."""
         free = self.free
         if free:
             offsets = free[-slots:]
@@ -98,18 +98,18 @@ class Slab:
 
 
 class Emptying:
-    """Units on their way from their slabs to another size class: see `Allocator.begin_emptying`."""
+    """Units that move from their slabs to another size class: see `Allocator.begin_emptying`."""
 
     __slots__ = ("loose", "slabs", "slots")
 
     def __init__(self, slots: int, slabs: list[Slab], loose: list[int]) -> None:
-        self.slots = slots  # that it will make for the class that it is for
+        self.slots = slots  # how many it will give the class that waits
         self.slabs = slabs
         self.loose = loose  # units of the run that are in no slab
 
 
 class Allocator:
-    """Divides the slab area: `pool_bytes` from `data_offset` on, of which `populate` says how much is there."""
+    """Divides the slab area: `pool_bytes` from `data_offset` on. `populate` says how much of it exists."""
 
     def __init__(self, pool_bytes: int, data_offset: int, unit_bytes: int) -> None:
         if unit_bytes < SLAB_BYTES_MIN or unit_bytes % PAGE_BYTES:
@@ -122,30 +122,30 @@ class Allocator:
         self.populated_bytes = 0
         self.used_bytes = 0
         self.classes: dict[int, SizeClass] = {}
-        self.emptying = SizeClass(PAGE_BYTES, unit_bytes)  # in the place of the class of slabs that are being emptied
-        self.slot_bytes_least = unit_bytes  # of the classes that have slabs: no object in the pool is smaller
+        self.emptying = SizeClass(PAGE_BYTES, unit_bytes)  # stands in for the class of slabs that are being emptied
+        self.slot_bytes_least = unit_bytes  # the smallest of all classes with slabs: no object in the pool is smaller
         units = -(-self.pool_bytes // unit_bytes)  # the last one may be shorter
         self._units = bytearray(units)  # searched with `find`, at the speed of memchr
         self.owners: list[Slab | None] = [None] * units
         self._populated_units = 0
         self._empty: dict[Slab, None] = {}
-        self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since the last look
+        self.assigned: list[tuple[int, int, int]] = []  # (offset, bytes, slot bytes or 0) since they were last taken
 
     # --- memory ---------------------------------------------------------------------------------------------
 
     def populate(self, nbytes_total: int) -> None:
-        """The first `nbytes_total` bytes of the area may be handed out."""
+        """The first `nbytes_total` bytes of the area may be used."""
         self.populated_bytes = max(self.populated_bytes, min(nbytes_total, self.pool_bytes))
         whole = self.populated_bytes == self.pool_bytes
         units = len(self._units) if whole else self.populated_bytes // self.unit_bytes
         for unit in range(self._populated_units, units):
-            if self.owners[unit] is None:  # else it was adopted
+            if self.owners[unit] is None:  # otherwise it was adopted
                 self._units[unit] = FREE
         self._populated_units = max(units, self._populated_units)
 
     @property
     def warming(self) -> bool:
-        """Memory is still to come."""
+        """Whether more memory is still to be populated."""
         return self.populated_bytes < self.pool_bytes
 
     @property
@@ -154,14 +154,14 @@ class Allocator:
 
     @property
     def empty_bytes(self) -> int:
-        """Bytes that any class may have: units in no slab, and slabs without an object."""
+        """Bytes that any class may take: units in no slab, and slabs without an object."""
         loose = sum(self._run_bytes(unit, 1) for unit, state in enumerate(self._units) if state == FREE)
         return loose + sum(slab.nbytes for slab in self._empty)
 
     # --- slots ----------------------------------------------------------------------------------------------
 
     def size_class(self, nbytes: int) -> SizeClass:
-        """The class of objects of `nbytes`, made when it is first asked for."""
+        """The class for objects of `nbytes`, created on first use."""
         slot_bytes = slot_bytes_for(nbytes)
         found = self.classes.get(slot_bytes)
         if found is None:
@@ -169,11 +169,11 @@ class Allocator:
         return found
 
     def fits(self, size_class: SizeClass) -> bool:
-        """Whether an empty pool could hold one."""
+        """Whether an empty pool could hold one object of this class."""
         return size_class.slot_bytes <= min(self.pool_bytes, slot_bytes_for(OBJECT_BYTES_MAX))
 
     def place(self, size_class: SizeClass, objects: Sequence[Incarnation]) -> int:
-        """Give slots to the objects, first to last; how many got one before class and area were full."""
+        """Give slots to the objects, first to last. Returns how many got one before class and area were full."""
         coming, left = iter(objects), len(objects)
         slot_bytes, open_slabs, empty = size_class.slot_bytes, size_class.open, self._empty
         while left:
@@ -206,7 +206,7 @@ class Allocator:
         return placed
 
     def free(self, objects: Iterable[Incarnation]) -> None:
-        """Take back the slots of objects that are in state FREE now."""
+        """Take back the slots of objects that are now in state FREE."""
         nbytes = 0
         for item in objects:
             slab = item.slab
@@ -220,7 +220,7 @@ class Allocator:
                 size_class.open[slab] = None
             if used == 1 and size_class is not self.emptying:
                 self._empty[slab] = None
-                slab.free = []  # whole again: its slots go out in order once more
+                slab.free = []  # the whole slab is free: its slots are handed out in order again
                 slab.fresh = slab.start
         self.used_bytes -= nbytes
 
@@ -229,9 +229,9 @@ class Allocator:
     def adopt(
         self, start: int, nbytes: int, slot_bytes: int, used: int, unmade: int, fresh: int, free: list[int]
     ) -> None:
-        """Take over a slab of a former server: `used` slots, `unmade` of them with objects to be made later. Slots
-        from `fresh` on are free, and those in `free`. The caller has checked that they are slots of whole units that
-        no other slab has, and hands over the list."""
+        """Take over a slab of a former server: `used` slots, of which `unmade` hold objects that are made later. Slots
+        from `fresh` on are free, and so are those in `free`. The caller has checked that they are slots of whole units
+        that no other slab has, and gives the list away."""
         size_class = self.size_class(slot_bytes)
         first_unit, units = (start - self.data_offset) // self.unit_bytes, -(-nbytes // self.unit_bytes)
         slab = Slab(size_class, first_unit, units, start, nbytes)
@@ -249,8 +249,8 @@ class Allocator:
         self.used_bytes += used * slot_bytes
 
     def walk(self) -> Iterator[Incarnation | None]:
-        """A look at each slot, in their order: what stands or stood there. Slots may come and go meanwhile; what
-        stands in one from the beginning to the end is met."""
+        """Yield for each slot, in order, what stands or stood there. Slots may be taken and freed meanwhile; what stays
+        in one from beginning to end is met."""
         unit = 0
         while unit < len(self.owners):
             slab = self.owners[unit]
@@ -264,7 +264,7 @@ class Allocator:
                     yield slab.residents[slot]
 
     def slabs_from(self, unit: int) -> Iterator[Slab | None]:
-        """What slab each unit is in, once around the pool from this one on; None where it is in none."""
+        """The slab of each unit, once around the pool from this unit on; None if it is in none."""
         for at in range(unit, unit + len(self.owners)):
             yield self.owners[at % len(self.owners)]
 
@@ -278,8 +278,8 @@ class Allocator:
     # --- slabs ----------------------------------------------------------------------------------------------
 
     def run_around(self, size_class: SizeClass, around: Slab, avoid: Container[Slab]) -> range | None:
-        """Units that would make one more slab of `size_class` over the place of `around`, without a slab in `avoid` and
-        without any that are being emptied already; None where there are none. Looks at no slot."""
+        """Units around `around` that would make one more slab of `size_class`, without slabs in `avoid` or slabs that
+        are already being emptied. None if there are none. Looks at no slot."""
         units = size_class.units_least
         first = max(0, around.first_unit - units + 1)
         last = min(around.first_unit + around.units, len(self._units) - units + 1)
@@ -298,11 +298,11 @@ class Allocator:
         return owner.size_class is not self.emptying and owner not in avoid
 
     def begin_emptying(self, size_class: SizeClass, run: range) -> Emptying:
-        """From here on nothing new comes to stand in these units, and nobody gets them, until `give_emptied` or `keep`
-        ends that. `run` is what `run_around` named for the class, and nothing has happened since."""
+        """Stop all use of these units for new objects, until `give_emptied` or `keep` ends that. `run` is what
+        `run_around` answered for the class, with no call in between."""
         slabs = list(dict.fromkeys(owner for unit in run if (owner := self.owners[unit]) is not None))
         for slab in slabs:
-            home = slab.home = slab.size_class  # which goes on counting the slab, but none of its slots
+            home = slab.home = slab.size_class  # it still counts the slab, but none of its slots
             home.slots -= slab.slots
             home.slots_used -= slab.used
             home.open.pop(slab, None)
@@ -312,7 +312,7 @@ class Allocator:
         loose = [unit for unit in run if self.owners[unit] is None]
         for unit in loose:
             self._units[unit] = TAKEN
-        # A slab goes whole, also where it reaches beyond the run: all of its units make slots.
+        # A slab goes as a whole, even if it reaches beyond the run: all of its units make slots.
         start = min([run.start, *(slab.first_unit for slab in slabs)])
         end = max([run.stop, *(slab.first_unit + slab.units for slab in slabs)])
         units = size_class.units_least
@@ -321,7 +321,7 @@ class Allocator:
         return Emptying(slots, slabs, loose)
 
     def keep(self, emptying: Emptying) -> None:
-        """The units are not needed, or could not be emptied: their slabs are as all others again."""
+        """The units are not needed, or could not be emptied: their slabs return to normal use."""
         for slab in emptying.slabs:
             home = slab.size_class = slab.home
             self.emptying.slots_used -= slab.used
@@ -338,7 +338,7 @@ class Allocator:
             self._units[unit] = FREE
 
     def give_emptied(self, emptying: Emptying) -> None:
-        """Nothing stands in these units any more: the next slab may have them. The caller takes it at once."""
+        """These units are empty now, and the next slab may have them. The caller takes it at once."""
         self.keep(emptying)
         self.dissolve(emptying.slabs)
 
@@ -363,7 +363,7 @@ class Allocator:
             self.slot_bytes_least = min(in_use, default=self.unit_bytes)
 
     def grow(self, size_class: SizeClass) -> Slab | None:
-        """Give the class one more slab, of units that are in none or in an empty one of another class."""
+        """Give the class one more slab, from units in no slab or in another class's empty one."""
         run = self._find_run(size_class)
         if run is None:
             self.dissolve([slab for slab in self._empty if slab.size_class is not size_class])

@@ -1,4 +1,4 @@
-"""What the kernel answers: one byte a key on the wire, and the shapes around those bytes."""
+"""What the kernel answers: one byte per key on the wire, and the types around those bytes."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ class Grant(IntEnum):
     """The status of one key in the answer to a prepare, a lookup or a pin."""
 
     GRANTED = 0
-    EXISTS = 1  # stored already: nothing to write
-    BUSY = 2  # someone (perhaps this batch) is writing it
+    EXISTS = 1  # already stored: nothing to write
+    BUSY = 2  # someone, perhaps this batch, is writing it
     FULL = 3  # no room, even after eviction
     WARMING = 4  # no room yet: the pool is still being populated
     TOO_LARGE = 5  # no pool of this size can hold it
-    QUOTA = 6  # the tenant's limit, the session's quarantine, or the pinned bytes, are at their cap
-    MISS = 7  # the reason stands beside it
+    QUOTA = 6  # the tenant's limit, the session's quarantine cap or the cap on pinned bytes is reached
+    MISS = 7  # the reason is given beside it
     LOADING = 8  # a lane is bringing it from a tier
-    DRAINING = 9  # the server is about to end: it takes nothing new
+    DRAINING = 9  # the server is shutting down and takes nothing new
 
 
 class Settled(IntEnum):
-    """What became of one position of a lease."""
+    """The outcome of one position of a lease."""
 
     COMMITTED = 0
     ABORTED = 1
     FINISHED = 2
-    CLEARED = 3  # a clear came first: nothing became visible
+    CLEARED = 3  # a clear came first: it did not become visible
     NOT_HELD = 4  # never granted
-    OPEN = 5  # granted and not settled yet; only `lease_status` shows it
+    OPEN = 5  # granted and not settled yet; only `lease_status` answers it
 
 
 class Reason(IntEnum):
-    """Why a key was not served. Its name in lower case is the word for it everywhere: `str(reason)`, `explain`,
-    `status`, the metrics and the docs."""
+    """Why a key was not served. Its name in lower case is used everywhere: `str(reason)`, `explain`, `status`, the
+    metrics and the docs."""
 
     NONE = 0  # it was served, or nothing is known
-    NEVER_STORED = 1  # or so long ago that nothing is remembered
+    NEVER_STORED = 1  # or so long ago that it was forgotten
     EVICTED = 2
     EXPIRED = 3  # its writer did not commit in time
     CLEARED = 4
@@ -50,13 +50,13 @@ class Reason(IntEnum):
     TIER_ERROR = 6
     LATE = 7
     DAMAGED = 8
-    DROPPED = 9  # stored to the tiers and deleted from the L1, or dropped with its one reader
+    DROPPED = 9  # stored to the tiers and deleted from the L1, or dropped after its one reader
     WRITER_DIED = 10
     BEING_WRITTEN = 11
-    NO_ROOM = 12  # was offered when the pool was full
+    NO_ROOM = 12  # refused because the pool was full
     OTHER_LAYOUT = 13  # stored under another layout than the one asked for
     ABORTED = 14  # its writer gave up
-    UNVERIFIABLE = 15  # its reader wants everything checked, and it has no checksum
+    UNVERIFIABLE = 15  # its reader verifies everything, and it has no checksum
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -85,21 +85,21 @@ class Grants:
     statuses: bytearray
     reasons: bytearray
     offsets: array[int]
-    checksums: array[int] | None = None  # of a read, where they were asked for, or are to be checked; else 0
-    generation: int = 0  # of what a write was granted: all of one page
+    checksums: array[int] | None = None  # for a read: if asked for, or if the reader must verify; else 0
+    generation: int = 0  # of the slots that a write was granted: the same for the whole page
     first: int = 0  # position of the page's first key in its lease
-    incarnations: array[int] | None = None  # of a read, where they were asked for: which one was granted; else 0
+    incarnations: array[int] | None = None  # for a read, if asked for: which one was granted; else 0
 
 
 @dataclass(slots=True)
 class KernelLookup:
-    """The answer to a lookup. `promise_id` is 0 where nothing was held."""
+    """The answer to a lookup. `promise_id` is 0 if nothing was held."""
 
     statuses: bytearray
     reasons: bytearray
     promise_id: int = 0
     deadline: float = 0.0
-    incarnations: array[int] | None = None  # where they were asked for: which one was found; else 0
+    incarnations: array[int] | None = None  # if asked for: which one was found; else 0
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class LeaseStatus:
 
     lease_id: int
     kind: LeaseKind
-    open: bool  # something is left to settle
+    open: bool  # some positions are not settled
     expired: bool
     deadline: float
     answers: bytearray
@@ -135,7 +135,7 @@ class ClassUsage:
 
 @dataclass(slots=True)
 class HolderUsage:
-    """What one holder (all sessions of a uid or a key), or one session, keeps from others."""
+    """What one holder (all sessions of a uid or a key) or one session keeps from eviction or reuse."""
 
     sessions: int
     promised_bytes: int
@@ -146,7 +146,7 @@ class HolderUsage:
 
 @dataclass(slots=True)
 class KernelUsage:
-    """What the kernel holds now; every figure is kept up to date and costs nothing that grows with residents."""
+    """What the kernel holds now. Every figure is kept up to date; reading it does not cost more with more residents."""
 
     pool_bytes: int
     populated_bytes: int
@@ -155,17 +155,17 @@ class KernelUsage:
     objects_by_state: dict[str, int]
     leases_by_kind: dict[str, int]
     sessions: int
-    sessions_lost: int  # their connection ended, their death is not proven
-    quarantine_by_holder: dict[str, int]  # overdue bytes: names the culprit
+    sessions_lost: int  # their connection ended, but their death is not proven
+    quarantine_by_holder: dict[str, int]  # overdue bytes, to find the culprit
     quarantine_by_session: dict[int, int]
     holders: dict[str, HolderUsage]  # by uid, or over ZMQ by key
-    held_by_session: dict[int, HolderUsage]  # of those that keep anything
+    held_by_session: dict[int, HolderUsage]  # only sessions that keep anything
     pinned_bytes: int
     pinned_objects: int
     fragmentation: float  # share of the free populated bytes that only their own size class can use
-    emptying_bytes: int  # of used slots, in slabs that are being emptied for a store that waits
+    emptying_bytes: int  # of used slots, in slabs that are being emptied for a waiting store
     slabs_free: int  # units that belong to no class
-    policy_error: str  # the last thing that the eviction policy raised
-    tenants: list[TenantUsage]  # the others last; none where nobody is a tenant
+    policy_error: str  # the last error that the eviction policy raised
+    tenants: list[TenantUsage]  # namespaces without a tenant come last; empty if there are no tenants
     classes: list[ClassUsage] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)

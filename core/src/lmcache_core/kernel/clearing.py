@@ -1,4 +1,4 @@
-"""A clear under way: what it took out of the table at once, and has not freed yet."""
+"""A clear under way: what it removed from the table at once and has not freed yet."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lmcache_core.kernel.objects import Incarnation, NamespaceTable
 
 
 class Clearing:
-    """The tables that one clear detached, less what it has come to since. Nobody finds any of it. Ready objects are
-    still in their slots and still with the policy; what was being written or loaded is so still, and is doomed once
-    the clear comes to it. `cleared` grows meanwhile, and is whole once it is `done`.
+    """The tables that one clear detached, less what it has processed since. Nobody can find any of it. Ready objects
+    are still in their slots and known to the policy. What is being written or loaded goes on, and is doomed when the
+    clear reaches it. `cleared` grows meanwhile, and is complete once the clear is `done`.
     """
 
     __slots__ = ("_shard", "at_s", "cleared", "done", "session_id", "tables")
@@ -22,15 +22,15 @@ class Clearing:
         self.session_id = session_id
         self.cleared = ClearedCount(0, 0, 0)
         self.done = False
-        self._shard = 0  # of the last table: the first that may still hold something
+        self._shard = 0  # of the last table: the first shard that may still hold something
 
     def find(self, namespace: int, key: bytes) -> Incarnation | None:
-        """What the clear took out under this key."""
+        """What the clear removed under this key."""
         table = self.tables.get(namespace)
         return None if table is None else table.get(key)
 
     def take(self, objects: Iterable[Incarnation]) -> list[Incarnation]:
-        """Those of the objects that it still has; they are the caller's to free or to doom."""
+        """Those of the objects that it still has; the caller frees or dooms them."""
         taken = []
         for item in objects:
             table = self.tables.get(item.namespace)
@@ -40,7 +40,7 @@ class Clearing:
         return taken
 
     def take_some(self, objects_max: int) -> list[Incarnation]:
-        """The next ones; they are the caller's to free or to doom. None left: an empty list."""
+        """The next objects; the caller frees or dooms them. Empty if none are left."""
         taken: list[Incarnation] = []
         tables = self.tables
         while tables and len(taken) < objects_max:
@@ -50,7 +50,7 @@ class Clearing:
                 while shard and len(taken) < objects_max:
                     taken.append(shard.popitem()[1])
                 if not shard:
-                    shards[self._shard] = {}  # an emptied dictionary keeps its room
+                    shards[self._shard] = {}  # an emptied dictionary would keep its memory
                     self._shard += 1
             if self._shard == len(shards):
                 tables.popitem()

@@ -13,8 +13,8 @@ from lmcache_core.kernel.ledger import Caps
 class KernelConfig:
     """Sizes and times of one kernel.
 
-    `pool_bytes` counts the slab area alone, which starts at `data_offset` in the segment. `slab_bytes` is the
-    unit it is divided in; 0 takes `allocator.slab_bytes_for(pool_bytes)`.
+    `pool_bytes` counts only the slab area, which starts at `data_offset` in the segment. `slab_bytes` is the unit into
+    which it is divided; 0 means `allocator.slab_bytes_for(pool_bytes)`.
     """
 
     pool_bytes: int
@@ -35,8 +35,8 @@ class KernelConfig:
     pinned_fraction_per_holder_max: float = limits.PINNED_FRACTION_PER_HOLDER_MAX
     pinned_fraction_per_session_max: float = limits.PINNED_FRACTION_PER_SESSION_MAX
     settled_leases_remembered: int = limits.SETTLED_LEASES_REMEMBERED
-    keeps_dirty: bool = False  # what tiers do not have yet goes for no store, rather than last
-    lost_keys_remembered: int = 32_768  # why a key is gone: some 5 MB at most
+    keeps_dirty: bool = False  # refuse a store rather than evict what tiers do not have yet
+    lost_keys_remembered: int = 32_768  # to explain misses: about 5 MB at most
 
     def __post_init__(self) -> None:
         for name in (
@@ -56,7 +56,7 @@ class KernelConfig:
 
     @property
     def caps(self) -> Caps:
-        """In bytes."""
+        """The caps in bytes."""
         of_session = (
             self.promised_fraction_per_session_max,
             self.read_fraction_per_session_max,

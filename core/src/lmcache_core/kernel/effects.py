@@ -1,7 +1,7 @@
-"""What the kernel wants done, in the order in which it was decided.
+"""What the kernel wants done, in the order of its decisions.
 
-The caller takes the list after every call (also after one that raised) and applies it before it replies:
-a slot is marked in the pool before anyone hears that it was granted. Effects carry whole batches.
+The caller takes the list after every call (even one that raised) and applies it before it replies: a slot is marked in
+the pool before anyone is told of the grant. Effects carry whole batches.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from lmcache_core.kernel.states import State
 
 @dataclass(slots=True)
 class SlotsMarked:
-    """Slots at these offsets are in `state` now; `row` is their writer's row in the worker table, or NO_ROW; None: the
-    one that is noted there."""
+    """Slots at these offsets are now in `state`. `row` is their writer's row in the worker table, or NO_ROW. None keeps
+    the row that is noted there."""
 
     offsets: list[int]
     state: State
@@ -25,7 +25,7 @@ class SlotsMarked:
 
 @dataclass(slots=True)
 class SlabAssigned:
-    """`nbytes` from `offset` on belong to the size class of `slot_bytes` now; 0: to no class."""
+    """`nbytes` from `offset` on now belong to the size class of `slot_bytes`; 0: to no class."""
 
     offset: int
     nbytes: int
@@ -42,7 +42,7 @@ class Committed:
 
 @dataclass(slots=True)
 class Read:
-    """A session has finished reading these; some may have been dropped with that."""
+    """A session has finished reading these; some may have been dropped at that."""
 
     objects: list[Incarnation]
 
@@ -56,7 +56,7 @@ class Evicted:
 
 @dataclass(slots=True)
 class Removed:
-    """These left the index for another reason; slots that are still held follow later."""
+    """These left the index for another reason. Slots that are still held are freed later."""
 
     objects: list[Incarnation]
     reason: Reason
@@ -64,7 +64,7 @@ class Removed:
 
 @dataclass(slots=True)
 class LeaseExpired:
-    """Tell the session: it is to answer (commit, abort or finish) when its copies are done."""
+    """Tell the session to answer (commit, abort or finish) when its copies are done."""
 
     session_id: int
     lease_id: int
@@ -73,14 +73,14 @@ class LeaseExpired:
 
 @dataclass(slots=True)
 class RowLeft:
-    """No slot names this row of the worker table any more: all that its worker goes on holding has its new one."""
+    """No slot names this row of the worker table any more: everything its worker still holds has the new row."""
 
     row: int
 
 
 @dataclass(slots=True)
 class PolicyFailed:
-    """The eviction policy raised in `method`. Nothing is to be done, but somebody should hear of it."""
+    """The eviction policy raised in `method`. Nothing has to be done, but somebody should be told."""
 
     method: str
     error: BaseException

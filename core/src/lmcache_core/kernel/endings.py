@@ -1,4 +1,4 @@
-"""How sessions end, and how one that came back takes over what it still holds."""
+"""How sessions end, and how a returning client takes over what it still holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmcache_core.kernel.writing import Writing
 
 
 class Endings:
-    """Every call finds what is due expired already."""
+    """Each call assumes that everything due has already been expired."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class Endings:
         self._rooms = rooms
 
     def end(self, session_id: int, reason: Reason) -> None:
-        """Settle everything, and forget the session. The server's own never ends."""
+        """Settle everything and forget the session. The server's own session never ends."""
         session = self._sessions.by_id.get(session_id)
         if session is not None and session_id != SERVER_SESSION:
             self.settle_all(session, reason)
             self._sessions.remove(session)
 
     def settle_all(self, session: KernelSession, reason: Reason, lease_ids: Sequence[int] | None = None) -> None:
-        """Nobody touches any more what it held: its promises, and these leases (None: all). Nobody waits for what it
-        has asked for, either: it would be granted after the end."""
+        """Settle the session's promises and these leases (None: all): nobody touches what they held any more. Its
+        waiting grants are cancelled, for they would come after the end."""
         self._rooms.session_ended(session)
         chosen = None if lease_ids is None else frozenset(lease_ids)
         for lease in list(session.leases.values()):
@@ -57,7 +57,7 @@ class Endings:
                 self._reading.settle(lease)
 
     def lost(self, session_id: int) -> None:
-        """Nothing is proven: what it holds waits."""
+        """Its death is not proven: what it holds waits."""
         session = self._sessions.by_id.get(session_id)
         if session is not None and not session.lost and session_id != SERVER_SESSION:
             self._rooms.session_ended(session)
@@ -65,7 +65,7 @@ class Endings:
             self._sessions.remove_if_done(session)
 
     def reclaim(self, old_session_id: int, new_session_id: int, lease_ids: Sequence[int]) -> list[int]:
-        """Move the named leases, settle the others; the ids that moved."""
+        """Move the named leases and settle the others. Returns the ids that moved."""
         new = self._sessions.get(new_session_id)
         old = self._sessions.by_id.get(old_session_id)
         if old is None or old is new or old_session_id == SERVER_SESSION:
@@ -77,8 +77,8 @@ class Endings:
         return moved
 
     def keep_promises(self, old_session_id: int, new_session_id: int) -> None:
-        """Move the promises of one session to another of the same client instance. Nobody touches memory under them,
-        so nothing has to be declared."""
+        """Move the promises of one session to another of the same client instance. Nobody touches memory under a
+        promise, so the client need not declare them."""
         old, new = self._sessions.by_id.get(old_session_id), self._sessions.by_id.get(new_session_id)
         if old is None or new is None or old is new or old.uid != new.uid or old_session_id == SERVER_SESSION:
             return
@@ -92,7 +92,7 @@ class Endings:
             return False
         self._quarantine.move(lease, new)
         if lease.account is not None and not new.accounts[lease.account_sort].nbytes:
-            new.accounts[lease.account_sort] = lease.account  # with all that is charged to it
+            new.accounts[lease.account_sort] = lease.account  # with everything charged to it
         if old.leases.pop(lease_id, None) is not None:
             new.leases[lease_id] = lease
         if lease.kind is LeaseKind.WRITE:

@@ -1,4 +1,4 @@
-"""Room: what a store needs, then and there; and headroom in the background."""
+"""Room: what a store needs at once, and headroom in the background."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ TRIM_STEP_OBJECTS = 512  # evicted in one background step: well below the loop's
 def make_room(
     residents: Residents, size_class: SizeClass, slots: int, namespace: int, *, may_wait: bool = False
 ) -> bool:
-    """Evict of `size_class` itself what is coldest, until it has `slots` free slots for objects of `namespace`, or
-    nothing more of it can go. Costs no more than a page of evictions and a bounded look for them.
+    """Evict the coldest objects of `size_class` until it has `slots` free slots for objects of `namespace`, or no more
+    of them can be evicted. Costs at most a page of evictions and a bounded search for them.
 
-    `may_wait`: stops where something of another class is as cold as what would have to go. False: slots are missing
-    still, and the slab of something else may be had in steps (`rooms`).
+    `may_wait`: stop if something of another class is as cold as the next victim. Returns False if slots are still
+    missing, and another class's slab may be emptied in steps (`rooms`).
     """
-    if not size_class.slots_used:  # what tiers lack is not uncovered in vain
+    if not size_class.slots_used:  # do not uncover in vain what tiers lack
         return size_class.slots_free >= slots
     reach = 1
     last = residents.touched + LOOK_OBJECTS_MAX
@@ -36,7 +36,7 @@ def make_room(
         if may_wait:
             return False
         if not own:
-            # Nothing near the cold end can be had: look further, a bounded way.
+            # Nothing near the cold end can be evicted: look further, within bounds.
             if len(coldest) >= LOOK_OBJECTS_MAX or sum(item.nbytes for item in coldest) < nbytes:
                 break
             reach *= 4
@@ -44,7 +44,7 @@ def make_room(
 
 
 class Trimmer:
-    """Keeps headroom: over the watermark it evicts `evict_ratio` of the pool, a bounded step a call."""
+    """Keeps headroom: above the watermark it evicts `evict_ratio` of the pool, in bounded steps."""
 
     def __init__(self, residents: Residents, watermark: float, evict_ratio: float) -> None:
         pool_bytes = residents.allocator.pool_bytes
@@ -54,9 +54,9 @@ class Trimmer:
         self._goal_bytes: int | None = None
 
     def step(self) -> int:
-        """One step; the objects it evicted. 0: nothing to do, or nothing that may go."""
+        """Do one step. Returns how many objects it evicted; 0 if there is nothing to do, or nothing may be evicted."""
         residents = self._residents
-        if residents.clearings:  # they give more room than any eviction, and nobody misses it
+        if residents.clearings:  # they free more than any eviction, and cost no hit
             return 0
         used = residents.allocator.used_bytes
         if self._goal_bytes is None:

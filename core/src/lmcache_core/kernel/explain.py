@@ -1,4 +1,4 @@
-"""Where keys are, or how they were lost. Looks only: nothing is held, and no policy hears of it."""
+"""Where keys are, or how they were lost. It only looks: it holds nothing and does not tell the policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lmcache_core.kernel.states import State
 
 @dataclass(slots=True)
 class Explanation:
-    """All columns are positional with the keys. `at_s` (the kernel's clock) and `session_ids` are 0 where nothing is
-    remembered; the session is the one that lost, cleared or pushed out the key, 0 for the server itself.
+    """All columns are positional with the keys. `at_s` (the kernel's clock) and `session_ids` are 0 if nothing is
+    remembered. The session is the one that lost, cleared or pushed out the key; 0 is the server itself.
 
-    `since_s`: what was lost before or then may be forgotten; None: nothing is.
+    `since_s`: losses at or before that time may be forgotten. None: none is forgotten.
     """
 
     statuses: bytearray
@@ -27,7 +27,7 @@ class Explanation:
 
 
 def explain(residents: Residents, namespace: int, layout_id: int, keys: Sequence[bytes]) -> Explanation:
-    """`layout_id`: that of the namespace in the asking session; objects of another one are no hit."""
+    """`layout_id`: that of the namespace in the asking session. Objects of another layout are no hit."""
     table = residents.table.of(namespace)
     count = len(keys)
     told = Explanation(

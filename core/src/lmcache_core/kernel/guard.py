@@ -1,4 +1,4 @@
-"""An eviction policy behind a guard: it is a plugin, and its mistakes must cost room, never a hit or a call."""
+"""An eviction policy behind a guard. It is a plugin: its mistakes may cost room, but never a hit or a call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _P = ParamSpec("_P")
 
 
 class GuardedPolicy(EvictionPolicy):
-    """Passes every call on. One that raises is told to `on_fault(method, error)` and names no victims: a store that
-    needs room is then answered FULL, and lookups go on. What it forgot by that stays until it is cleared. A panic of a
-    library in Rust, which is no `Exception`, is such a fault, too."""
+    """Passes every call on. If the policy raises, `on_fault(method, error)` is called and no victims are named: a store
+    that needs room is then answered FULL, and lookups go on. What the policy forgot in that call stays until it is
+    cleared. A panic in a Rust library, which is no `Exception`, counts as a fault, too."""
 
     def __init__(self, policy: EvictionPolicy, on_fault: Callable[[str, BaseException], None]) -> None:
         self.inner = policy
@@ -53,13 +53,13 @@ class GuardedPolicy(EvictionPolicy):
 
     @staticmethod
     def _once(ask: Callable[[int], Sequence[Entry]], nbytes: int) -> list[Entry]:
-        """What it names, each once."""
+        """The entries that the policy names, each once."""
         return list(dict.fromkeys(ask(nbytes)))
 
     def attempt(
         self, method: str, otherwise: _Answer, call: Callable[_P, _Answer], /, *args: _P.args, **kwargs: _P.kwargs
     ) -> _Answer:
-        """What `call` answers; `otherwise` where the policy's code raises."""
+        """The result of `call`, or `otherwise` if the policy's code raises."""
         try:
             return call(*args, **kwargs)
         except KeyboardInterrupt:
